@@ -1,0 +1,1 @@
+"""Readers of training data, augmentation, and the demo data set."""

@@ -1,0 +1,46 @@
+"""What the input pipeline asks of a data set; folders.py is an example to copy."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import tensorflow as tf
+
+
+class Source(Protocol):
+    """A fixed, indexable list of samples. Sample ids are 0 .. len - 1 and mean the same everywhere.
+
+    Order and augmentation are not its job: the sampler picks the ids, the task augments.
+    """
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads the sample `index` (int64 scalar) with TensorFlow ops only.
+
+        It is traced once inside `tf.data` and then runs on several threads, so it holds no Python
+        state and no `tf.py_function`. A bad sample raises `tf.errors.OpError` when it runs.
+        """
+        ...
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with a sample: file, value and way out; None when it is fine.
+
+        Plain Python, as slow and thorough as it likes: it is called only after a read failed,
+        which is what lets `read` stay fast.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) of the listing, for ranks to compare that they see the same."""
+        ...
+
+
+def digest(listing: Iterable[tuple[str, int]]) -> str:
+    """SHA-256 (64 hex digits) of (name relative to the root, size in bytes) pairs, in order."""
+    sha = hashlib.sha256()
+    for name, size in listing:
+        sha.update(f"{name}\0{size}\n".encode())
+    return sha.hexdigest()
