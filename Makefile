@@ -1,0 +1,33 @@
+# make, make help: what there is. PYTHON, DEVICE=cpu|gpu: see docker/install-horovod.sh.
+PYTHON ?= python3
+NP ?= 2
+IN_VENV = PATH="$(CURDIR)/.venv/bin:$$PATH"
+export PYTHON DEVICE
+
+# Open MPI will not run as root unless told twice, nor more ranks than cores unless told.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+
+.PHONY: help setup train test lint bench
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
+	@docker/install-horovod.sh --venv .venv
+
+train: setup ## the demo on two ranks; NP=4, ARGS='--steps=10'
+	@cd template && $(IN_VENV) horovodrun -np $(NP) python train.py --flagfile=configs/demo.cfg $(ARGS)
+
+test: setup ## all tests; ARGS='-k sampler'
+	@$(IN_VENV) pytest $(ARGS)
+
+lint: setup ## Python and shell
+	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
+	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
+
+bench: setup ## the same weights on any number of ranks, in numbers
+	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
