@@ -30,12 +30,11 @@ COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
 
 # One colour a class, for pictures of labels; ignored pixels are drawn white.
-PALETTE = np.zeros((256, 3), np.uint8)
+PALETTE = np.full((256, 3), 255, np.uint8)
 PALETTE[:NUM_CLASSES] = [
     (60, 60, 60), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48),
     (145, 30, 180), (70, 240, 240), (240, 50, 230), (170, 110, 40), (128, 128, 255),
 ]  # fmt: skip
-PALETTE[IGNORE_LABEL] = (255, 255, 255)
 
 _INK = 0.45  # share of full ink from which a pixel counts as the digit
 _TRIES = 30  # to find a place for a digit before the scene goes without it
@@ -165,10 +164,8 @@ def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> No
             picture = picture.resize((size, size), Image.Resampling.NEAREST)
             sheet.paste(picture, (column * width + side * size, row * height))
     for place, name in enumerate(CLASS_NAMES):
-        colour = tuple(int(part) for part in PALETTE[place])
-        corner = (4 + 110 * place, sheet.height - 22)
+        corner, colour = (4 + 110 * place, sheet.height - 22), tuple(PALETTE[place].tolist())
         ImageDraw.Draw(sheet).text(corner, name, fill=colour, font_size=18)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
 
 
@@ -205,10 +202,9 @@ def _background(
 
 
 def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A scan scaled up, with room for its ring: three arrays [side, side].
+    """A scan scaled up: ink shares, float32 [side, side] in [0, 1], and two masks, bool.
 
-    Ink shares (float32 in [0, 1]); which pixels are the digit (bool); which are the ring around
-    it, that touch it (8 neighbours) and are not of it (bool).
+    The masks are the digit, and the ring of pixels that touch it (8 neighbours). Both fit in.
     """
     picture = Image.fromarray(_scans()[0][scan])
     ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
@@ -276,20 +272,19 @@ def _already_made(root: Path, settings: Settings) -> bool:
     made = _made_with(root)
     if made is None or made == settings:
         return made is not None
-    found = {k: v for k, v in dataclasses.asdict(made).items() if v != getattr(settings, k)}
-    asked = {k: getattr(settings, k) for k in found}
+    asked = dataclasses.asdict(settings)
+    differ = {k: (v, asked[k]) for k, v in dataclasses.asdict(made).items() if v != asked[k]}
     raise ValueError(
-        f"{root} holds a demo set with {found}, and {asked} was asked for; "
+        f"{root} holds a demo set of other settings (there, asked for): {differ}; "
         "give another folder, or remove this one"
     )
 
 
 def main() -> None:
-    defaults = Settings()
     parser = argparse.ArgumentParser(description="Makes the demo data set.")
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(defaults, name))
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--preview", type=Path, metavar="PNG", help="write a contact sheet")
     args = parser.parse_args()
     try:
