@@ -134,16 +134,15 @@ def make(root: Path, settings: Settings) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def ensure_demo(root: Path) -> Settings:
-    """Makes the default set unless a finished demo set is there; returns its settings.
+def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
+    """Makes a set unless a finished demo set is there; returns the settings of what is there.
 
     A set that was made with other settings is taken as it is: that was someone's choice.
     Raises ValueError when `root` holds something else.
     """
-    made = _made_with(Path(root))
-    if made is None:
-        make(root, Settings())
-    return made or Settings()
+    if (made := _made_with(Path(root))) is None:
+        make(root, settings)
+    return made or settings
 
 
 def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> None:

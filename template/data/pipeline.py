@@ -1,0 +1,121 @@
+"""From a source to batches: stateless order and augmentation, read on several threads.
+
+Nothing here remembers where it was: the batches of step k are made from k alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from data.source import Source
+
+Example = dict[str, Any]
+
+
+class Order(Protocol):
+    """Which samples make up a step (engine.sampler.Sampler)."""
+
+    micro_batches: int
+    local_micro_size: int
+
+    def local_positions(self, step: tf.Tensor) -> tf.Tensor: ...
+
+    def sample(self, position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
+
+
+class TrainingFeed:
+    """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
+
+    A sample that cannot be read does not raise: `next` gives a batch of zeros and `error` says
+    what is wrong, so that this rank can still take part in the step and let the others know.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        transform: Callable[[Example, tf.Tensor], Example],
+        first_step: int,
+        num_steps: int,
+    ) -> None:
+        self.error: str | None = None
+        self._source, self._order, self._step = source, order, first_step
+
+        def read(position: tf.Tensor) -> Example:
+            index, key = order.sample(position)
+            return transform(source.read(index), key)
+
+        def fold(flat: tf.Tensor) -> tf.Tensor:
+            shape = [order.micro_batches, order.local_micro_size, *flat.shape[1:]]
+            return tf.reshape(flat, shape)
+
+        local_size = order.micro_batches * order.local_micro_size
+        batches = (
+            tf.data.Dataset.range(first_step, num_steps)
+            .map(order.local_positions)
+            .unbatch()
+            .map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            .batch(local_size, drop_remainder=True)
+            .map(lambda batch: tf.nest.map_structure(fold, batch))
+            .prefetch(2)
+        )
+        self.spec = batches.element_spec
+        self._batches = iter(batches)
+
+    def next(self) -> Example:
+        if self.error is None:
+            try:
+                batch = next(self._batches)
+                self._step += 1
+                return batch
+            except tf.errors.OpError as error:
+                self.error = self._explain(error)
+        return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
+
+    def _explain(self, error: tf.errors.OpError) -> str:
+        positions = self._order.local_positions(tf.constant(self._step, tf.int64))
+        ids = [int(self._order.sample(p)[0]) for p in positions]
+        return explain(self._source, ids, error)
+
+
+class EvaluationFeed:
+    """This rank's whole batches: number rank, rank + size, rank + 2 * size, ... of the set.
+
+    A batch holds the same samples for any number of ranks, so what is computed from it is the
+    same to the last bit. The last batch of the set may be short; a rank may have none.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transform: Callable[[Example], Example],
+        batch_size: int,
+        rank: int,
+        size: int,
+    ) -> None:
+        starts = range(rank * batch_size, len(source), size * batch_size)
+        self._source = source
+        self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
+        self._batches = (
+            tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
+            .map(lambda index: transform(source.read(index)), tf.data.AUTOTUNE)
+            .batch(batch_size)
+            .prefetch(2)
+        )
+        self.spec = self._batches.element_spec
+
+    def __iter__(self) -> Iterator[Example]:
+        """Raises ValueError naming the sample that cannot be read."""
+        try:
+            yield from self._batches
+        except tf.errors.OpError as error:
+            raise ValueError(explain(self._source, self._ids, error)) from None
+
+
+def explain(source: Source, ids: list[int], error: tf.errors.OpError) -> str:
+    """What is wrong with the first bad sample among `ids`, for a person."""
+    reasons = (source.explain(i) for i in ids)
+    return next((r for r in reasons if r), error.message.splitlines()[0])

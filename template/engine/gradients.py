@@ -1,0 +1,171 @@
+"""From a loss to the gradients every rank applies: accumulate, reduce, unscale, judge, clip.
+
+The order of a step is: forward and backward on this rank's share (micro-batch by micro-batch),
+one reduction over the ranks, division by what was summed, a verdict on finiteness that is the
+same on every rank, L2, clipping by the global norm. The optimizer comes after and is not known
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from config import Config
+from engine.world import raw
+
+# What a forward pass gives: the scalar to differentiate, and a vector of sums for the log.
+Forward = Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
+
+
+class BFloat16Compressor:
+    """Gradients travel as bfloat16: half the bytes, float32's range, 8 bits of mantissa."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
+        wire = tf.cast(tensor, tf.bfloat16) if tensor.dtype.is_floating else tensor
+        return wire, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        return tf.cast(tensor, dtype)
+
+
+_COMPRESSORS = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "bf16": BFloat16Compressor,
+}
+
+
+def reduction(config: Config) -> dict[str, Any]:
+    """How hvd.DistributedGradientTape is to reduce.
+
+    Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
+    the global count, comes after (`finish`).
+    """
+    return {
+        "op": hvd.Sum,
+        "compression": _COMPRESSORS[config.compression],
+        # One group is one message with a fixed layout: fusion by arrival time would change
+        # which bytes share a ring chunk, and with it the order of additions.
+        "groups": 1 if config.deterministic else None,
+        "sparse_as_dense": config.deterministic,
+    }
+
+
+def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]):
+    """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
+
+    Only one micro-batch's activations are alive at a time. The gradients are summed here, on
+    this rank; the tape around the call receives the sums, so that it reduces once a step.
+
+    Args:
+      batch: nested tensors [steps, micro-batch, ...].
+    Returns:
+      The same as `forward`: scalar to differentiate, vector of sums; both summed over steps.
+    """
+    if steps == 1:
+        return forward(tf.nest.map_structure(lambda t: t[0], batch))
+    values = [raw(v) for v in variables]
+    connected = []  # positions of the variables that have a gradient; found when traced
+
+    @tf.function
+    def one(index: tf.Tensor):
+        with tf.GradientTape() as tape:
+            target, sums = forward(tf.nest.map_structure(lambda t: t[index], batch))
+        grads = tape.gradient(target, values)
+        connected[:] = [i for i, g in enumerate(grads) if g is not None]
+        return target, sums, [tf.convert_to_tensor(grads[i]) for i in connected]
+
+    def body(index, total):
+        return index + 1, tf.nest.map_structure(tf.add, total, one(index))
+
+    _, (target, sums, grads) = tf.while_loop(
+        lambda index, _: index < steps,
+        body,
+        (tf.constant(1), one(tf.constant(0))),
+        parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
+    )
+
+    @tf.custom_gradient
+    def attach(*reads: tf.Tensor):
+        known = dict(zip(connected, grads))
+
+        def backward(upstream: tf.Tensor):
+            return [
+                known[i] * tf.cast(upstream, known[i].dtype) if i in known else None
+                for i in range(len(reads))
+            ]
+
+        return tf.identity(target), backward
+
+    return attach(*[tf.convert_to_tensor(v) for v in values]), sums
+
+
+def finish(
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    variables: Sequence[keras.Variable],
+    factor: tf.Tensor,
+    l2: float,
+    clip_norm: float,
+) -> tuple[list[tf.Tensor | None], tf.Tensor]:
+    """From reduced sums to what the optimizer applies; same values on every rank.
+
+    Args:
+      factor: scalar; turns sums into means over the global batch and undoes the loss scale.
+      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels. It is the same on all ranks, so
+        it is added here rather than sent.
+      clip_norm: largest global norm, 0 for none; all gradients are scaled by
+        min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
+    Returns:
+      Gradients, and their global norm before clipping: not finite if any of them is not.
+    """
+    # A sparse gradient has (index, row) pairs of all ranks now; made whole, rows named twice
+    # are added, which the norm needs.
+    whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+    whole = [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
+    if l2:
+        whole = [
+            g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
+            for g, v in zip(whole, variables)
+        ]
+    norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(g)) for g in whole if g is not None]))
+    if clip_norm:
+        shrink = clip_norm / tf.maximum(norm, clip_norm)
+        whole = [g if g is None else g * tf.cast(shrink, g.dtype) for g in whole]
+    return whole, norm
+
+
+def is_kernel(variable: keras.Variable) -> bool:
+    """Kernels are decayed; biases, batch norm's gamma and beta, embeddings are not."""
+    return variable.name.endswith("kernel")
+
+
+class LossScale(tf.Module):
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740); else 1.
+
+    The scale halves when a step's reduced gradients are not finite and doubles after
+    `GROWTH_STEPS` sound steps. It is fed by reduced values only, so it agrees on all ranks.
+    """
+
+    GROWTH_STEPS = 1000
+
+    def __init__(self, precision: str) -> None:
+        super().__init__(name="loss_scale")
+        self.dynamic = precision == "float16"
+        self.value = tf.Variable(2.0**15 if self.dynamic else 1.0, trainable=False, name="value")
+        self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
+
+    def update(self, finite: tf.Tensor) -> None:
+        if not self.dynamic:
+            return
+        sound = tf.where(finite, self.sound_steps + 1, 0)
+        grow = sound >= self.GROWTH_STEPS
+        factor = tf.where(finite, tf.where(grow, 2.0, 1.0), 0.5)
+        self.value.assign(tf.clip_by_value(self.value * factor, 2.0**-10, 2.0**24))
+        self.sound_steps.assign(tf.where(grow, 0, sound))

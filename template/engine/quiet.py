@@ -1,0 +1,37 @@
+"""Imports TensorFlow without its start-up lines, which say nothing about a run.
+
+Import this before TensorFlow. No setting of TensorFlow 2.21 holds these lines back (they are
+written before its logging is set up), so standard error is looked through while it is imported:
+what is not known to be noise still comes out.
+"""
+
+import os
+import re
+import sys
+import tempfile
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+_NOISE = re.compile(
+    rb"absl::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with"
+)
+
+
+def _import_tensorflow() -> None:
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            import tensorflow  # noqa: F401
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            held.seek(0)
+            for line in held:
+                if not _NOISE.search(line):
+                    os.write(2, line)
+
+
+_import_tensorflow()

@@ -1,0 +1,56 @@
+"""Learning rate as a function of the step: poly and the other policies, with linear warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+import config as config_lib
+from config import Config
+
+Schedule = Callable[[tf.Tensor], tf.Tensor]
+
+
+def scale_factor(config: Config, world_size: int) -> float:
+    """What base_lr is multiplied by on `world_size` ranks.
+
+    linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997). Both
+    are for a batch that grows with the number of ranks; with a fixed global batch use none.
+    """
+    factors = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}
+    return factors[config.lr_scaling]
+
+
+def make(config: Config, world_size: int) -> Schedule:
+    """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
+
+    With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
+      poly:     end + (base - end) * (1 - step / N) ** power   (ParseNet, arXiv:1506.04579)
+      cosine:   end + (base - end) * (1 + cos(pi * step / N)) / 2   (SGDR, arXiv:1608.03983)
+      step:     base * gamma ** (number of boundaries at or before step)
+      constant: base
+    During the first warmup_steps the result is multiplied by (step + 1) / warmup_steps.
+    """
+    factor = scale_factor(config, world_size)
+    base, end = config.base_lr * factor, config.end_lr * factor
+    edges = config_lib.boundaries(config) if config.lr_policy == "step" else []
+
+    def rate(step: tf.Tensor) -> tf.Tensor:
+        step = tf.cast(step, tf.float64)
+        progress = tf.minimum(step / config.num_steps, 1.0)
+        if config.lr_policy == "poly":
+            value = end + (base - end) * (1.0 - progress) ** config.power
+        elif config.lr_policy == "cosine":
+            value = end + (base - end) * 0.5 * (1.0 + tf.cos(math.pi * progress))
+        elif config.lr_policy == "step":
+            passed = sum(tf.cast(step >= edge, tf.float64) for edge in edges)
+            value = base * config.lr_gamma**passed
+        else:
+            value = tf.constant(base, tf.float64)
+        if config.warmup_steps:
+            value *= tf.minimum((step + 1.0) / config.warmup_steps, 1.0)
+        return value
+
+    return rate

@@ -1,0 +1,45 @@
+"""All that a run is at one moment: model, optimizer, step, loss scale."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from engine.gradients import LossScale
+
+
+class State:
+    """What a checkpoint holds and a start-up broadcasts.
+
+    `step` is the one counter of the run: it picks the batch and the learning rate and says when
+    the run ends. It counts global batches; `skipped` of them changed no weights because their
+    gradients were not finite.
+    """
+
+    def __init__(
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer, precision: str
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.loss_scale = LossScale(precision)
+        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        self.skipped = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped")
+
+    @property
+    def variables(self) -> dict[str, keras.Variable | tf.Variable]:
+        """Every variable by a name that is unique and the same on every rank."""
+        named = {"step": self.step, "skipped": self.skipped}
+        named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
+        for part, variables in (
+            ("model", self.model.variables),
+            ("optimizer", self.optimizer.variables),
+        ):
+            # The position makes it unique: two layers may share a path.
+            named |= {f"{part}/{i:04d}/{v.path}": v for i, v in enumerate(variables)}
+        return named
+
+    def advance(self, finite: tf.Tensor, readable: tf.Tensor) -> None:
+        """After a step, inside its tf.function: a batch that no rank could read is not counted."""
+        counted = tf.cast(readable, tf.int64)
+        self.step.assign_add(counted)
+        self.skipped.assign_add(tf.cast(~finite, tf.int64) * counted)
+        self.loss_scale.update(finite)

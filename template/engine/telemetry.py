@@ -1,0 +1,140 @@
+"""What a person and their tools see of a run; only rank 0 writes any of it.
+
+One progress line a logged step, metrics.jsonl (an object a line), TensorBoard scalars and
+pictures, summary.json at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+from engine.world import World, say
+
+
+class Telemetry:
+    """The run folder's records. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
+        self._dir, self._world, self._num_steps = run_dir, world, num_steps
+        self._clock = _Clock(first_step)
+        if world.is_chief:
+            _drop_lines_after(run_dir / "metrics.jsonl", first_step)
+            self._lines = open(run_dir / "metrics.jsonl", "a")
+            self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+
+    def resume_clock(self, step: int) -> None:
+        """Starts timing from `step`: evaluation and saving do not count as training time."""
+        self._clock = _Clock(step)
+
+    def step(self, step: int, samples: int, figures: Mapping[str, float], losses: Sequence[float]):
+        """A logged step.
+
+        Args:
+          samples: samples a step, over all ranks.
+          figures: loss, lr, grad_norm, ... by name.
+          losses: each rank's own mean loss.
+        """
+        if not self._world.is_chief:
+            return
+        rate = samples / self._clock.seconds_a_step(step)
+        record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
+        self._write(record)
+        with self._board.as_default(step):
+            for name, value in record.items():
+                tf.summary.scalar(f"train/{name}", value)
+            for rank, loss in enumerate(losses):
+                tf.summary.scalar(f"loss_by_rank/{rank}", loss)
+        eta = _minutes((self._num_steps - step) * samples / rate)
+        say(
+            self._world,
+            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
+            f"{rate:.0f} samples/s  ETA {eta}",
+        )
+
+    def evaluation(self, step: int, figures: Mapping[str, float], main_metric: str) -> None:
+        if not self._world.is_chief:
+            return
+        self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
+        with self._board.as_default(step):
+            for name, value in figures.items():
+                tf.summary.scalar(f"eval/{name}", value)
+        self._board.flush()
+        say(
+            self._world,
+            f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
+            f"{main_metric} {figures[main_metric]:.4f}",
+        )
+
+    def pictures(self, step: int, pictures: np.ndarray) -> None:
+        """Pictures, uint8 [n, height, width, 3], to TensorBoard and, below each other, to a PNG."""
+        with self._board.as_default(step):
+            tf.summary.image("predictions", pictures, max_outputs=len(pictures))
+        sheet = Image.fromarray(np.concatenate(list(pictures)))
+        scale = max(1, 640 // sheet.width)
+        sheet.resize((sheet.width * scale, sheet.height * scale), Image.NEAREST).save(
+            self._dir / "predictions.png"
+        )
+
+    def summary(self, record: Mapping[str, Any]) -> None:
+        if self._world.is_chief:
+            text = json.dumps(_finite(record), indent=1) + "\n"
+            partial = self._dir / ".summary.json.partial"
+            partial.write_text(text)
+            partial.rename(self._dir / "summary.json")
+            self._lines.close()
+            self._board.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._lines.write(json.dumps(_finite(record)) + "\n")
+        self._lines.flush()
+
+
+class _Clock:
+    def __init__(self, step: int) -> None:
+        self._step, self._time = step, time.monotonic()
+
+    def seconds_a_step(self, step: int) -> float:
+        """Mean since the last call."""
+        now = time.monotonic()
+        mean = (now - self._time) / max(step - self._step, 1)
+        self._step, self._time = step, now
+        return max(mean, 1e-9)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    """Steps after the checkpoint that a run goes on from will be logged again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        path.write_text("".join(kept))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf  # cut off when the run was killed
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: null stands for it."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+def _minutes(seconds: float) -> str:
+    whole = int(seconds)
+    hours, rest = divmod(whole, 3600)
+    clock = f"{rest // 60}:{rest % 60:02d}"
+    return f"{hours}:{clock.zfill(5)}" if hours else clock

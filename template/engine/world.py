@@ -1,0 +1,207 @@
+"""The ranks: one process each, one GPU each, and how they come to the same decision.
+
+A rank never acts alone on what it alone saw. `World.together` runs a piece of start-up on every
+rank and ends all of them with one message when any of them failed; `World.broadcast_object` hands
+out a decision that rank 0 took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from config import Config
+
+# Exit codes of a run; 1 is also what Python gives an uncaught exception.
+DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+
+_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+class Stop(Exception):
+    """The run ends here, on every rank, with this exit code; `message` is for a person."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Who this process is among all of them. Made by `connect`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
+
+        Every rank must come here with the same `what`: it names the collective.
+
+        Raises:
+          Stop: with WRONG_USE on all ranks, carrying the lowest failing rank's message.
+        """
+        error = None
+        try:
+            yield
+        except (ValueError, OSError) as caught:
+            error = str(caught)
+        errors = self.gather_objects(error, f"together.{what}")
+        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        if failed:
+            text = errors[failed[0]]
+            alone = len(failed) < self.size
+            where = f" (rank {failed[0]} on {hostname()})" if alone and self.size > 1 else ""
+            raise Stop(WRONG_USE, f"{what}: {text}{where}")
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's picklable `value`, in rank order, on every rank."""
+        return hvd.allgather_object(value, name=name) if self.size > 1 else [value]
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        """Rank 0's picklable `value` on every rank."""
+        return hvd.broadcast_object(value, 0, name=name) if self.size > 1 else value
+
+    def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
+        """Overwrites the variables with rank 0's; same variables in the same order on all ranks."""
+        if self.size > 1:
+            hvd.broadcast_variables([raw(v) for v in variables], root_rank=0)
+
+    def check_same(self, fingerprint: str, what: str) -> None:
+        """Raises Stop on every rank when `fingerprint` is not the same on all of them."""
+        everyone = self.gather_objects(fingerprint, f"same.{what}")
+        odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        if odd:
+            ranks = ", ".join(map(str, odd[:8]))
+            raise Stop(BUG, f"{what} on rank {ranks} differ from those on rank 0")
+
+
+def launch_rank() -> int:
+    """This process's rank as its launcher told it, before Horovod is up; 0 when run alone."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def connect() -> World:
+    """Starts Horovod: from here on this process is one of the ranks."""
+    if not any(name in os.environ for name in _RANK_VARIABLES):
+        # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    elif "OMPI_COMM_WORLD_RANK" in os.environ:
+        # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
+        from mpi4py import MPI  # noqa: F401
+    hvd.init()
+    return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def set_up(world: World, config: Config) -> None:
+    """One GPU for this process, or its share of the CPU's cores; seed, determinism, precision.
+
+    Raises:
+      Stop: on all ranks, when a host has more ranks than GPUs.
+    """
+    with world.together("choosing a device"):
+        _choose_device(world)
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    _set_precision(config.precision)
+
+
+def finish(world: World) -> None:
+    """Waits for every rank, so that no launcher kills a slower one that is still writing."""
+    world.gather_objects(None, "finish")
+    hvd.shutdown()
+
+
+def describe(world: World) -> str:
+    """One line for a person: ranks, hosts, devices and what carries the gradients."""
+    hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
+    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    device = (
+        "one GPU each"
+        if tf.config.list_physical_devices("GPU")
+        else f"{_threads()} CPU thread(s) each"
+    )
+    carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
+    if tf.config.list_physical_devices("GPU") and hvd.nccl_built():
+        carrier = f"NCCL, set up over {carrier}"
+    ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
+    return f"{ranks} on {len(hosts)} host(s) ({shown}), {device}, {carrier}"
+
+
+def hostname() -> str:
+    return os.uname().nodename
+
+
+def raw(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """The tf.Variable inside a Keras 3 variable: what Horovod's functions take."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
+    """SHA-256 over the variables' bytes, in order."""
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(np.ascontiguousarray(raw(variable).numpy()).tobytes())
+    return digest.hexdigest()
+
+
+def _choose_device(world: World) -> None:
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        if world.local_rank >= len(gpus):
+            raise ValueError(
+                f"{hostname()} has {len(gpus)} visible GPU(s) but runs {world.local_size} ranks: "
+                "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
+            )
+        tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[world.local_rank], True)
+        return
+    tf.config.threading.set_intra_op_parallelism_threads(_threads_for(world))
+    tf.config.threading.set_inter_op_parallelism_threads(_threads_for(world))
+
+
+def _threads_for(world: World) -> int:
+    """Cores of this process over the ranks that share them."""
+    cores = len(os.sched_getaffinity(0))
+    bound = "OMPI_MCA_orte_bound_at_launch" in os.environ  # mpirun gave each rank its own cores
+    return max(1, cores if bound else cores // world.local_size)
+
+
+def _threads() -> int:
+    return tf.config.threading.get_intra_op_parallelism_threads()
+
+
+def _set_precision(precision: str) -> None:
+    """Compute type of the layers made from now on; variables stay float32 unless float64."""
+    if precision == "float64":
+        keras.config.set_floatx("float64")
+    mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+    keras.config.set_dtype_policy(mixed.get(precision, precision))
+
+
+def say(world: World, text: str) -> None:
+    """A line for the person watching, from rank 0 only."""
+    if world.is_chief:
+        print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,92 @@
+"""What a task is: the model, its data, loss and metrics. Everything a fork changes is behind this.
+
+A task is a file in tasks/ with a class `Task`; `--task=NAME` picks tasks/NAME.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from config import Config
+from data.source import Source
+
+# A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
+# each a tensor or nested tensors. Shapes must be fixed, apart from the batch's.
+Example = dict[str, Any]
+
+
+class Task(Protocol):
+    """Made once a process, with the run's settings: `Task(config)`."""
+
+    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better.
+    main_metric: str
+
+    def prepare(self) -> None:
+        """Runs once on every host before the data is opened: make or unpack it. Often empty.
+
+        Raises: ValueError or OSError with a message for a person.
+        """
+        ...
+
+    def sources(self) -> tuple[Source, Source]:
+        """Training and validation samples.
+
+        Raises: ValueError or OSError naming what is wrong with the data and the way out.
+        """
+        ...
+
+    def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        """One augmented example from what the source read. TensorFlow ops only.
+
+        Args:
+          key: int32 [2]; use it for every random draw (tf.random.stateless_*), and nothing else,
+            so that the example does not depend on which rank reads it.
+        """
+        ...
+
+    def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        """One example without random changes. TensorFlow ops only."""
+        ...
+
+    def build_model(self) -> keras.Model:
+        """The model, with its variables made; it is called as model(inputs, training=...)."""
+        ...
+
+    def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Losses and weights, float tensors of one shape [batch, ...], in float32 or float64.
+
+        The run's loss is sum(losses * weights) / sum(weights) over the global batch, whatever
+        rank they are on. Weight 0 leaves a position out (an ignored pixel, padding).
+        """
+        ...
+
+    def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+        """Metric counts of one evaluation batch; they are added over batches and ranks."""
+        ...
+
+    def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """Figures from the added sums; logged as eval_NAME."""
+        ...
+
+    def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
+        """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch."""
+        ...
+
+
+def load(config: Config) -> Task:
+    """The task that --task names.
+
+    Raises:
+      ValueError: there is no such file; the message lists those there are.
+    """
+    folder = Path(__file__).parent
+    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "base"))
+    if config.task not in names:
+        raise ValueError(f"--task={config.task}: no tasks/{config.task}.py; there are {names}")
+    return importlib.import_module(f"tasks.{config.task}").Task(config)

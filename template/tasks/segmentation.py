@@ -1,0 +1,101 @@
+"""Semantic segmentation: a class for every pixel. Data: folders of image and label pictures."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from config import Config
+from data import augment, scenes
+from data.folders import ImageLabelFolder
+from data.source import Source
+from engine import metrics
+from tasks.base import Example
+from tasks.segmentation_models import MODELS
+
+IGNORE = 255  # label of pixels that neither the loss nor the metrics count
+PICTURES = 4  # shown at an evaluation
+DEMO = Path("datasets/demo")  # made when it is first asked for
+
+
+class Task:
+    main_metric = "miou"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.root = Path(config.data_dir)
+        self.model_name = config.model or next(iter(MODELS))
+        if self.model_name not in MODELS:
+            raise ValueError(f"--model={config.model}: segmentation has {sorted(MODELS)}")
+        demo = self.root == DEMO
+        self.how = augment.Augmentation(
+            (config.image_size, config.image_size),
+            scale=(0.8, 1.25) if demo else (0.5, 2.0),
+            mirror=not demo,  # a mirrored digit is none
+            ignore_label=IGNORE,
+        )
+
+    def prepare(self) -> None:
+        if self.root == DEMO:
+            scenes.ensure_demo(self.root)
+
+    def sources(self) -> tuple[Source, Source]:
+        classes = self.config.num_classes
+        return tuple(ImageLabelFolder(self.root, s, classes, IGNORE) for s in ("train", "val"))
+
+    def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
+        return {"inputs": image, "targets": label}
+
+    def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        image, label = augment.evaluation_pair(sample["image"], sample["label"], self.how)
+        return {"inputs": image, "targets": label}
+
+    def build_model(self) -> keras.Model:
+        return MODELS[self.model_name](self.config.image_size, self.config.num_classes)
+
+    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Softmax cross-entropy from logits [B, H, W, classes] and labels uint8 [B, H, W, 1]."""
+        labels = tf.cast(tf.squeeze(targets, -1), tf.int32)
+        valid = labels != IGNORE
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels=tf.where(valid, labels, 0), logits=outputs
+        )
+        return losses, tf.cast(valid, losses.dtype)
+
+    def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
+        predictions = tf.argmax(outputs, axis=-1)
+        labels = tf.squeeze(targets, -1)
+        classes = self.config.num_classes
+        return {
+            "confusion": metrics.confusion_matrix(labels, predictions, labels != IGNORE, classes)
+        }
+
+    def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """Pixel accuracy, IoU of each class, and their mean over the classes that occur."""
+        iou = metrics.intersection_over_union(sums["confusion"])
+        figures = {"pixel_accuracy": metrics.accuracy(sums["confusion"])}
+        figures["miou"] = float(np.nanmean(iou)) if np.isfinite(iou).any() else 0.0
+        return figures | {f"iou_{c}": float(v) for c, v in enumerate(iou)}
+
+    def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
+        """Input | label | prediction, side by side; ignored pixels white."""
+        images = augment.denormalize(inputs[:PICTURES]).numpy()
+        labels = np.squeeze(targets[:PICTURES], -1)
+        predictions = np.argmax(outputs[:PICTURES], axis=-1)
+        return np.concatenate([images, _COLOURS[labels], _COLOURS[predictions]], axis=2)
+
+
+def _colours() -> np.ndarray:
+    """A colour a class, uint8 [256, 3]: background grey, neighbours far apart in hue."""
+    turns = (np.arange(256) * 0.618034) % 1.0
+    colours = [colorsys.hsv_to_rgb(t, 0.75, 1.0 - 0.35 * (i % 2)) for i, t in enumerate(turns)]
+    colours[0], colours[IGNORE] = (0.25, 0.25, 0.25), (1.0, 1.0, 1.0)
+    return (np.array(colours) * 255).astype(np.uint8)
+
+
+_COLOURS = _colours()

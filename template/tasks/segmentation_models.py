@@ -1,0 +1,110 @@
+"""Segmentation networks: image [B, size, size, 3] in [-1, 1] -> logits [B, size, size, classes]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+from keras import layers
+
+# Short runs read the moving statistics early, so they follow faster than Keras's 0.99.
+_BN_MOMENTUM = 0.97
+
+
+def small(size: int, num_classes: int) -> keras.Model:
+    """Encoder-decoder of about 0.3 million parameters that trains on a CPU.
+
+    Residual blocks (arXiv:1603.05027) at 1/2, 1/4 and 1/8 of the size; the decoder takes the encoder's
+    features of each size back in (U-Net, arXiv:1505.04597) and predicts at 1/2.
+    """
+    if size % 8:
+        raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")
+    image = keras.Input((size, size, 3), name="image")
+    x = _conv(image, 24, 3, strides=2)
+    skips = []
+    for width in (24, 48, 96):
+        if skips:
+            x = _conv(x, width, 3, strides=2)
+        x = _residual(x, width)
+        x = _residual(x, width)
+        skips.append(x)
+    for width, skip in ((48, skips[1]), (24, skips[0])):
+        x = layers.UpSampling2D(2, interpolation="bilinear")(_conv(x, width, 1))
+        x = _conv(layers.Concatenate()([x, skip]), width, 3)
+    return keras.Model(image, _head(x, num_classes, 2), name="small")
+
+
+def deeplabv3plus(size: int, num_classes: int) -> keras.Model:
+    """DeepLabV3+ (Chen et al. 2018, arXiv:1802.02611), ResNet-50, output stride 16."""
+    if size % 16:
+        raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of 16")
+    backbone = _atrous_resnet50(size)
+    low = backbone.get_layer("conv2_block3_out").output
+    x = _atrous_pyramid(backbone.output, size // 16)
+    x = layers.UpSampling2D(4, interpolation="bilinear")(x)
+    x = layers.Concatenate()([x, _conv(low, 48, 1)])
+    x = _conv(_conv(x, 256, 3), 256, 3)
+    return keras.Model(backbone.input, _head(x, num_classes, 4), name="deeplabv3plus")
+
+
+MODELS: dict[str, Callable[[int, int], keras.Model]] = {
+    "small": small,
+    "deeplabv3plus": deeplabv3plus,
+}
+
+
+def _conv(x, filters: int, kernel: int, strides: int = 1, dilation: int = 1):
+    """Convolution, batch norm, ReLU."""
+    x = layers.Conv2D(
+        filters,
+        kernel,
+        strides,
+        "same",
+        dilation_rate=dilation,
+        use_bias=False,
+        kernel_initializer="he_normal",
+    )(x)
+    x = layers.BatchNormalization(momentum=_BN_MOMENTUM)(x)
+    return layers.ReLU()(x)
+
+
+def _residual(x, filters: int):
+    y = _conv(x, filters, 3)
+    y = layers.Conv2D(filters, 3, padding="same", use_bias=False, kernel_initializer="he_normal")(y)
+    y = layers.BatchNormalization(momentum=_BN_MOMENTUM, gamma_initializer="zeros")(y)
+    return layers.ReLU()(layers.Add()([x, y]))
+
+
+def _head(x, num_classes: int, scale: int):
+    """Logits at full size; float32 at least, whatever the layers before compute in."""
+    dtype = "float64" if keras.config.floatx() == "float64" else "float32"
+    x = layers.Conv2D(num_classes, 1, dtype=dtype, name="logits")(x)
+    return layers.UpSampling2D(scale, interpolation="bilinear", dtype=dtype)(x)
+
+
+def _atrous_pyramid(x, side: int):
+    """Atrous spatial pyramid pooling with rates 6, 12, 18 and the image's mean."""
+    branches = [_conv(x, 256, 1), *(_conv(x, 256, 3, dilation=rate) for rate in (6, 12, 18))]
+    pooled = _conv(layers.GlobalAveragePooling2D(keepdims=True)(x), 256, 1)
+    branches.append(layers.UpSampling2D(side)(pooled))
+    return _conv(layers.Concatenate()(branches), 256, 1)
+
+
+def _atrous_resnet50(size: int) -> keras.Model:
+    """keras.applications' ResNet-50 with stage 5 dilated by 2 instead of strided by 2.
+
+    Shapes of weights are unchanged, so ImageNet weights for ResNet-50 fit.
+    """
+
+    def dilate(layer: keras.layers.Layer) -> keras.layers.Layer:
+        settings = layer.get_config()
+        if layer.name in ("conv5_block1_0_conv", "conv5_block1_1_conv"):
+            settings["strides"] = (1, 1)
+        elif layer.name.startswith("conv5_") and layer.name.endswith("_2_conv"):
+            settings["dilation_rate"] = (2, 2)
+        return layer.__class__.from_config(settings)
+
+    plain = keras.applications.ResNet50(
+        include_top=False, weights=None, input_shape=(size, size, 3)
+    )
+    return keras.models.clone_model(plain, clone_function=dilate)

@@ -1,0 +1,335 @@
+"""Trains a task on one GPU or a thousand, one process a GPU, with Horovod.
+
+    python train.py --flagfile=configs/demo.cfg                          one rank
+    horovodrun -np 2 python train.py --flagfile=configs/demo.cfg         two ranks on this host
+    horovodrun -np 8 -H node1:4,node2:4 python train.py --flagfile=...   four GPUs on each of two
+
+Typing the same command again goes on from the newest checkpoint in --run_dir.
+`python train.py --help` lists the flags. Start reading at `train`.
+"""
+
+from __future__ import annotations
+
+import engine.quiet  # noqa: F401
+
+# isort: split
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+import config as config_lib
+from config import Config
+from data.pipeline import EvaluationFeed, TrainingFeed
+from engine import batch_norm, gradients, health, metrics, schedule
+from engine import optimizer as optimizers
+from engine import world as world_lib
+from engine.checkpoint import Checkpoints
+from engine.sampler import Sampler
+from engine.state import State
+from engine.telemetry import Telemetry
+from engine.world import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE, Stop, World, complain, raw, say
+from tasks import base as tasks
+
+
+def train(config: Config, world: World) -> None:
+    """The run, in order. Raises Stop when it ends before its last step."""
+    # 1. One GPU a process, or a share of the cores.
+    world_lib.set_up(world, config)
+    say(world, world_lib.describe(world))
+
+    # 2. The run's folder, with the settings that make this run again.
+    run_dir = Path(config.run_dir)
+    with world.together("opening the run folder"):
+        if world.is_chief:
+            (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+            config_lib.write(config, run_dir / "config.cfg")
+
+    # 3. Data, model, and optimizer with all its variables, on every rank.
+    with world.together("preparing the data"):
+        task = tasks.load(config)
+        if world.local_rank == 0:
+            task.prepare()
+    with world.together("opening the data"):
+        train_source, val_source = task.sources()
+        sampler = Sampler(
+            len(train_source),
+            config.global_batch_size,
+            config.accumulation_steps,
+            config.seed,
+            world.rank,
+            world.size,
+        )
+    world.check_same(train_source.fingerprint() + val_source.fingerprint(), "the data files")
+    with world.together("building the model"):
+        model = task.build_model()
+        optimizer = optimizers.build(config, model)
+    state = State(model, optimizer, config.precision)
+    say(world, describe(config, world, model, len(train_source), len(val_source)))
+
+    # 4. The newest sound checkpoint, chosen and read by rank 0.
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, world)
+    found = checkpoints.find(config.resume)
+    if found:
+        checkpoints.restore(found, state.variables, config)
+
+    # 5. Everything from rank 0, before the first step.
+    world.broadcast_variables(list(state.variables.values()))
+    first_step = int(state.step)
+    if found:
+        say(world, f"going on from {found} at step {first_step}")
+
+    # 6. Steps.
+    feed = TrainingFeed(train_source, sampler, task.training_example, first_step, config.num_steps)
+    eval_feed = EvaluationFeed(
+        val_source, task.evaluation_example, config.eval_batch_size, world.rank, world.size
+    )
+    sync = batch_norm.make_sync(model, config.bn_sync, sampler.weight)
+    loop = Loop(config, world, task, state, checkpoints, eval_feed, sync)
+    loop.run(feed, make_train_step(config, world, task, state, feed.spec))
+
+
+def make_train_step(config: Config, world: World, task: tasks.Task, state: State, spec: Any):
+    """Returns the function of (batch, votes) that does one step on all ranks together."""
+    model, optimizer = state.model, state.optimizer
+    variables = model.trainable_variables
+    values = [raw(v) for v in variables]
+    learning_rate = schedule.make(config, world.size)
+
+    def forward(micro: tasks.Example) -> tuple[tf.Tensor, tf.Tensor]:
+        outputs = model(micro["inputs"], training=True)
+        losses, weights = task.loss(outputs, micro["targets"])
+        loss_sum, count = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
+        # Divided by the positions of the global batch, a number that all ranks know, so that
+        # low precision does not overflow; the exact division by valid positions comes below.
+        positions = tf.size(losses, tf.int64)
+        a_sample = positions // tf.shape(losses, tf.int64)[0]
+        scale = tf.cast(state.loss_scale.value, losses.dtype)
+        target = loss_sum * scale / tf.cast(a_sample * config.global_batch_size, losses.dtype)
+        return target, tf.stack([tf.cast(x, tf.float64) for x in (loss_sum, count, positions)])
+
+    @tf.function(input_signature=[spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)])
+    def train_step(batch: tasks.Example, votes: tf.Tensor) -> dict[str, tf.Tensor]:
+        with tf.GradientTape() as tape:
+            target, sums = gradients.accumulate(
+                forward, batch, config.accumulation_steps, variables
+            )
+        tape = hvd.DistributedGradientTape(tape, **gradients.reduction(config))
+        grads = tape.gradient(target, values, use_generic_names=True)
+
+        own_loss = tf.math.divide_no_nan(sums[0], sums[1])
+        own_loss = tf.one_hot(world.rank, world.size, own_loss, tf.zeros([], tf.float64))
+        totals = tf.concat([sums, votes, own_loss], 0)
+        totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
+        sums, votes, losses = tf.split(totals, [3, health.NUM_VOTES, world.size])
+        loss_sum, count, positions = tf.unstack(sums)
+
+        scale = tf.cast(state.loss_scale.value, tf.float64)
+        factor = tf.math.divide_no_nan(positions, count * scale)
+        grads, norm = gradients.finish(
+            grads, variables, factor, optimizers.l2_weight(config), config.clip_norm
+        )
+        finite = tf.math.is_finite(norm)
+        readable = votes[health.DATA_FAILED] == 0
+
+        rate = learning_rate(state.step)
+        optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
+        pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
+        tf.cond(finite & readable, lambda: optimizer.apply(*zip(*pairs)), lambda: None)
+        state.advance(finite, readable)
+        return {
+            "step": state.step.read_value(),
+            "loss": tf.math.divide_no_nan(loss_sum, count),
+            "lr": rate,
+            "grad_norm": norm,
+            "finite": finite,
+            "votes": votes,
+            "losses": losses,
+        }
+
+    return train_step
+
+
+def make_eval_step(task: tasks.Task, model: keras.Model, spec: Any):
+    """Returns the function of one evaluation batch; it has no collectives."""
+
+    @tf.function(input_signature=[spec])
+    def eval_step(batch: tasks.Example) -> tuple[Any, dict[str, tf.Tensor]]:
+        outputs = model(batch["inputs"], training=False)
+        losses, weights = task.loss(outputs, batch["targets"])
+        sums = task.sums(outputs, batch["targets"])
+        sums["loss"] = tf.reduce_sum(tf.cast(losses * weights, tf.float64))
+        sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+        return outputs, sums
+
+    return eval_step
+
+
+def describe(config: Config, world: World, model: keras.Model, train: int, val: int) -> str:
+    """What is trained and at which rate, for a person."""
+    rate = config.base_lr * schedule.scale_factor(config, world.size)
+    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    return (
+        f"{config.task}/{model.name}: {model.count_params():,} parameters, {train:,} + {val:,} "
+        f"samples; {config.num_steps} steps of {config.global_batch_size}, {config.optimizer}, "
+        f"{config.lr_policy} from {rate:g}{scaling}"
+    )
+
+
+class Loop:
+    """Steps, and every so often: log, evaluate, save, look at the votes."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        task: tasks.Task,
+        state: State,
+        checkpoints: Checkpoints,
+        eval_feed: EvaluationFeed,
+        sync_moving_statistics: Callable[[], None],
+    ) -> None:
+        self.config, self.world, self.task, self.state = config, world, task, state
+        self.checkpoints, self.eval_feed = checkpoints, eval_feed
+        self.step = int(state.step)
+        self.telemetry = Telemetry(Path(config.run_dir), world, self.step, config.num_steps)
+        self.sync_moving_statistics = sync_moving_statistics
+        self.best = checkpoints.best_score()
+        self.figures: dict[str, float] = {}
+        self.eval_step = make_eval_step(task, state.model, eval_feed.spec)
+
+    def run(self, feed: TrainingFeed, train_step: Any) -> None:
+        config, stop_signal = self.config, health.StopSignal()
+        last = None
+        while self.step < config.num_steps:
+            batch = feed.next()
+            votes = health.votes(feed.error is not None, stop_signal.asked)
+            result = train_step(batch, votes)
+            self.step += 1
+            # Judged one step late, so that a GPU already has the next step to work on.
+            self.judge(last, feed)
+            last = result
+            if config.bn_sync_every and self.step % config.bn_sync_every == 0:
+                self.sync_moving_statistics()
+            if self.step % config.log_every == 0:
+                self.log(result)
+            if self.due(config.eval_every) or self.due(config.checkpoint_every):
+                self.judge(last, feed)
+                self.look_and_save(evaluate=self.due(config.eval_every))
+        self.judge(last, feed)
+        self.look_and_save(evaluate=True)
+        self.end("done")
+        if self.world.is_chief:
+            print(f"input | label | prediction: {Path(config.run_dir) / 'predictions.png'}")
+
+    def due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
+
+    def judge(self, result: dict[str, tf.Tensor] | None, feed: TrainingFeed) -> None:
+        """Raises Stop, on every rank alike, if a step's totals say that the run cannot go on."""
+        if result is None:
+            return
+        votes = result["votes"].numpy()
+        if votes[health.DATA_FAILED]:
+            errors = self.world.gather_objects(feed.error, "data.errors")
+            self.step = int(self.state.step)
+            self.save(None)
+            self.end("bad data")
+            raise Stop(WRONG_USE, next(e for e in errors if e))
+        if not result["finite"] and self.config.precision != "float16":
+            self.end("diverged")
+            raise Stop(
+                DIVERGED,
+                f"diverged at step {int(result['step'])}: loss {float(result['loss']):g}, gradient "
+                f"norm {float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. "
+                "Checkpoints are as they were. Try a lower --base_lr, --warmup_steps, --clip_norm",
+            )
+        if votes[health.STOP_ASKED]:
+            self.save(None)
+            self.end("preempted")
+            raise Stop(PREEMPTED, f"told to stop: saved at step {self.step}; start again to go on")
+
+    def log(self, result: dict[str, tf.Tensor]) -> None:
+        figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
+        if self.config.precision == "float16":
+            figures["loss_scale"] = float(self.state.loss_scale.value)
+            figures["skipped"] = int(self.state.skipped)
+        losses = result["losses"].numpy()
+        self.telemetry.step(self.step, self.config.global_batch_size, figures, losses)
+
+    def look_and_save(self, evaluate: bool) -> None:
+        score = self.evaluate() if evaluate else None
+        better = score is not None and (self.best is None or score > self.best)
+        if better:
+            self.best = score
+        last = self.step == self.config.num_steps
+        if better or last or self.due(self.config.checkpoint_every):
+            self.save(score)
+        self.telemetry.resume_clock(self.step)
+
+    def evaluate(self) -> float:
+        """Figures over the whole validation set, the same on any number of ranks."""
+        self.sync_moving_statistics()
+        sums, shown = metrics.zeros(self.eval_step), None
+        with self.world.together("reading the validation data"):
+            for batch in self.eval_feed:
+                outputs, more = self.eval_step(batch)
+                sums = {name: sums[name] + more[name].numpy() for name in sums}
+                shown = shown or (batch, outputs)
+        sums = metrics.add_over_ranks(sums)
+        self.figures = {"loss": float(sums["loss"] / max(sums["weight"], 1))}
+        self.figures |= self.task.metrics(sums)
+        self.telemetry.evaluation(self.step, self.figures, self.task.main_metric)
+        if self.world.is_chief:
+            batch, outputs = shown
+            pictures = self.task.draw(batch["inputs"], batch["targets"], outputs)
+            self.telemetry.pictures(self.step, pictures)
+        return self.figures[self.task.main_metric]
+
+    def save(self, score: float | None) -> None:
+        self.sync_moving_statistics()
+        self.checkpoints.save(self.step, self.state.variables, self.config, score)
+
+    def end(self, reason: str) -> None:
+        """The run's last words, and the proof that all ranks hold the same weights."""
+        model = self.state.model
+        sha = world_lib.weights_sha256(model.variables)
+        shared = model.trainable_variables if self.config.bn_sync == "none" else model.variables
+        self.world.check_same(world_lib.weights_sha256(shared), "the final weights")
+        self.telemetry.summary(
+            {"step": self.step, "exit_reason": reason, "skipped_steps": int(self.state.skipped)}
+            | {f"eval_{name}": value for name, value in self.figures.items()}
+            | {"weights_sha256": sha, "ranks": self.world.size}
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
+    try:
+        config = config_lib.parse(argv)
+    except ValueError as error:
+        if world_lib.launch_rank() == 0:
+            complain(str(error))
+        return WRONG_USE
+    world, code = world_lib.connect(), DONE
+    try:
+        train(config, world)
+    except Stop as stop:
+        code = stop.code
+        if world.is_chief:
+            complain(str(stop))
+    except tf.errors.OpError as error:
+        if "Horovod has been shut down" not in str(error):
+            raise
+        complain(f"rank {world.rank} on {world_lib.hostname()} ends: another rank ended before it")
+        return BUG
+    world_lib.finish(world)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
