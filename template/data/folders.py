@@ -62,14 +62,14 @@ class ImageLabelFolder:
         image = tf.io.decode_image(tf.io.read_file(image_path), channels=3, expand_animations=False)
         label = _decode_label(tf.io.read_file(label_path), label_path)
         sizes = tf.shape(image)[:2], tf.shape(label)[:2]
-        checks = [_require(tf.reduce_all(sizes[0] == sizes[1]), "sizes differ", image_path, *sizes)]
+        _require(tf.reduce_all(sizes[0] == sizes[1]), "sizes differ", image_path, *sizes)
         if self.num_classes < 256:
             known = (label < self.num_classes) | (label == self.ignore_label)
-            checks.append(_require(tf.reduce_all(known), "a label value is no class", label_path))
-        with tf.control_dependencies(checks):
-            image = tf.ensure_shape(image, [None, None, 3])
-            label = tf.ensure_shape(label, [None, None, 1])
-        return {"image": image, "label": label}
+            _require(tf.reduce_all(known), "a label value is no class", label_path)
+        return {
+            "image": tf.ensure_shape(image, [None, None, 3]),
+            "label": tf.ensure_shape(label, [None, None, 1]),
+        }
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
@@ -115,8 +115,9 @@ class ImageLabelFolder:
             )
 
 
-def _require(condition: tf.Tensor, *facts: str | tf.Tensor) -> tf.Operation | None:
-    return tf.debugging.Assert(condition, [*facts, "explain() tells more"])
+def _require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
+    """Fails the sample at run time; in the functions of `tf.data` nothing has to wait for it."""
+    tf.debugging.Assert(condition, [*facts, "explain() tells more"])
 
 
 def _decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
@@ -125,19 +126,16 @@ def _decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     A decoder turns other kinds into something that only looks like ids (averaged colours, the
     high byte of 16 bits), so the header decides what is decoded.
     """
-    large_enough = _require(tf.strings.length(data) > 33, "not a PNG file", path)
-    with tf.control_dependencies([large_enough]):
-        depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
+    depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
     is_palette = colour == _PALETTE
     fine = is_palette | ((colour == _GREY) & (depth == 8))
     fine &= tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
-    checked = _require(fine, "a label must be an 8-bit grey or a palette PNG", path)
-    with tf.control_dependencies([checked]):
-        return tf.cond(
-            is_palette,
-            lambda: _decode_palette(data, depth),
-            lambda: tf.io.decode_png(data, channels=1),
-        )
+    _require(fine, "a label must be an 8-bit grey or a palette PNG", path)
+    return tf.cond(
+        is_palette,
+        lambda: _decode_palette(data, depth),
+        lambda: tf.io.decode_png(data, channels=1),
+    )
 
 
 def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:

@@ -187,6 +187,8 @@ def test_damaged_files_are_explained(root: Path, folder: str):
     explained(root, path, "cannot be decoded")
     path.write_bytes(whole[:200] + bytes([whole[200] ^ 255]) + whole[201:])
     explained(root, path)
+    path.write_bytes(whole[:-12])  # Pillow reads it without its end, TensorFlow does not
+    explained(root, path, "cannot be read")
     path.write_bytes(b"")
     explained(root, path, "zero bytes")
     path.write_bytes(b"<html>No such page</html> and some more of it")
@@ -208,10 +210,12 @@ def test_truncated_jpeg_is_explained(root: Path, pixels: tuple[np.ndarray, np.nd
 
 def test_values_that_are_no_class_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
     label = pixels[1].copy()
+    path = root / "labels" / "b.png"
     label[7, 9:12] = 5
+    write(root, "b", pixels[0], label)
+    explained(root, path, "value 5 at row 7, column 9", "3 such pixels, values 5", "0..4")
     label[20, 0] = 254
     write(root, "b", pixels[0], label)
-    path = root / "labels" / "b.png"
     explained(root, path, "value 5 at row 7, column 9", "4 such pixels, values 5, 254", "0..4")
 
 
@@ -232,5 +236,10 @@ def test_labels_of_another_kind_are_explained(root: Path, mode: str, kind: str):
 
 
 def test_a_jpeg_that_is_called_png_is_no_label(root: Path):
-    Image.new("L", (40, 30)).save(root / "labels" / "b.png", format="JPEG")
-    explained(root, root / "labels" / "b.png", "JPEG", "8-bit grey PNG")
+    path = root / "labels" / "b.png"
+    Image.new("L", (40, 30)).save(path, format="JPEG")
+    explained(root, path, "JPEG", "8-bit grey PNG")
+    # A comment that puts the bytes of an 8-bit grey PNG's header where they are looked for.
+    comment = b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
+    path.write_bytes(path.read_bytes()[:2] + comment + path.read_bytes()[2:])
+    explained(root, path, "JPEG", "8-bit grey PNG")
