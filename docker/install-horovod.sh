@@ -6,7 +6,8 @@
 #   install-horovod.sh --requirements   first requirements.txt, TensorFlow among them
 #   install-horovod.sh --venv DIR       first DIR itself, made with PYTHON, and the tools for
 #                                       development; does nothing when DIR is up to date
-#   install-horovod.sh --key            show what a cached wheel is valid for, and stop
+#   install-horovod.sh --key            show what a built wheel is valid for, and stop
+#   install-horovod.sh --stamp DIR      show what makes DIR up to date, and stop
 #
 # Environment:
 #   PYTHON          interpreter                     python3
@@ -332,7 +333,7 @@ PY
 
 case ${1:-} in
 '' | --requirements | --key) mode=${1:-} ;;
---venv) mode=$1 venv=$(readlink -m "${2:?--venv wants a folder}") ;;
+--venv | --stamp) mode=$1 venv=$(readlink -m "${2:?$1 wants a folder}") ;;
 *) die "unknown option $1; the head of $0 says what there is" ;;
 esac
 horovod=$(pinned horovod)
@@ -344,6 +345,7 @@ if [ -n "$venv" ]; then
     unset PYTHONPATH PYTHONHOME # a cluster's modules would shine through
     find_mpi "$venv/bin"
     stamp=$(stamp)
+    if [ "$mode" = --stamp ]; then echo "$stamp" && exit; fi
     if up_to_date; then exit; fi
     if command -v flock >/dev/null; then # one at a time in a checkout
         exec 9<"$root"

@@ -1,0 +1,321 @@
+"""`make setup` and docker/install-horovod.sh as a newcomer meets them: what they build, when they
+build it again, and what they say where they cannot."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+# What `make test` and the machine's own settings would let shine through.
+NOT_OURS = ("MAKE", "MFLAGS", "PIP_", "HOROVOD_", "CXX", "LDFLAGS", "DEVICE", "PYTHON", "CUDA_HOME")
+
+
+def run(*command, **env):
+    """Run a command without the settings of the run of tests; `env` goes on top."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
+    clean["PYTHON"] = sys.executable
+    clean["DEVICE"] = "cpu"
+    command = [str(part) for part in command]
+    return subprocess.run(
+        command,
+        env=clean | {k: str(v) for k, v in env.items()},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def setup(checkout, **env):
+    """`make setup` in `checkout`."""
+    return run("make", "--no-print-directory", "-C", checkout, "setup", **env)
+
+
+def complaint(result):
+    """The one line that a failed setup says, make's own closing line apart."""
+    assert result.returncode != 0, result.stdout
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    return lines[0]
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def copy_checkout(to):
+    to.mkdir(exist_ok=True)
+    shutil.copytree(ROOT / "docker", to / "docker")
+    for file in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
+        shutil.copy(file, to)
+    return to
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What setup needs of the repository, to be changed at will."""
+    return copy_checkout(tmp_path / "checkout")
+
+
+# ---------------------------------------------------------------- what was built
+
+
+@pytest.mark.parametrize("transport", ["gloo", "mpi"])
+def test_two_ranks_add_up(transport, tmp_path):
+    (tmp_path / "sum.py").write_text(
+        "import sys\n"
+        "import tensorflow as tf\n"
+        "import horovod.tensorflow as hvd\n"
+        "hvd.init()\n"
+        "mine = tf.constant([1.0, 10.0, -3.5]) * (hvd.rank() + 1)\n"
+        "total = hvd.allreduce(mine, op=hvd.Sum, name='sum')\n"
+        "over = 'mpi' if hvd.mpi_enabled() else 'gloo'\n"
+        "open(f'{sys.argv[1]}/rank{hvd.rank()}', 'w').write(f'{over} {total.numpy().tolist()}')\n"
+    )
+    bin = Path(sys.executable).parent
+    result = run(
+        *(bin / "horovodrun", "-np", 2, f"--{transport}", "--disable-cache"),
+        *(sys.executable, tmp_path / "sum.py", tmp_path),
+        PATH=f"{bin}:{os.environ['PATH']}",
+        **AS_ROOT,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(2):
+        assert (tmp_path / f"rank{rank}").read_text() == f"{transport} [3.0, 30.0, -10.5]"
+
+
+# ---------------------------------------------------------------- when it is built again
+
+
+def test_setup_does_nothing_when_up_to_date(checkout):
+    venv = checkout / ".venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    executable(venv / "bin/horovodrun", "exit 1")
+    stamp = run(checkout / "docker/install-horovod.sh", "--stamp", venv).stdout
+    (venv / ".setup").write_text(stamp)
+    before = {path: path.lstat().st_mtime_ns for path in venv.rglob("*")}
+
+    start = time.monotonic()
+    result = setup(checkout)
+    seconds = time.monotonic() - start
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert {path: path.lstat().st_mtime_ns for path in venv.rglob("*")} == before
+    assert seconds < 5  # 0.3 when the machine has nothing else to do
+
+
+def test_half_an_environment_is_not_trusted(checkout):
+    """Without its stamp an environment is made again, and a failed setup leaves no stamp."""
+    venv = checkout / ".venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    executable(venv / "bin/horovodrun", "exit 0")
+    for _ in range(2):
+        assert "package index cannot be reached" in complaint(setup(checkout, **no_network()))
+        assert not (venv / ".setup").exists()
+        assert not (venv / "bin/horovodrun").exists()
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(checkout):
+    mine = checkout / ".venv/thesis.tex"
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    assert "no virtual environment" in complaint(setup(checkout))
+    assert mine.read_text() == "years of work"
+
+
+CHANGES = ["requirements", "development tools", "script", "header", "device", "MPI", "Python"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_stamp_depends_on(change, checkout):
+    def stamp(**env):
+        result = run(checkout / "docker/install-horovod.sh", "--stamp", checkout / ".venv", **env)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    before, env = stamp(), {}
+    assert stamp() == before
+    match change:
+        case "requirements":
+            append(checkout / "requirements.txt", "# changed")
+        case "development tools":
+            append(checkout / "requirements-dev.txt", "# changed")
+        case "script":
+            append(checkout / "docker/install-horovod.sh", "# changed")
+        case "header":
+            append(checkout / "docker/compat/tf_compat.h", "// changed")
+        case "device":
+            env = {"DEVICE": "gpu"}
+        case "MPI":
+            env = system_mpi(checkout)
+        case "Python":
+            env = {"PYTHON": other_python()}
+    assert stamp(**env) != before
+
+
+@pytest.fixture
+def key(checkout, tmp_path):
+    """The key of the wheel for a TensorFlow of the test's making, and what it is made from."""
+    package = tmp_path / "site/tensorflow/__init__.py"
+    package.parent.mkdir(parents=True)
+
+    def key(tensorflow="2.21.0", flags="-DONE", **env):
+        package.write_text(
+            f"__version__ = {tensorflow!r}\n"
+            "class sysconfig:\n"
+            f"    get_compile_flags = staticmethod(lambda: ['-I/somewhere', {flags!r}])\n"
+        )
+        env = {"PYTHONPATH": tmp_path / "site", "PYTHONDONTWRITEBYTECODE": 1} | env
+        result = run(checkout / "docker/install-horovod.sh", "--key", **env)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout.splitlines()[-1]
+
+    return key
+
+
+def test_key_depends_on_tensorflow(key):
+    assert len({key(), key(tensorflow="2.20.0"), key(flags="-DTWO")}) == 3
+
+
+def test_key_depends_on_python(key, checkout):
+    mpi = system_mpi(checkout)  # or each would have its own
+    assert key(**mpi) != key(**mpi, PYTHON=other_python())
+
+
+def test_key_depends_on_mpi(key, checkout):
+    four = key(**system_mpi(checkout, "4.1.4"))
+    five = key(**system_mpi(checkout, "5.0.6"))
+    assert len({key(), four, five}) == 3
+
+
+def test_key_depends_on_device_and_cuda(key, tmp_path):
+    executable(tmp_path / "cuda/bin/nvcc", "echo Build cuda_12.9")
+    (tmp_path / "cuda/include").mkdir()
+    (tmp_path / "cuda/include/cuda_runtime.h").touch()
+    gpu = {"DEVICE": "gpu", "CUDA_HOME": tmp_path / "cuda"}
+    older = key(**gpu)
+    executable(tmp_path / "cuda/bin/nvcc", "echo Build cuda_13.0")
+    assert len({key(), older, key(**gpu)}) == 3
+
+
+def test_key_depends_on_headers(key, checkout):
+    before = key()
+    append(checkout / "docker/compat/tf_compat.h", "// changed")
+    changed = key()
+    (checkout / "docker/compat/tf_compat.h").rename(checkout / "docker/compat/renamed.h")
+    assert len({before, changed, key()}) == 3
+
+
+def test_key_depends_on_compiler_and_flags(key, tmp_path):
+    other = executable(tmp_path / "c++", "echo 'c++ 98.0'")
+    older = key(CXX=other)
+    executable(other, "echo 'c++ 99.0'")
+    assert len({key(), older, key(CXX=other), key(CXXFLAGS="-O0"), key(HOROVOD_DEBUG=1)}) == 5
+
+
+def test_key_depends_on_nothing_else(key, checkout):
+    """The same in another folder and with another cache, or the cache would never be hit."""
+    before = key()
+    append(checkout / "requirements.txt", "# changed")
+    append(checkout / "docker/install-horovod.sh", "# changed")
+    assert key(HOROVOD_WHEELS="/nowhere") == before
+
+
+def append(file, line):
+    file.write_text(f"{file.read_text()}{line}\n")
+
+
+def system_mpi(folder, version="4.1.4"):
+    executable(folder / "mpi/mpicxx", "exit 0")
+    executable(folder / "mpi/mpirun", f"echo 'mpirun (Open MPI) {version}'")
+    return {"PATH": f"{folder / 'mpi'}:{os.environ['PATH']}"}
+
+
+def other_python():
+    """A Python of another version than this one's that the script takes."""
+    mine = "{}.{}".format(*sys.version_info)
+    for version in {"3.10", "3.11", "3.12", "3.13"} - {mine}:
+        places = sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python3"))
+        found = str(places[0]) if places else shutil.which(f"python{version}")
+        if found and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
+            return found
+    pytest.skip("only one Python on this machine")
+
+
+# ---------------------------------------------------------------- what it says where it cannot
+
+
+def no_network():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_RETRIES": 1,
+    }
+
+
+def test_no_network(checkout):
+    said = complaint(setup(checkout, **no_network()))
+    assert "package index cannot be reached" in said and "PIP_INDEX_URL" in said
+    log = Path(said.split("log: ")[1])
+    assert "tensorflow" in log.read_text()
+
+
+def test_no_compiler(checkout, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in Path("/usr/bin").iterdir():
+        if tool.name not in ("c++", "g++", "mpicxx"):
+            (tools / tool.name).symlink_to(tool)
+    said = complaint(setup(checkout, PATH=tools))
+    assert "no c++" in said and "build-essential" in said
+    assert not (checkout / ".venv").exists()
+
+
+def test_no_nvcc(checkout, tmp_path):
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("the CUDA toolkit is where it is looked for last")
+    assert "CUDA_HOME" in complaint(setup(checkout, DEVICE="gpu", PATH="/usr/bin:/bin"))
+
+
+def test_unknown_device(checkout):
+    assert "cpu or gpu" in complaint(setup(checkout, DEVICE="tpu"))
+
+
+@pytest.mark.parametrize("version", ["3.7", "3.9", "3.14"])
+def test_python_of_a_version_without_tensorflow(version, checkout, tmp_path):
+    """A real one where the machine has it, else one that says so."""
+    places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
+    python = places[0] if places else executable(tmp_path / "python3", f"echo {version}")
+    said = complaint(setup(checkout, PYTHON=python))
+    assert f"is Python {version}" in said and "3.10 to 3.13" in said and "PYTHON=" in said
+    assert not (checkout / ".venv").exists()
+
+
+def test_no_python(checkout):
+    assert "install Python 3.10 to 3.13" in complaint(setup(checkout, PYTHON="python3.99"))
+
+
+def test_no_space(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", small]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a small file system")
+    try:
+        said = complaint(setup(copy_checkout(small / "checkout")))
+        assert "MB free" in said and "3000 MB are needed" in said
+        assert not (small / "checkout/.venv/.setup").exists()
+    finally:
+        subprocess.run(["umount", small], check=True)
