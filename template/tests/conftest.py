@@ -1,0 +1,34 @@
+"""A small data set in the demo's layout, for tests that train for a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from data import scenes
+
+# A run of a few seconds; flags after these win.
+TINY_FLAGS = (
+    "--image_size=32",
+    "--global_batch_size=7",
+    "--eval_batch_size=4",
+    "--num_steps=4",
+    "--warmup_steps=0",
+    "--log_every=1",
+    "--eval_every=0",
+    "--checkpoint_every=0",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """26 training and 10 validation scenes of 32 pixels; 10 is no multiple of 3 batches of 4."""
+    root = tmp_path_factory.mktemp("tiny") / "data"
+    scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+    return root
+
+
+@pytest.fixture
+def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
+    """Flags of a tiny run with a run folder of its own."""
+    return [*TINY_FLAGS, f"--data_dir={tiny_data}", f"--run_dir={tmp_path / 'run'}"]

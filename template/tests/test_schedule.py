@@ -1,0 +1,51 @@
+"""Learning-rate policies against their formulas, written out in plain Python."""
+
+import dataclasses
+import math
+
+import pytest
+import tensorflow as tf
+from config import Config
+from engine import schedule
+
+N, BASE, END = 200, 0.4, 0.01
+
+
+def rate(step, size=1, **settings):
+    config = dataclasses.replace(Config(), num_steps=N, base_lr=BASE, **settings)
+    return float(schedule.make(config, size)(tf.constant(step, tf.int64)))
+
+
+@pytest.mark.parametrize("step", [0, 1, 77, 199, 200, 500])
+def test_poly(step):
+    expected = END + (BASE - END) * (1 - min(step, N) / N) ** 0.9
+    assert rate(step, end_lr=END, power=0.9) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [0, 50, 200, 500])
+def test_cosine(step):
+    expected = END + (BASE - END) * (1 + math.cos(math.pi * min(step, N) / N)) / 2
+    assert rate(step, end_lr=END, lr_policy="cosine") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"), [(0, 1), (99, 1), (100, 0.1), (150, 0.01), (999, 0.01)]
+)
+def test_step_policy(step, factor):
+    assert rate(step, lr_policy="step") == pytest.approx(BASE * factor, rel=1e-12)
+
+
+def test_constant():
+    assert rate(0, lr_policy="constant") == rate(10_000, lr_policy="constant") == BASE
+
+
+def test_warm_up_is_linear_and_then_joins_the_policy():
+    first, fifth = rate(0, warmup_steps=10), rate(4, warmup_steps=10)
+    assert first == pytest.approx(BASE / 10, rel=1e-12)
+    assert fifth == pytest.approx(0.5 * rate(4), rel=1e-12)
+    assert rate(10, warmup_steps=10) == rate(10)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
+def test_scaling_by_the_number_of_ranks(rule, factor):
+    assert rate(0, size=9, lr_scaling=rule) == pytest.approx(BASE * factor, rel=1e-12)
