@@ -54,7 +54,7 @@ def confusion_matrix(
 
 
 def intersection_over_union(confusion: np.ndarray) -> np.ndarray:
-    """IoU of each class, [num_classes] float64; NaN for a class in neither labels nor predictions."""
+    """IoU of each class, float64 [num_classes]; NaN for one in neither labels nor predictions."""
     hits = np.diag(confusion).astype(np.float64)
     union = confusion.sum(0) + confusion.sum(1) - hits
     return np.divide(hits, union, out=np.full_like(hits, np.nan), where=union > 0)

@@ -28,7 +28,7 @@ class Telemetry:
         self._clock = _Clock(first_step)
         if world.is_chief:
             _drop_lines_after(run_dir / "metrics.jsonl", first_step)
-            self._lines = open(run_dir / "metrics.jsonl", "a")
+            self._lines = (run_dir / "metrics.jsonl").open("a")
             self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
 
     def resume_clock(self, step: int) -> None:

@@ -12,10 +12,10 @@ _BN_MOMENTUM = 0.97
 
 
 def small(size: int, num_classes: int) -> keras.Model:
-    """Encoder-decoder of about 0.3 million parameters that trains on a CPU.
+    """Encoder-decoder of about 0.5 million parameters that trains on a CPU.
 
-    Residual blocks (arXiv:1603.05027) at 1/2, 1/4 and 1/8 of the size; the decoder takes the encoder's
-    features of each size back in (U-Net, arXiv:1505.04597) and predicts at 1/2.
+    Residual blocks (arXiv:1512.03385) at 1/2, 1/4 and 1/8 of the size; the decoder takes the
+    encoder's features of each size back in (U-Net, arXiv:1505.04597) and predicts at 1/2.
     """
     if size % 8:
         raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")

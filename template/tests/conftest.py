@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from data import scenes
 
 # A run of a few seconds; flags after these win.

@@ -146,9 +146,9 @@ def _main(file: str, results: str) -> None:
     import traceback
 
     sys.path[:0] = [str(TEMPLATE), str(Path(file).parent)]
-    import engine.quiet  # noqa: F401
     import horovod.tensorflow as hvd
 
+    import engine.quiet  # noqa: F401
     from engine import world as world_lib
 
     world = world_lib.connect()

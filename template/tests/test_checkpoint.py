@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from config import Config
-from engine import checkpoint
 from engine.checkpoint import Checkpoints
 from engine.world import Stop, World
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-import config as config_lib
 import pytest
+
+import config as config_lib
 
 
 def test_defaults_are_the_fields_defaults():
@@ -46,7 +47,7 @@ def test_a_bad_flag_is_named_with_its_value_and_limits(flag, words):
 
 
 def test_step_policy_boundaries():
-    with pytest.raises(ValueError, match="0.9,0.5"):
+    with pytest.raises(ValueError, match=r"0\.9,0\.5"):
         config_lib.parse(["train.py", "--lr_policy=step", "--lr_boundaries=0.9,0.5"])
     config = dataclasses.replace(config_lib.Config(), num_steps=100, lr_boundaries="0.3,0.6")
     assert config_lib.boundaries(config) == [30, 60]

@@ -1,8 +1,11 @@
 """The order of samples: the same for any number of ranks, each sample once an epoch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from engine.sampler import Sampler, share
 
 
@@ -47,7 +50,7 @@ def test_shares_are_even_and_cover_everything():
             edges = [share(total, rank, size) for rank in range(size)]
             lengths = [last - first for first, last in edges]
             assert sum(lengths) == total and max(lengths) - min(lengths) <= 1
-            assert all(a[1] == b[0] for a, b in zip(edges, edges[1:]))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import tensorflow as tf
+
 from config import Config
 from engine import schedule
 

@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from engine import checkpoint
 from PIL import Image
 from ranks import last_lines, train
+
+from engine import checkpoint
 
 
 def run(ranks, flags, **how):
