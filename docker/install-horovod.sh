@@ -16,7 +16,8 @@
 #   CUDA_HOME       toolkit with nvcc (gpu)         where nvcc is, else /usr/local/cuda
 #   HOROVOD_*       passed on to Horovod's build
 #
-# MPI is the system's Open MPI where there is an mpicxx, else the one from requirements.txt.
+# MPI is the system's Open MPI where there is an mpicxx, else the one from requirements.txt; an
+# environment that has its own already keeps it.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -365,7 +366,10 @@ if [ -n "$venv" ]; then
     make_venv
 fi
 bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
-find_mpi "$bin"
+if [ -z "$venv" ]; then
+    find_mpi "$bin"
+    [ ! -x "$bin/mpicxx" ] || mpi=wheel
+fi
 export PATH="$bin:$PATH"
 [ "$mode" = --key ] || echo "Python $("$python" -c 'import platform; print(platform.python_version())')," \
     "$DEVICE, MPI: ${mpi/#wheel/from requirements.txt}; log: $log"
