@@ -1,0 +1,1 @@
+"""What doctor.py is made of: one job a file, nothing of the template's imported."""
