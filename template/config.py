@@ -22,9 +22,10 @@ def _setting(
     choices: tuple = (),
     low: float = -math.inf,
     above: float = -math.inf,
+    below: float = math.inf,
 ) -> Any:
-    """A field with its help and limits: one of `choices`, at least `low`, greater than `above`."""
-    meta = {"help": help, "choices": choices, "low": low, "above": above}
+    """A field with its help and limits: one of `choices`; low <= value, above < value < below."""
+    meta = {"help": help, "choices": choices, "low": low, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -81,10 +82,31 @@ class Config:
     bn_sync_every: int = _setting(
         0, "steps between syncs of moving statistics; 0: when they are read", low=0
     )
+    dropout: float = _setting(0.0, "share of features dropped before the logits", low=0, below=1)
+
+    # How gradients travel (engine/reduction.py says which knob of Horovod each one turns).
+    reduce_backend: str = _setting(
+        "auto", "library that carries them", choices=("auto", "gloo", "mpi", "nccl")
+    )
+    gradient_groups: int = _setting(
+        0, "merge them into this many messages; 0: Horovod fuses by arrival", low=0
+    )
+    pack_bytes: int = _setting(0, "pack gradients of up to so many bytes together; 0: off", low=0)
+    pack_count: int = _setting(16, "most gradients in one pack", low=1)
+    fusion_threshold_mb: int = _setting(-1, "Horovod's fusion buffer, MiB; -1: its default", low=-1)
+    cycle_time_ms: float = _setting(-1.0, "Horovod's cycle time, ms; -1: its default", low=-1)
+    cache_capacity: int = _setting(-1, "Horovod's response cache; -1: its default", low=-1)
+    hierarchical_allreduce: bool = _setting(False, "reduce within hosts first (NCCL)")
+    hierarchical_allgather: bool = _setting(False, "gather within hosts first (MPI)")
+    autotune: bool = _setting(
+        False, "search for the best of these; written to RUN_DIR/autotune.cfg"
+    )
+
     seed: int = _setting(1, "seed of weights, sample order and augmentation", low=0)
     deterministic: bool = _setting(False, "bit-identical on the same number of ranks; slower")
 
     # When to look, keep, and go on.
+    log_gradients: bool = _setting(False, "each layer's gradient sum and norm, gradients.jsonl")
     log_every: int = _setting(20, "steps between log lines", low=1)
     eval_every: int = _setting(200, "steps between evaluations; 0: only at the end", low=0)
     checkpoint_every: int = _setting(200, "steps between checkpoints; 0: only at the end", low=0)
@@ -140,7 +162,7 @@ def _define_flags() -> flags.FlagValues:
             flags.DEFINE_enum(*args, flag_values=values)
             continue
         define[field.type](field.name, field.default, meta["help"], flag_values=values)
-        if meta["low"] > -math.inf or meta["above"] > -math.inf:
+        if _range_text(meta):
             flags.register_validator(
                 field.name,
                 lambda value, m=meta: _in_range(value, m),
@@ -151,13 +173,12 @@ def _define_flags() -> flags.FlagValues:
 
 
 def _in_range(value: float, meta: Any) -> bool:
-    return math.isfinite(value) and value >= meta["low"] and value > meta["above"]
+    return math.isfinite(value) and meta["low"] <= value and meta["above"] < value < meta["below"]
 
 
 def _range_text(meta: Any) -> str:
-    if meta["above"] > -math.inf:
-        return f"greater than {meta['above']:g}"
-    return f"at least {meta['low']:g}"
+    words = {"low": "at least", "above": "greater than", "below": "less than"}
+    return " and ".join(f"{w} {meta[k]:g}" for k, w in words.items() if math.isfinite(meta[k]))
 
 
 def _check_combinations(config: Config) -> None:
@@ -165,6 +186,13 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(
             f"--global_batch_size={config.global_batch_size} is not a multiple of "
             f"--accumulation_steps={config.accumulation_steps}: micro-batches must be of one size"
+        )
+    if config.pack_bytes and config.gradient_groups:
+        raise ValueError("--pack_bytes and --gradient_groups are two ways to group: choose one")
+    if config.deterministic and (config.pack_bytes or config.gradient_groups > 1):
+        raise ValueError(
+            "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
+            "--gradient_groups"
         )
     if config.warmup_steps > config.num_steps:
         raise ValueError(

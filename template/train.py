@@ -25,7 +25,7 @@ import tensorflow as tf
 import config as config_lib
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
-from engine import batch_norm, gradients, health, metrics, schedule
+from engine import agreement, batch_norm, gradients, health, metrics, reduction, schedule
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints
@@ -67,6 +67,8 @@ def train(config: Config, world: World) -> None:
     world.check_same(train_source.fingerprint() + val_source.fingerprint(), "the data files")
     with world.together("building the model"):
         model = task.build_model()
+        if config.bn_sync == "full":
+            model = batch_norm.synchronize(model)
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     say(world, describe(config, world, model, len(train_source), len(val_source)))
@@ -99,6 +101,7 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
     variables = model.trainable_variables
     values = [raw(v) for v in variables]
     learning_rate = schedule.make(config, world.size)
+    connected: list[bool] = []  # which variables the loss depends on; known once it is traced
 
     def forward(micro: tasks.Example) -> tuple[tf.Tensor, tf.Tensor]:
         outputs = model(micro["inputs"], training=True)
@@ -118,8 +121,9 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
             target, sums = gradients.accumulate(
                 forward, batch, config.accumulation_steps, variables
             )
-        tape = hvd.DistributedGradientTape(tape, **gradients.reduction(config))
+        tape = hvd.DistributedGradientTape(tape, **reduction.tape_settings(config, variables))
         grads = tape.gradient(target, values, use_generic_names=True)
+        connected[:] = [g is not None for g in grads]
 
         own_loss = tf.math.divide_no_nan(sums[0], sums[1])
         own_loss = tf.one_hot(world.rank, world.size, own_loss, tf.zeros([], tf.float64))
@@ -129,10 +133,10 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
         loss_sum, count, positions = tf.unstack(sums)
 
         scale = tf.cast(state.loss_scale.value, tf.float64)
-        factor = tf.math.divide_no_nan(positions, count * scale)
-        grads, norm = gradients.finish(
-            grads, variables, factor, optimizers.l2_weight(config), config.clip_norm
-        )
+        grads = gradients.unscale(grads, tf.math.divide_no_nan(positions, count * scale))
+        layers = gradients.layer_figures(grads) if config.log_gradients else None
+        l2 = optimizers.l2_weight(config)
+        grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
         finite = tf.math.is_finite(norm)
         readable = votes[health.DATA_FAILED] == 0
 
@@ -149,8 +153,12 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
             "finite": finite,
             "votes": votes,
             "losses": losses,
+            "layers": layers,
         }
 
+    traced = train_step.get_concrete_function()
+    agreement.check_gradients(world, variables, connected)
+    agreement.check_collectives(world, traced)
     return train_step
 
 
@@ -260,6 +268,9 @@ class Loop:
             figures["skipped"] = int(self.state.skipped)
         losses = result["losses"].numpy()
         self.telemetry.step(self.step, self.config.global_batch_size, figures, losses)
+        if self.config.log_gradients:
+            paths = [v.path for v in self.state.model.trainable_variables]
+            self.telemetry.gradients(self.step, paths, result["layers"].numpy())
 
     def look_and_save(self, evaluate: bool) -> None:
         score = self.evaluate() if evaluate else None
@@ -315,7 +326,7 @@ def main(argv: list[str]) -> int:
         if world_lib.launch_rank() == 0:
             complain(str(error))
         return WRONG_USE
-    world, code = world_lib.connect(), DONE
+    world, code = world_lib.connect(reduction.environment(config)), DONE
     try:
         train(config, world)
     except Stop as stop:

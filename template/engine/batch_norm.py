@@ -1,9 +1,12 @@
-"""Batch norm across ranks: moving statistics brought together.
+"""Batch norm across ranks: moving statistics brought together, or batch statistics shared.
 
-Each rank normalizes with its own batch and keeps its own moving mean and variance. Before they
-are read (evaluation, checkpoint, export) they are brought together. In `mean` mode that gives
-the same values as doing it every step, because a moving average is linear in what it averages:
-the mean over ranks of moving averages is the moving average of the means over ranks.
+By default each rank normalizes with its own batch and keeps its own moving mean and variance.
+Before they are read (evaluation, checkpoint, export) they are brought together. In `mean` mode
+that gives the same values as doing it every step, because a moving average is linear in what it
+averages: the mean over ranks of moving averages is the moving average of the means over ranks.
+
+With `SyncBatchNormalization` every rank normalizes with the global batch's statistics, so that
+N ranks compute what one would.
 """
 
 from __future__ import annotations
@@ -67,3 +70,76 @@ def _weighted_sum(groups: Sequence[Sequence[tf.Tensor]], weight: float) -> list[
     parts = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, flat)]
     size = len(groups[0])
     return [parts[:size], parts[size:]]
+
+
+@keras.saving.register_keras_serializable(package="template")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch norm over the global batch: forward, backward and moving statistics.
+
+    Equal to one process that holds the whole global batch, also when the ranks' shares differ in
+    size; on one rank it is Keras's layer. One small allreduce forward and one backward. Every
+    rank must run it in training at the same time, on inputs of any batch size but zero.
+    """
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Mean and biased variance over all ranks, each [channels], in float32 or float64.
+
+        The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
+        of the raw inputs in float32 would cancel.
+        """
+        mean, variance = super()._moments(inputs, mask)
+        if hvd.size() == 1:
+            return mean, variance
+        if mask is None:
+            count = tf.size(inputs, tf.int64) // tf.size(mean, tf.int64)
+        else:
+            count = tf.math.count_nonzero(mask)
+        count = tf.cast(count, tf.float64)[None]
+        mean64, variance64 = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
+        sums = [count, count * mean64, count * (variance64 + tf.square(mean64))]
+        name = f"{self.moving_mean.path}.batch"
+        sums = sum_over_ranks(tf.concat(sums, axis=0), name)
+        count, mean64, square = tf.split(sums, [1, mean.shape[0], mean.shape[0]])
+        mean64, square = mean64 / count, square / count
+        variance64 = tf.maximum(square - tf.square(mean64), 0.0)
+        return tf.cast(mean64, mean.dtype), tf.cast(variance64, variance.dtype)
+
+
+def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Sum of `tensor` over ranks; its gradient is the sum over ranks of the gradients.
+
+    Horovod's own gradient would take its collective's name from the graph; a name that is said
+    here cannot differ between ranks.
+    """
+
+    @tf.custom_gradient
+    def summed(x: tf.Tensor):
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}.gradient")
+
+        return hvd.allreduce(x, op=hvd.Sum, name=name), backward
+
+    return summed(tensor)
+
+
+def synchronize(model: keras.Model) -> keras.Model:
+    """A copy of a functional or sequential model, its batch norms synchronized, weights copied.
+
+    Raises:
+      ValueError: the model is subclassed, so its layers cannot be exchanged from outside.
+    """
+
+    def exchange(layer: keras.layers.Layer) -> keras.layers.Layer:
+        if type(layer) is keras.layers.BatchNormalization:
+            return SyncBatchNormalization.from_config(layer.get_config())
+        return layer.__class__.from_config(layer.get_config())
+
+    try:
+        copy = keras.models.clone_model(model, clone_function=exchange, recursive=True)
+    except ValueError:
+        raise ValueError(
+            f"--bn_sync=full cannot exchange the layers of {type(model).__name__}, a subclassed "
+            "model: use engine.batch_norm.SyncBatchNormalization in it"
+        ) from None
+    copy.set_weights(model.get_weights())
+    return copy

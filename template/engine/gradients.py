@@ -11,51 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from config import Config
 from engine.world import raw
 
 # What a forward pass gives: the scalar to differentiate, and a vector of sums for the log.
 Forward = Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
-
-
-class BFloat16Compressor:
-    """Gradients travel as bfloat16: half the bytes, float32's range, 8 bits of mantissa."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        wire = tf.cast(tensor, tf.bfloat16) if tensor.dtype.is_floating else tensor
-        return wire, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-        return tf.cast(tensor, dtype)
-
-
-_COMPRESSORS = {
-    "none": hvd.Compression.none,
-    "fp16": hvd.Compression.fp16,
-    "bf16": BFloat16Compressor,
-}
-
-
-def reduction(config: Config) -> dict[str, Any]:
-    """How hvd.DistributedGradientTape is to reduce.
-
-    Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
-    the global count, comes after (`finish`).
-    """
-    return {
-        "op": hvd.Sum,
-        "compression": _COMPRESSORS[config.compression],
-        # One group is one message with a fixed layout: fusion by arrival time would change
-        # which bytes share a ring chunk, and with it the order of additions.
-        "groups": 1 if config.deterministic else None,
-        "sparse_as_dense": config.deterministic,
-    }
 
 
 def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]):
@@ -107,38 +69,60 @@ def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[ker
     return attach(*[tf.convert_to_tensor(v) for v in values]), sums
 
 
+def unscale(
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | None], factor: tf.Tensor
+) -> list[tf.Tensor | None]:
+    """Reduced sums made dense and multiplied by `factor`: means over the global batch.
+
+    A sparse gradient holds (index, row) pairs of all ranks; made dense, rows named twice are
+    added, which norms need.
+    """
+    whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+    return [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
+
+
+def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """Euclidean norm over all gradients, float64, layer by layer; finite only if all of them are."""
+    squares = [tf.reduce_sum(tf.square(g)) for g in grads if g is not None]
+    return tf.sqrt(tf.add_n([tf.cast(s, tf.float64) for s in squares]))
+
+
 def finish(
-    grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    grads: Sequence[tf.Tensor | None],
     variables: Sequence[keras.Variable],
-    factor: tf.Tensor,
     l2: float,
     clip_norm: float,
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
-    """From reduced sums to what the optimizer applies; same values on every rank.
+    """What the optimizer applies, from means over the global batch; same on every rank.
 
     Args:
-      factor: scalar; turns sums into means over the global batch and undoes the loss scale.
       l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels. It is the same on all ranks, so
         it is added here rather than sent.
       clip_norm: largest global norm, 0 for none; all gradients are scaled by
         min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
     Returns:
-      Gradients, and their global norm before clipping: not finite if any of them is not.
+      Gradients, and their global norm before clipping.
     """
-    # A sparse gradient has (index, row) pairs of all ranks now; made whole, rows named twice
-    # are added, which the norm needs.
-    whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-    whole = [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
     if l2:
-        whole = [
+        grads = [
             g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
-            for g, v in zip(whole, variables)
+            for g, v in zip(grads, variables)
         ]
-    norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(g)) for g in whole if g is not None]))
+    norm = global_norm(grads)
     if clip_norm:
         shrink = clip_norm / tf.maximum(norm, clip_norm)
-        whole = [g if g is None else g * tf.cast(shrink, g.dtype) for g in whole]
-    return whole, norm
+        grads = [g if g is None else g * tf.cast(shrink, g.dtype) for g in grads]
+    return list(grads), norm
+
+
+def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """Sum, norm and share of non-finite values of each gradient, float64 [n, 3]; 0 for None."""
+    rows = []
+    for g in grads:
+        g = tf.zeros([1], tf.float64) if g is None else tf.cast(g, tf.float64)
+        broken = 1.0 - tf.reduce_mean(tf.cast(tf.math.is_finite(g), tf.float64))
+        rows.append(tf.stack([tf.reduce_sum(g), tf.norm(g), broken]))
+    return tf.stack(rows)
 
 
 def is_kernel(variable: keras.Variable) -> bool:

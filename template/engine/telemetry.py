@@ -27,7 +27,8 @@ class Telemetry:
         self._dir, self._world, self._num_steps = run_dir, world, num_steps
         self._clock = _Clock(first_step)
         if world.is_chief:
-            _drop_lines_after(run_dir / "metrics.jsonl", first_step)
+            for name in ("metrics.jsonl", "gradients.jsonl"):
+                _drop_lines_after(run_dir / name, first_step)
             self._lines = (run_dir / "metrics.jsonl").open("a")
             self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
 
@@ -59,6 +60,22 @@ class Telemetry:
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
             f"{rate:.0f} samples/s  ETA {eta}",
         )
+
+    def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
+        """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""
+        if not self._world.is_chief:
+            return
+        names = ("sum", "norm", "nonfinite")
+        record = {
+            path: _finite(dict(zip(names, map(float, row)))) for path, row in zip(layers, figures)
+        }
+        with (self._dir / "gradients.jsonl").open("a") as file:
+            norm = float(np.linalg.norm(figures[:, 1]))
+            file.write(json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n")
+        with self._board.as_default(step):
+            for path, row in zip(layers, figures):
+                for name, value in zip(names, row):
+                    tf.summary.scalar(f"gradient_{name}/{path}", value)
 
     def evaluation(self, step: int, figures: Mapping[str, float], main_metric: str) -> None:
         if not self._world.is_chief:

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -98,8 +98,9 @@ def launch_rank() -> int:
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
-def connect() -> World:
-    """Starts Horovod: from here on this process is one of the ranks."""
+def connect(knobs: Mapping[str, str] | None = None) -> World:
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
+    os.environ.update(knobs or {})
     if not any(name in os.environ for name in _RANK_VARIABLES):
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
@@ -121,7 +122,7 @@ def set_up(world: World, config: Config) -> None:
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-    _set_precision(config.precision)
+    set_precision(config.precision)
 
 
 def finish(world: World) -> None:
@@ -189,10 +190,9 @@ def _threads() -> int:
     return tf.config.threading.get_intra_op_parallelism_threads()
 
 
-def _set_precision(precision: str) -> None:
+def set_precision(precision: str) -> None:
     """Compute type of the layers made from now on; variables stay float32 unless float64."""
-    if precision == "float64":
-        keras.config.set_floatx("float64")
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
     mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
     keras.config.set_dtype_policy(mixed.get(precision, precision))
 

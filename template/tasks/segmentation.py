@@ -49,14 +49,18 @@ class Task:
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
-        return {"inputs": image, "targets": label}
+        return {"inputs": self._inputs(image, key), "targets": label}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         image, label = augment.evaluation_pair(sample["image"], sample["label"], self.how)
-        return {"inputs": image, "targets": label}
+        return {"inputs": self._inputs(image, tf.zeros([2], tf.int32)), "targets": label}
+
+    def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"image": image, "key": key} if self.config.dropout else {"image": image}
 
     def build_model(self) -> keras.Model:
-        return MODELS[self.model_name](self.config.image_size, self.config.num_classes)
+        config = self.config
+        return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
     def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Softmax cross-entropy from logits [B, H, W, classes] and labels uint8 [B, H, W, 1]."""
@@ -82,9 +86,11 @@ class Task:
         figures["miou"] = float(np.nanmean(iou)) if np.isfinite(iou).any() else 0.0
         return figures | {f"iou_{c}": float(v) for c, v in enumerate(iou)}
 
-    def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
+    def draw(
+        self, inputs: dict[str, tf.Tensor], targets: tf.Tensor, outputs: tf.Tensor
+    ) -> np.ndarray:
         """Input | label | prediction, side by side; ignored pixels white."""
-        images = augment.denormalize(inputs[:PICTURES]).numpy()
+        images = augment.denormalize(inputs["image"][:PICTURES]).numpy()
         labels = np.squeeze(targets[:PICTURES], -1)
         predictions = np.argmax(outputs[:PICTURES], axis=-1)
         return np.concatenate([images, _COLOURS[labels], _COLOURS[predictions]], axis=2)

@@ -1,4 +1,7 @@
-"""Segmentation networks: image [B, size, size, 3] in [-1, 1] -> logits [B, size, size, classes]."""
+"""Segmentation networks: image [B, size, size, 3] in [-1, 1] -> logits [B, size, size, classes].
+
+Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from collections.abc import Callable
 import keras
 from keras import layers
 
+from engine.dropout import SampleDropout
+
 # Short runs read the moving statistics early, so they follow faster than Keras's 0.99.
 _BN_MOMENTUM = 0.97
 
 
-def small(size: int, num_classes: int) -> keras.Model:
+def small(size: int, num_classes: int, dropout: float) -> keras.Model:
     """Encoder-decoder of about 0.5 million parameters that trains on a CPU.
 
     Residual blocks (arXiv:1512.03385) at 1/2, 1/4 and 1/8 of the size; the decoder takes the
@@ -31,10 +36,10 @@ def small(size: int, num_classes: int) -> keras.Model:
     for width, skip in ((48, skips[1]), (24, skips[0])):
         x = layers.UpSampling2D(2, interpolation="bilinear")(_conv(x, width, 1))
         x = _conv(layers.Concatenate()([x, skip]), width, 3)
-    return keras.Model(image, _head(x, num_classes, 2), name="small")
+    return _model(image, x, num_classes, 2, dropout, "small")
 
 
-def deeplabv3plus(size: int, num_classes: int) -> keras.Model:
+def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     """DeepLabV3+ (Chen et al. 2018, arXiv:1802.02611), ResNet-50, output stride 16."""
     if size % 16:
         raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of 16")
@@ -44,10 +49,10 @@ def deeplabv3plus(size: int, num_classes: int) -> keras.Model:
     x = layers.UpSampling2D(4, interpolation="bilinear")(x)
     x = layers.Concatenate()([x, _conv(low, 48, 1)])
     x = _conv(_conv(x, 256, 3), 256, 3)
-    return keras.Model(backbone.input, _head(x, num_classes, 4), name="deeplabv3plus")
+    return _model(backbone.input, x, num_classes, 4, dropout, "deeplabv3plus")
 
 
-MODELS: dict[str, Callable[[int, int], keras.Model]] = {
+MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "small": small,
     "deeplabv3plus": deeplabv3plus,
 }
@@ -75,11 +80,16 @@ def _residual(x, filters: int):
     return layers.ReLU()(layers.Add()([x, y]))
 
 
-def _head(x, num_classes: int, scale: int):
-    """Logits at full size; float32 at least, whatever the layers before compute in."""
+def _model(image, x, num_classes: int, scale: int, dropout: float, name: str) -> keras.Model:
+    """Dropout, logits and upsampling; in float32 at least, whatever came before."""
+    inputs = {"image": image}
+    if dropout:
+        inputs["key"] = keras.Input((2,), dtype="int32", name="key")
+        x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
     dtype = "float64" if keras.config.floatx() == "float64" else "float32"
     x = layers.Conv2D(num_classes, 1, dtype=dtype, name="logits")(x)
-    return layers.UpSampling2D(scale, interpolation="bilinear", dtype=dtype)(x)
+    x = layers.UpSampling2D(scale, interpolation="bilinear", dtype=dtype)(x)
+    return keras.Model(inputs, x, name=name)
 
 
 def _atrous_pyramid(x, side: int):

@@ -1,0 +1,46 @@
+"""1, 2, 3 and 4 real ranks end with the same weights."""
+
+from pathlib import Path
+
+import equivalence
+import pytest
+from ranks import last_lines, launch
+
+# float64: rounding only. float32: the same rounding, 2e9 times coarser. Adam divides a gradient
+# by its own size, so where the true gradient is zero it divides rounding by rounding; measured.
+LIMITS = {"float64": 1e-12, "float32 sgd": 1e-5, "float32 adam": 1e-2}
+EQUAL = [name for name in equivalence.SETTINGS if "local" not in name]
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_data, tmp_path_factory) -> Path:
+    """A folder RANKS/SETTING.npz for 1 to 4 ranks."""
+    root = tmp_path_factory.mktemp("weights")
+    for ranks in (1, 2, 3, 4):
+        (root / str(ranks)).mkdir()
+        worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
+        ended = launch(ranks, [*worker, *equivalence.SETTINGS], timeout=280)
+        assert ended.code == 0, last_lines(ended.output)
+    return root
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", EQUAL)
+def test_same_weights_as_one_rank(name, ranks, weights):
+    limit = next(limit for start, limit in LIMITS.items() if name.startswith(start))
+    files = [weights / str(n) / f"{name}.npz" for n in (1, ranks)]
+    assert equivalence.largest_difference(*files) <= limit
+
+
+def test_settings_lead_to_different_weights(weights):
+    """Else the comparison above would compare nothing."""
+    for name in EQUAL[1:]:
+        files = [weights / "1" / f"{n}.npz" for n in (EQUAL[0], name)]
+        assert equivalence.largest_difference(*files) > 1e-3
+
+
+def test_local_batch_norm_differs_by_number_of_ranks(weights):
+    """Why --bn_sync=full exists: each rank normalizes with its own share."""
+    name = "float64 sgd local batch norm"
+    files = [weights / str(n) / f"{name}.npz" for n in (1, 2)]
+    assert equivalence.largest_difference(*files) > 1e-4
