@@ -19,7 +19,7 @@ help: ## this list
 setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv
 
-train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=10
+train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) horovodrun -np $(NP) python train.py --flagfile=configs/demo.cfg $(ARGS)
 
 test: setup ## all tests; ARGS='-k sampler'
