@@ -187,6 +187,8 @@ def _check_combinations(config: Config) -> None:
             f"--global_batch_size={config.global_batch_size} is not a multiple of "
             f"--accumulation_steps={config.accumulation_steps}: micro-batches must be of one size"
         )
+    if config.compression == "bf16" and (config.pack_bytes or config.gradient_groups):
+        raise ValueError("--compression=bf16 carries each gradient alone: leave out grouping")
     if config.pack_bytes and config.gradient_groups:
         raise ValueError("--pack_bytes and --gradient_groups are two ways to group: choose one")
     if config.deterministic and (config.pack_bytes or config.gradient_groups > 1):

@@ -121,7 +121,7 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
             target, sums = gradients.accumulate(
                 forward, batch, config.accumulation_steps, variables
             )
-        tape = hvd.DistributedGradientTape(tape, **reduction.tape_settings(config, variables))
+        tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
         grads = tape.gradient(target, values, use_generic_names=True)
         connected[:] = [g is not None for g in grads]
 

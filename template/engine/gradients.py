@@ -82,7 +82,7 @@ def unscale(
 
 
 def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """Euclidean norm over all gradients, float64, layer by layer; finite only if all of them are."""
+    """Euclidean norm over all gradients, float64, layer by layer; finite only if they all are."""
     squares = [tf.reduce_sum(tf.square(g)) for g in grads if g is not None]
     return tf.sqrt(tf.add_n([tf.cast(s, tf.float64) for s in squares]))
 

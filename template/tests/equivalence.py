@@ -97,9 +97,9 @@ def _run(config, world):
 
 def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import engine.quiet  # noqa: F401
     import numpy as np
 
+    import engine.quiet  # noqa: F401
     from config import Config
     from engine import world as world_lib
     from tasks import segmentation_models
