@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--min_free_gb", type=float, default=1.0, help="free space wanted in the run folder")
     add("--max_clock_s", type=float, default=1.0, help="clock difference that is still fine")
     add("--slow_factor", type=float, default=4.0, help="a link this many times slower is wrong")
-    add("--link_seconds", type=float, default=0.4, help="time for each direction of each link")
+    add("--link_seconds", type=float, default=0.3, help="time for each try of each direction of each link")
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     return parser.parse_args(argv)
 
@@ -69,8 +69,8 @@ def examine(others: Exchange, own: dict[str, Any], options: argparse.Namespace) 
     """All stages; rank 0 gets the record of what was seen, the others get {}."""
     record: dict[str, Any] = {}
     mark = f".doctor-{uuid.uuid4().hex}"
-    server = links.listen()
-    own["port"] = server.getsockname()[1]
+    door = links.Door()
+    own["port"] = door.port
     if others.rank == 0 and options.run_dir:
         facts.leave_mark(options.run_dir, mark)
 
@@ -86,22 +86,19 @@ def examine(others: Exchange, own: dict[str, Any], options: argparse.Namespace) 
         plan = others.broadcast("plan", plan, options.timeout)
 
     # Every host with every other; a rank that is not its host's first only waits.
-    limit = options.timeout + len(plan["leaders"]) * (2 * options.link_seconds + 5)
+    limit = options.timeout + len(plan["leaders"]) * (4 * options.link_seconds + 5)
     with watch("testing links between hosts", limit, "look at the findings of other ranks"):
-        seen: dict[str, Any] = {}
-        if others.rank in plan["leaders"]:
-            position = plan["leaders"].index(others.rank)
-            seen["pairs"] = links.measure(server, position, plan["places"], options.link_seconds)
-            if options.run_dir:
-                seen["mark"] = facts.sees_mark(options.run_dir, plan["mark"])
-        views = others.gather("links", seen, limit)
+        seen, closed = _look_around(others, plan, door, options, limit)
+        views = others.gather("views", seen, limit)
         go_on = None
         if others.rank == 0:
+            record["pairs"] = [p for view in views if view for p in view.get("pairs", [])]
+            record["closed"] = closed
             go_on = _judge_links(record, views, options)
             if options.run_dir:
                 facts.remove_mark(options.run_dir, mark)
         go_on = others.broadcast("go_on", go_on, limit)
-    server.close()
+    door.close()
     if go_on:
         measured = run_collectives(others.rank, options)
         if others.rank == 0:
@@ -112,12 +109,32 @@ def examine(others: Exchange, own: dict[str, Any], options: argparse.Namespace) 
     return record
 
 
+def _look_around(
+    others: Exchange,
+    plan: dict[str, Any],
+    door: links.Door,
+    options: argparse.Namespace,
+    limit: float,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What this rank sees of other hosts, and (the same on all ranks) which ways are closed."""
+    leaders, places, seen = plan["leaders"], plan["places"], {}
+    position = leaders.index(others.rank) if others.rank in leaders else None
+    failed = links.knock(position, places) if position is not None else []
+    everyone = others.gather("knocks", failed, limit)
+    closed = others.broadcast("closed", [way for its in everyone for way in its or []], limit)
+    if position is not None:
+        ways = {way["pair"] for way in closed}
+        seen["pairs"] = links.measure(door, position, places, ways, options.link_seconds)
+        if options.run_dir:
+            seen["mark"] = facts.sees_mark(options.run_dir, plan["mark"])
+    return seen, closed
+
+
 def _judge_links(record: dict[str, Any], views: list[Any], options: argparse.Namespace) -> bool:
     """On rank 0; returns whether Horovod can be started."""
     everyone, found = record["facts"], record["findings"]
-    for view in views:
-        record["pairs"] += (view or {}).get("pairs", [])
-    found += verdict.links(everyone, record["pairs"], record["hosts"], options.slow_factor)
+    pairs = record["closed"] + record["pairs"]
+    found += verdict.links(everyone, pairs, record["hosts"], options.slow_factor)
     sees = {rank: v["mark"] for rank, v in enumerate(views) if v and "mark" in v}
     found += verdict.run_folder(everyone, sees, options.run_dir)
     return not options.no_collectives and not any(f.fatal for f in found)

@@ -156,7 +156,7 @@ class Host:
 
     def shape(self, megabits: int, switch: int) -> None:
         """Limits what the host sends and receives."""
-        shaper = f"root tbf rate {megabits}mbit burst 32kb latency 100ms"
+        shaper = f"root tbf rate {megabits}mbit burst 64kb latency 100ms"
         _in_network(self.pid, f"tc qdisc replace dev eth0 {shaper}")
         _in_network(switch, f"tc qdisc replace dev port{self.name[4:]} {shaper}")
 
@@ -187,6 +187,8 @@ class Hosts:
                 self._hosts.append(Host(folder, number, count, self.switch, self._key))
             for host in self._hosts:
                 self._wait_for_ssh(host)
+                # Slower than this machine can copy, so that it shows when one is slower still.
+                host.shape(400, self.switch)
         except BaseException:
             self.end()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import ipaddress
+import math
 import statistics
 from typing import Any
 
@@ -322,7 +323,7 @@ def links(
         rates[first, second], rates[second, first] = pair["there"], pair["back"]
     if not rates:
         return found
-    usual = sorted(rates.values())[int(0.75 * (len(rates) - 1))]
+    usual = sorted(rates.values())[math.ceil(0.9 * (len(rates) - 1))]
     slow = {way for way, rate in rates.items() if rate < usual / factor}
     for host in range(len(hosts)):
         for end, verb in ((0, "sends"), (1, "receives")):

