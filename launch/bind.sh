@@ -9,6 +9,7 @@
 # that something else has bound already, or that has no core to itself, runs as it is.
 set -euo pipefail
 
+sys=${SYS:-/sys} # tests bring their own
 rank=${HOROVOD_LOCAL_RANK:-${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}}}
 ranks=${HOROVOD_LOCAL_SIZE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}}
 
@@ -29,7 +30,7 @@ nodes=()
 if command -v nvidia-smi >/dev/null && [ -n "${CUDA_VISIBLE_DEVICES-all}" ]; then
     export CUDA_DEVICE_ORDER=PCI_BUS_ID
     while read -r bus; do
-        file=/sys/bus/pci/devices/$(tr '[:upper:]' '[:lower:]' <<<"${bus#0000}")/numa_node
+        file=$sys/bus/pci/devices/$(tr '[:upper:]' '[:lower:]' <<<"${bus#0000}")/numa_node
         nodes+=("$(cat "$file" 2>/dev/null || echo -1)")
     done < <(nvidia-smi --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null)
 fi
@@ -46,7 +47,7 @@ if [ "${#nodes[@]}" -ge "$ranks" ] && [ "${nodes[rank]}" -ge 0 ]; then
             sharers=$((sharers + 1))
         fi
     done
-    near=$(expand "$(cat "/sys/devices/system/node/node$node/cpulist")")
+    near=$(expand "$(cat "$sys/devices/system/node/node$node/cpulist")")
     mapfile -t cores < <(comm -12 <(printf '%s\n' "${cores[@]}" | sort) <(sort <<<"$near") | sort -n)
 fi
 
