@@ -86,7 +86,7 @@ class Config:
 
     # How gradients travel (engine/reduction.py says which knob of Horovod each one turns).
     reduce_backend: str = _setting(
-        "auto", "library that carries them", choices=("auto", "gloo", "mpi", "nccl")
+        "auto", "what must carry them", choices=("auto", "gloo", "mpi", "nccl")
     )
     gradient_groups: int = _setting(
         0, "merge them into this many messages; 0: Horovod fuses by arrival", low=0
@@ -96,8 +96,8 @@ class Config:
     fusion_threshold_mb: int = _setting(-1, "Horovod's fusion buffer, MiB; -1: its default", low=-1)
     cycle_time_ms: float = _setting(-1.0, "Horovod's cycle time, ms; -1: its default", low=-1)
     cache_capacity: int = _setting(-1, "Horovod's response cache; -1: its default", low=-1)
-    hierarchical_allreduce: bool = _setting(False, "reduce within hosts first (NCCL)")
-    hierarchical_allgather: bool = _setting(False, "gather within hosts first (MPI)")
+    hierarchical_allreduce: bool = _setting(False, "reduce within hosts first (GPU builds)")
+    hierarchical_allgather: bool = _setting(False, "gather within hosts first (GPU builds)")
     autotune: bool = _setting(
         False, "search for the best of these; written to RUN_DIR/autotune.cfg"
     )

@@ -231,8 +231,9 @@ class Loop:
         self.judge(last, feed)
         self.look_and_save(evaluate=True)
         self.end("done")
-        if self.world.is_chief:
-            print(f"input | label | prediction: {Path(config.run_dir) / 'predictions.png'}")
+        say(self.world, f"input | label | prediction: {config.run_dir}/predictions.png")
+        if config.autotune and self.world.is_chief:
+            print(f"best setting found: {reduction.write_autotuned(config)}")
 
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps

@@ -6,6 +6,7 @@ the table. Knobs are environment variables that Horovod reads when it starts.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,12 +34,26 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
     if config.hierarchical_allgather:
         knobs["HOROVOD_HIERARCHICAL_ALLGATHER"] = "1"
-    if config.reduce_backend in ("gloo", "mpi"):
-        knobs["HOROVOD_CPU_OPERATIONS"] = config.reduce_backend
     if config.autotune:
+        # Horovod opens its log when it starts; a folder that cannot be made is told of later.
+        with contextlib.suppress(OSError):
+            autotune_log(config).parent.mkdir(parents=True, exist_ok=True)
         knobs["HOROVOD_AUTOTUNE"] = "1"
         knobs["HOROVOD_AUTOTUNE_LOG"] = str(autotune_log(config))
     return knobs
+
+
+def check_backend(config: Config) -> None:
+    """Raises ValueError when what --reduce_backend names is not what this run was started with.
+
+    Gloo or MPI is chosen by the launcher; on GPUs naming one of them reduces in host memory.
+    """
+    wanted = config.reduce_backend
+    if wanted == "nccl":
+        if not hvd.nccl_built() or not tf.config.list_physical_devices("GPU"):
+            raise ValueError("--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU")
+    elif wanted != "auto" and wanted != ("mpi" if hvd.mpi_enabled() else "gloo"):
+        raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
 
 
 def distribute(
@@ -58,8 +73,11 @@ def distribute(
         groups = 1
     elif config.pack_bytes:
         groups = pack(variables, config.pack_bytes, config.pack_count)
+    device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
     return hvd.DistributedGradientTape(
         tape,
+        device_dense=device,
+        device_sparse=device,
         op=hvd.Sum,
         compression=hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none,
         groups=groups,

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
+from engine import reduction
 
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
@@ -119,6 +120,7 @@ def set_up(world: World, config: Config) -> None:
     """
     with world.together("choosing a device"):
         _choose_device(world)
+        reduction.check_backend(config)
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()

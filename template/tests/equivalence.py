@@ -17,7 +17,7 @@ STEPS = 40
 # Name -> settings. Shares of 10 samples are uneven on 3 and 4 ranks; the demo's ignored rings
 # make the counts of valid pixels uneven everywhere.
 _COMMON = {"bn_sync": "full", "global_batch_size": 10, "num_steps": STEPS, "image_size": 32}
-_SGD = {"optimizer": "sgd", "base_lr": 0.05, "weight_decay": 1e-4, "clip_norm": 5.0}
+_SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 5.0}
 _ADAM = {"optimizer": "adam", "base_lr": 0.002}
 _F64 = {"precision": "float64"}
 SETTINGS = {
