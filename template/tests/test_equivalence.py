@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import equivalence
 import pytest
+
+import equivalence
 from ranks import last_lines, launch
 
 # float64: rounding only. float32: the same rounding, 2e9 times coarser. Adam divides a gradient

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from PIL import Image
+
 from ranks import last_lines, launch
 
 # Each rank says its own exit code, and then ends well so that the launcher kills nobody.

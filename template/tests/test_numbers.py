@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from ranks import run_checks
 
 FILE = Path(__file__).parent / "checks_numbers.py"

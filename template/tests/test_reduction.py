@@ -10,10 +10,10 @@ import statistics
 from pathlib import Path
 
 import pytest
-from ranks import last_lines, launch
 
 import config as config_lib
 from engine import reduction
+from ranks import last_lines, launch
 
 KNOBS = Path(__file__).parent / "knobs.py"
 STEPS = 6

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from ranks import last_lines, launch, train
 
 from engine import checkpoint
+from ranks import last_lines, launch, train
 
 
 def run(ranks, flags, **how):

@@ -1,0 +1,73 @@
+"""The same weights on any number of ranks: prints the table that the README shows.
+
+    python benchmarks/equivalence.py [--ranks=1,2,3,4] [--model=tiny|small] [--backend=gloo|mpi]
+
+Each setting is trained for 40 steps of 10 samples on 1, 2, 3 and 4 real ranks (shares 10, 5+5,
+3+3+4, 2+3+2+3); the largest relative difference of a variable to the 1-rank run is printed. Rows
+with local batch norm show what --bn_sync=full is for. Exit code 1 if a float64 row with
+--bn_sync=full is beyond 1e-12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+
+import equivalence
+from data import scenes
+from ranks import last_lines, launch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="1,2,3,4")
+    parser.add_argument("--model", default="tiny", choices=("tiny", "small"))
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "mpi"))
+    args = parser.parse_args()
+    ranks = [int(n) for n in args.ranks.split(",")]
+    if ranks[0] != 1:
+        parser.error(f"--ranks={args.ranks} must begin with 1, which the others are compared to")
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
+        scenes.make(root / "data", settings)
+        times = {n: _train(root, n, args.model, args.backend) for n in ranks}
+        return _table(root, ranks, times)
+
+
+def _train(root: Path, ranks: int, model: str, backend: str) -> dict[str, float]:
+    """Trains every setting on `ranks` ranks; milliseconds a step by setting."""
+    print(f"training on {ranks} rank(s) ...", file=sys.stderr, flush=True)
+    (root / str(ranks)).mkdir()
+    worker = [equivalence.__file__, root / "data", root / str(ranks), model]
+    ended = launch(ranks, [*worker, *equivalence.SETTINGS], backend, timeout=1800)
+    if ended.code:
+        raise SystemExit(last_lines(ended.output))
+    found = re.findall(r"(float\d\d [a-z ]+): ([\d.]+) ms a step", ended.output)
+    return {name: float(ms) for name, ms in found}
+
+
+def _table(root: Path, ranks: list[int], times: dict[int, dict[str, float]]) -> int:
+    print(f"| setting ({equivalence.STEPS} steps) |" + "".join(f" {n} ranks |" for n in ranks[1:]))
+    print("| --- |" + " --- |" * (len(ranks) - 1))
+    failed = False
+    for name in equivalence.SETTINGS:
+        cells = []
+        for n in ranks[1:]:
+            files = [root / str(k) / f"{name}.npz" for k in (1, n)]
+            difference = equivalence.largest_difference(*files)
+            failed |= name.startswith("float64") and "local" not in name and difference > 1e-12
+            cells.append(f" {difference:.0e}, {times[n][name]:.0f} ms a step |")
+        print(f"| {name} |" + "".join(cells))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
