@@ -1,0 +1,110 @@
+"""Pairs of a picture and a label PNG: what the readers of segmentation sets have in common.
+
+A reader lists the files (folders.py, voc.py, cityscapes.py); reading and explaining is here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+from data import listing, pictures
+
+
+class PicturePairs:
+    """Listed files as a `source.Source`.
+
+    Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1]}. Label values are below
+    `num_classes`, or `ignore_label`. No file is opened here.
+
+    Args:
+      images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
+      table: uint8 [256], the class of each value that the files hold; None where they hold
+        classes. A value that is no class maps to one that is neither below `num_classes` nor
+        `ignore_label`.
+      way_out: what to do about a value that is no class.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        images: list[str],
+        labels: list[str],
+        num_classes: int,
+        ignore_label: int = 255,
+        table: np.ndarray | None = None,
+        way_out: str = "map the values, or raise num_classes",
+    ):
+        self.root = root
+        self.num_classes = num_classes
+        self.ignore_label = ignore_label
+        self._images, self._labels, self._table, self._way_out = images, labels, table, way_out
+        self._image_paths = tf.constant([str(root / path) for path in images])
+        self._label_paths = tf.constant([str(root / path) for path in labels])
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1]}; index: int64 scalar.
+
+        Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
+        sizes that differ, and label values that are no class; `explain` tells which and why.
+        """
+        image_path, label_path = self._image_paths[index], self._label_paths[index]
+        image = pictures.decode_image(tf.io.read_file(image_path))
+        label = pictures.decode_label(tf.io.read_file(label_path), label_path)
+        sizes = tf.shape(image)[:2], tf.shape(label)[:2]
+        pictures.require(tf.reduce_all(sizes[0] == sizes[1]), "sizes differ", image_path, *sizes)
+        if self._table is not None:
+            label = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
+        if self.num_classes < 256:
+            known = (label < self.num_classes) | (label == self.ignore_label)
+            pictures.require(tf.reduce_all(known), "a label value is no class", label_path)
+        return {"image": image, "label": label}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
+        image_path, label_path = self.picture_file(index), self.root / self._labels[index]
+        try:
+            image = pictures.load(image_path)
+            label = pictures.load(label_path)
+            pictures.check_label_kind(label_path, label)
+            if image.size != label.size:
+                raise ValueError(
+                    f"{image_path} is {_size(image)} and {label_path} is {_size(label)} (width x "
+                    "height); make them one size (labels without interpolation)"
+                )
+            self._check_values(label_path, np.asarray(label))
+            self.read(tf.constant(index, tf.int64))
+        except ValueError as problem:
+            return str(problem)
+        except tf.errors.OpError as error:  # no check above knows it, so in TensorFlow's words
+            return f"{image_path} or {label_path} cannot be read: {error.message}; replace it"
+        return None
+
+    def picture_file(self, index: int) -> Path:
+        """The file that sample `index`'s image is decoded from."""
+        return self.root / self._images[index]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names and sizes of the split's files; see `listing.fingerprint`."""
+        return listing.fingerprint(self.root, self._images + self._labels)
+
+    def _check_values(self, path: Path, label: np.ndarray) -> None:
+        ids = label if self._table is None else self._table[label]
+        wrong = (ids >= self.num_classes) & (ids != self.ignore_label)
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            values = np.unique(label[wrong]).tolist()
+            raise ValueError(
+                f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
+                f"class ({np.count_nonzero(wrong)} such pixels, values {listing.some(values)}); "
+                f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
+                f"{self._way_out}"
+            )
+
+
+def _size(picture: Image.Image) -> str:
+    return f"{picture.width}x{picture.height}"

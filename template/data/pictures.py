@@ -1,0 +1,98 @@
+"""Picture files and label PNGs: decoded in-graph, and looked into when that fails."""
+
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
+
+
+def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
+    """Fails the sample at run time; in the functions of `tf.data` nothing has to wait for it."""
+    tf.debugging.Assert(condition, [*facts, "explain() tells more"])
+
+
+def decode_image(data: tf.Tensor) -> tf.Tensor:
+    """Colours, uint8 [H, W, 3], from the bytes of a PNG or JPEG of any kind."""
+    image = tf.io.decode_image(data, channels=3, expand_animations=False)
+    return tf.ensure_shape(image, [None, None, 3])
+
+
+def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+    """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG.
+
+    A decoder turns other kinds into something that only looks like ids (averaged colours, the
+    high byte of 16 bits), so the header decides what is decoded.
+    """
+    depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
+    is_palette = colour == _PALETTE
+    fine = is_palette | ((colour == _GREY) & (depth == 8))
+    fine &= tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    require(fine, "a label must be an 8-bit grey or a palette PNG", path)
+    label = tf.cond(
+        is_palette,
+        lambda: _decode_palette(data, depth),
+        lambda: tf.io.decode_png(data, channels=1),
+    )
+    return tf.ensure_shape(label, [None, None, 1])
+
+
+def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
+    """Palette indices, uint8 [H, W, 1].
+
+    `tf.io.decode_png` gives the palette's colours. The same file declared grey gives the indices:
+    the colour type is byte 25, and bytes 29 to 32 are the header's CRC. A CRC is linear over
+    GF(2), so that one change flips the same bits of every header's CRC.
+    """
+    flips = (_header_crc(_GREY) ^ _header_crc(_PALETTE)).to_bytes(4, "big")
+    flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + flips, np.uint8)
+    header = tf.bitwise.bitwise_xor(
+        tf.io.decode_raw(tf.strings.substr(data, 25, 8), tf.uint8), flips
+    )
+    every_byte = tf.constant([bytes([value]) for value in range(256)])
+    header = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(header, tf.int32)))
+    rest = tf.strings.substr(data, 33, tf.int32.max)
+    as_grey = tf.io.decode_png(tf.strings.join([tf.strings.substr(data, 0, 25), header, rest]), 1)
+    # Grey of 1, 2 and 4 bits is stretched to 0..255 on decoding; indices are not brightnesses.
+    largest = tf.bitwise.left_shift(1, tf.cast(depth, tf.int32)) - 1
+    return as_grey // tf.cast(255 // largest, tf.uint8)
+
+
+def _header_crc(colour_type: int) -> int:
+    return zlib.crc32(b"IHDR" + bytes(9) + bytes([colour_type, 0, 0, 0]))
+
+
+def load(path: Path) -> Image.Image:
+    """The decoded picture; ValueError names the file and says why there is none."""
+    try:
+        data = path.read_bytes()
+        picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        picture.load()
+    except Image.UnidentifiedImageError:
+        what = f"starts with {data[:8]!r}" if data else "has zero bytes"
+        raise ValueError(
+            f"{path} is neither PNG nor JPEG (it {what}); convert it, or copy it again"
+        ) from None
+    except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
+    return picture
+
+
+def check_label_kind(path: Path, label: Image.Image) -> None:
+    """Raises ValueError for a label that is not what `decode_label` takes."""
+    depth, colour = path.read_bytes()[24:26]
+    if label.format == "PNG" and (colour == _PALETTE or (colour == _GREY and depth == 8)):
+        return
+    kind = f"{label.format}, {len(label.getbands())} channels"
+    if label.format == "PNG":
+        kind += f" of {depth} bits"
+    raise ValueError(
+        f"{path} is {kind}; a label holds class ids in one 8-bit channel: map its colours or "
+        "values to ids and save it as 8-bit grey PNG (Pillow: Image.fromarray(ids_uint8).save)"
+    )
