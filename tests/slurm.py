@@ -1,0 +1,105 @@
+"""A Slurm of two nodes, from Debian's packages, on two of the hosts of hosts.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+from hosts import ENVIRONMENT, Host, Hosts, require
+
+_CONF = """
+ClusterName=test
+SlurmctldHost=node1
+SlurmUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+# A requeued job waits for as long as a credential is valid: seconds here, minutes elsewhere.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node[1-2] CPUs=2 RealMemory=4000
+PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1 GraceTime=100 MaxTime=60
+PartitionName=high Nodes=node[1-2] PriorityTier=10 MaxTime=60
+"""
+
+
+class Slurm:
+    def __init__(self, folder: Path, hosts: Hosts) -> None:
+        require("munged", "slurmctld", "slurmd", "sbatch")
+        self._folder, self._node = folder, hosts[1]
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(_CONF.format(folder=folder))
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        self._env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        key = folder / "munge.key"
+        key.write_bytes(bytes(range(128)))
+        key.chmod(0o600)
+        names = {w: folder / f"munge.{w}" for w in ("socket", "pid", "log", "seed")}
+        files = [f"--{'log' if w == 'log' else w}-file={p}" for w, p in names.items() if w != "socket"]
+        munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
+        self._processes = [self._start(hosts[1], *munged, f"--socket={names['socket']}", *files)]
+        _wait_for(names["socket"].exists, "munged")
+        self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
+        for node in (hosts[1], hosts[2]):
+            for name in ("spool", "tmp"):
+                (folder / f"{name}-{node.name}").mkdir()
+            self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
+        _wait_for(lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3, "nodes")
+
+    def __call__(self, *words: str, cwd: Path | None = None) -> str:
+        """A Slurm command on the first node."""
+        place = ["env", f"--chdir={cwd}"] if cwd else ["env"]
+        return self._node.run(*place, *words, timeout=30, env=self._env).output
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of a job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
+
+    def end(self) -> None:
+        self("scancel", "--user=root")
+        for process in reversed(self._processes):
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def log(self) -> str:
+        """The daemons' last lines."""
+        files = sorted(self._folder.glob("slurm*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
+
+    def _start(self, host: Host, *words: str) -> subprocess.Popen:
+        import os
+
+        log = open(self._folder / f"{words[0]}-{host.name}.out", "w")
+        env = os.environ | ENVIRONMENT | self._env
+        return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)
+
+
+def _wait_for(ready, what: str, seconds: float = 40) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"{what} did not come up"
+        time.sleep(0.2)

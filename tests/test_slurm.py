@@ -1,0 +1,109 @@
+"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, is requeued, goes on to the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hosts import ROOT, Hosts, hosts  # noqa: F401
+from slurm import Slurm
+
+STEPS = 250
+TRAINING = [
+    *(sys.executable, "train.py", "--flagfile=configs/demo.cfg", "--image_size=32"),
+    *("--global_batch_size=4", "--warmup_steps=0", "--log_every=1", "--eval_every=0"),
+    *("--checkpoint_every=0", "--eval_batch_size=8", f"--num_steps={STEPS}"),
+]
+
+
+@pytest.fixture(scope="module")
+def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:  # noqa: F811
+    two_nodes = Slurm(tmp_path_factory.mktemp("slurm"), hosts)
+    yield two_nodes
+    two_nodes.end()
+
+
+class Job:
+    """A training job of two tasks on two nodes, from the template's folder."""
+
+    def __init__(self, slurm: Slurm, folder: Path, launch: str, launch_flags: str = "") -> None:
+        from data import scenes
+
+        data = folder / "data"
+        scenes.make(data, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+        self._slurm, self._log, self.run_dir = slurm, folder / "job.log", folder / "run"
+        export = f"--export=ALL,LAUNCH={launch},LAUNCH_FLAGS={launch_flags}"
+        words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=30", export]
+        words += [f"--output={self._log}", str(ROOT / "launch" / "slurm.sbatch"), *TRAINING]
+        words += [f"--data_dir={data}", f"--run_dir={self.run_dir}"]
+        self.number = slurm(*words, cwd=ROOT / "template").strip()
+        assert self.number.isdigit(), self.number
+
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def state(self) -> str:
+        return self._slurm.job(self.number).get("JobState", "gone")
+
+    def wait_for(self, what: str, ready: Callable[[], object], seconds: float = 150) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            last = "\n".join(self.log().splitlines()[-40:])
+            ended = self.state() in ("FAILED", "CANCELLED", "TIMEOUT", "gone")
+            assert not ended and time.monotonic() < end, (
+                f"{what}: job {self.state()}\n{last}\n{self._slurm.log()}"
+            )
+            time.sleep(0.5)
+
+    def check_that_it_went_on_to_the_end(self) -> None:
+        self.wait_for("completion", lambda: self.state() == "COMPLETED")
+        stops = re.findall(r"told to stop: saved at step (\d+)", self.log())
+        starts = re.findall(r"going on from .* at step (\d+)", self.log())
+        assert stops == starts and len(stops) == 1, self.log()
+        assert 0 < int(stops[0]) < STEPS
+        assert f"job {self.number}, start 1:" in self.log()
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        assert (summary["exit_reason"], summary["step"]) == ("done", STEPS)
+        assert self._slurm.job(self.number)["Restarts"] == "1"
+
+
+@pytest.mark.timeout(500)
+def test_srun_with_pmix_is_preempted_requeued_and_goes_on(slurm: Slurm, tmp_path: Path):
+    job = Job(slurm, tmp_path, "srun")
+    job.wait_for("first steps", lambda: f"step 2/{STEPS}" in job.log())
+    assert "2 ranks on 2 host(s) (node1, node2)" in job.log()
+    assert ", MPI" in job.log()
+    urgent = slurm("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive",
+                   f"--output={tmp_path}/urgent.log", "--wrap=hostname; sleep 2").strip()  # fmt: skip
+    job.wait_for("the urgent job", lambda: slurm.job(urgent).get("JobState") == "COMPLETED")
+    assert "back into the queue" in job.log()
+    job.check_that_it_went_on_to_the_end()
+
+
+@pytest.mark.timeout(500)
+def test_horovodrun_is_told_of_its_time_limit_requeued_and_goes_on(slurm: Slurm, tmp_path: Path):
+    job = Job(slurm, tmp_path, "horovodrun", "-p 2222 --interface eth0")
+    job.wait_for("first steps", lambda: f"step 2/{STEPS}" in job.log())
+    assert "2 ranks on 2 host(s) (node1, node2)" in job.log()
+    assert ", Gloo" in job.log()
+    # What --signal=B:USR1 does when the limit comes near.
+    slurm("scancel", "--batch", "--signal=USR1", job.number)
+    job.check_that_it_went_on_to_the_end()
+
+
+def test_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path):
+    words = ["sbatch", "--parsable", "--nodes=1", "--time=5", f"--output={tmp_path}/log"]
+    words += [str(ROOT / "launch/slurm.sbatch"), sys.executable, "-c", "import sys; sys.exit(3)"]
+    number = slurm(*words, cwd=ROOT / "template").strip()
+    for _ in range(60):
+        job = slurm.job(number)
+        if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            break
+        time.sleep(0.5)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "0")
