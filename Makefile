@@ -11,10 +11,10 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup train test lint bench
+.PHONY: help setup train test lint bench image image-test
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv
@@ -31,3 +31,9 @@ lint: setup ## Python and shell
 
 bench: setup ## the same weights on any number of ranks, in numbers
 	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
+
+image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
+	@docker/build.sh
+
+image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 15 minutes
+	@$(IN_VENV) pytest -s $(ARGS) tests/image_build.py

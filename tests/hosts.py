@@ -87,11 +87,13 @@ def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **h
 class Host:
     """One of them; `pid` is its sshd as the machine sees it."""
 
-    def __init__(self, folder: Path, number: int, count: int, switch: int, key: Path) -> None:
+    def __init__(
+        self, folder: Path, number: int, count: int, switch: int, key: Path, ssh_port: int
+    ) -> None:
         self.name, self.address = f"node{number}", f"10.77.0.{number}"
         self._folder = folder / self.name
         self._folder.mkdir()
-        self._write_settings(key, count)
+        self._write_settings(key, count, ssh_port)
         script = f"""
             set -e
             hostname {self.name}
@@ -113,14 +115,14 @@ class Host:
         self._outer.stdin.write(b"\n")
         self._outer.stdin.flush()
 
-    def _write_settings(self, key: Path, count: int) -> None:
+    def _write_settings(self, key: Path, count: int, ssh_port: int) -> None:
         names = "".join(f"10.77.0.{n} node{n}\n" for n in range(1, count + 1))
         self.hosts_file = self._folder / "hosts"
         self.hosts_file.write_text(f"127.0.0.1 localhost\n{names}")
         host_key = self._folder / "host_key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key], check=True)
         (self._folder / "sshd_config").write_text(
-            f"Port {PORT}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nPidFile none\n"
+            f"Port {ssh_port}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nPidFile none\n"
             "UsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
             f"MaxStartups 100\nSetEnv PATH={ENVIRONMENT['PATH']}\n"
         )
@@ -171,10 +173,10 @@ class Host:
 class Hosts:
     """`count` hosts named node1, node2, ... and the bridge between them."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, ssh_port: int = PORT) -> None:
         require("sshd", "ssh", "ip", "tc", "unshare", "nsenter")
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._key = folder / "key"
+        self._port, self._key = ssh_port, folder / "key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._key], check=True)
         self._bridge = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self.switch = self._bridge.pid
@@ -184,7 +186,7 @@ class Hosts:
         self._hosts: list[Host] = []
         try:
             for number in range(1, count + 1):
-                self._hosts.append(Host(folder, number, count, self.switch, self._key))
+                self._hosts.append(Host(folder, number, count, self.switch, self._key, ssh_port))
             for host in self._hosts:
                 self._wait_for_ssh(host)
                 # Slower than this machine can copy, so that it shows when one is slower still.
@@ -208,7 +210,7 @@ class Hosts:
 
     def _wait_for_ssh(self, host: Host) -> None:
         for _ in range(50):
-            ended = self[1].run("ssh", "-p", PORT, host.name, "hostname", timeout=10)
+            ended = self[1].run("ssh", "-p", str(self._port), host.name, "hostname", timeout=10)
             if ended.output.strip() == host.name:
                 return
             time.sleep(0.1)
