@@ -212,6 +212,8 @@ class Loop:
 
     def run(self, feed: TrainingFeed, train_step: Any) -> None:
         config, stop_signal = self.config, health.StopSignal()
+        # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
+        sync_every = 1 if config.deterministic else config.bn_sync_every
         last = None
         while self.step < config.num_steps:
             batch = feed.next()
@@ -221,14 +223,18 @@ class Loop:
             # Judged one step late, so that a GPU already has the next step to work on.
             self.judge(last, feed)
             last = result
-            if config.bn_sync_every and self.step % config.bn_sync_every == 0:
+            if sync_every and self.step % sync_every == 0:
                 self.sync_moving_statistics()
             if self.step % config.log_every == 0:
                 self.log(result)
+            if config.benchmark:
+                continue
             if self.due(config.eval_every) or self.due(config.checkpoint_every):
                 self.judge(last, feed)
                 self.look_and_save(evaluate=self.due(config.eval_every))
         self.judge(last, feed)
+        if config.benchmark:
+            return self.end("benchmark")
         self.look_and_save(evaluate=True)
         self.end("done")
         say(self.world, f"input | label | prediction: {config.run_dir}/predictions.png")
@@ -308,12 +314,14 @@ class Loop:
 
     def end(self, reason: str) -> None:
         """The run's last words, and the proof that all ranks hold the same weights."""
+        self.sync_moving_statistics()
         model = self.state.model
         sha = world_lib.weights_sha256(model.variables)
         shared = model.trainable_variables if self.config.bn_sync == "none" else model.variables
         self.world.check_same(world_lib.weights_sha256(shared), "the final weights")
         self.telemetry.summary(
             {"step": self.step, "exit_reason": reason, "skipped_steps": int(self.state.skipped)}
+            | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.figures.items()}
             | {"weights_sha256": sha, "ranks": self.world.size}
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ class Telemetry:
     def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
         self._dir, self._world, self._num_steps = run_dir, world, num_steps
         self._clock = _Clock(first_step)
+        self._rates: list[float] = []
         if world.is_chief:
             for name in ("metrics.jsonl", "gradients.jsonl"):
                 _drop_lines_after(run_dir / name, first_step)
@@ -47,6 +49,7 @@ class Telemetry:
         if not self._world.is_chief:
             return
         rate = samples / self._clock.seconds_a_step(step)
+        self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         self._write(record)
         with self._board.as_default(step):
@@ -60,6 +63,10 @@ class Telemetry:
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
             f"{rate:.0f} samples/s  ETA {eta}",
         )
+
+    def median_speed(self) -> float | None:
+        """Samples a second, over all ranks: median of the logged intervals but the first."""
+        return statistics.median(self._rates[1:]) if self._rates[1:] else None
 
     def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
         """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""

@@ -73,12 +73,27 @@ class World:
             raise Stop(WRONG_USE, f"{what}: {text}{where}")
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's picklable `value`, in rank order, on every rank."""
-        return hvd.allgather_object(value, name=name) if self.size > 1 else [value]
+        """Every rank's picklable `value`, in rank order, on every rank.
+
+        Outside a graph Horovod gives every collective one name, so the name travels along: ranks
+        that are at different places are told, rather than given each other's values.
+        """
+        if self.size == 1:
+            return [value]
+        everyone = hvd.allgather_object((name, value))
+        self._check_place([other for other, _ in everyone])
+        return [theirs for _, theirs in everyone]
 
     def broadcast_object(self, value: Any, name: str) -> Any:
         """Rank 0's picklable `value` on every rank."""
-        return hvd.broadcast_object(value, 0, name=name) if self.size > 1 else value
+        return self.gather_objects(value if self.is_chief else None, name)[0]
+
+    def _check_place(self, names: Sequence[str]) -> None:
+        odd = [rank for rank, name in enumerate(names) if name != names[0]]
+        if odd:
+            raise Stop(
+                BUG, f"rank {odd[0]} is at {names[odd[0]]!r} while rank 0 is at {names[0]!r}"
+            )
 
     def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Overwrites the variables with rank 0's; same variables in the same order on all ranks."""

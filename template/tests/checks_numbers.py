@@ -353,6 +353,11 @@ def check_a_variable_without_gradient_on_one_rank_is_named(world):
     differ(lambda: regression_step(world, PLAIN, model), "second/kernel", "rank 1 ")
 
 
+def check_ranks_at_different_places_are_told(world):
+    place = "the end" if world.rank == 1 else "the start"
+    differ(lambda: world.gather_objects(1, place), "rank 1", "'the end'", "rank 0", "'the start'")
+
+
 def check_collectives_that_differ_by_name_or_shape_are_named(world):
     odd = world.rank == world.size - 1
 

@@ -10,6 +10,7 @@ from data import scenes
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
+    "--model=tiny",
     "--image_size=32",
     "--global_batch_size=7",
     "--eval_batch_size=4",

@@ -46,17 +46,6 @@ def largest_difference(a: Path, b: Path) -> float:
         )
 
 
-def _tiny(size: int, num_classes: int, dropout: float):
-    """Two convolutions with batch norm: traces in a moment."""
-    import keras
-
-    from tasks import segmentation_models as models
-
-    image = keras.Input((size, size, 3), name="image")
-    x = models._conv(models._conv(image, 8, 3, strides=2), 12, 3)
-    return models._model(image, x, num_classes, 2, dropout, "tiny")
-
-
 def _run(config, world):
     """Variables by position after all steps, the last loss, and seconds a step."""
     import keras
@@ -102,9 +91,7 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     import engine.quiet  # noqa: F401
     from config import Config
     from engine import world as world_lib
-    from tasks import segmentation_models
 
-    segmentation_models.MODELS["tiny"] = _tiny
     usual = dataclasses.replace(Config(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
     world_lib.set_up(world, usual)

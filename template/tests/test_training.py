@@ -183,7 +183,10 @@ def test_a_collective_that_one_rank_leaves_out_ends_the_run_and_is_named(tmp_pat
         "import engine.quiet, sys; sys.path.insert(0, '.')\n"
         "import horovod.tensorflow as hvd, tensorflow as tf\n"
         "from engine import world; w = world.connect()\n"
-        "hvd.allreduce(tf.zeros([2]), name='odd' if w.rank else 'even')"
+        "@tf.function\n"
+        "def own():\n"
+        "    return hvd.allreduce(tf.zeros([2]), name='odd' if w.rank else 'even')\n"
+        "own()"
     )
     env = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
