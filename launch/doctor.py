@@ -41,7 +41,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--min_free_gb", type=float, default=1.0, help="free space wanted in the run folder")
     add("--max_clock_s", type=float, default=1.0, help="clock difference that is still fine")
     add("--slow_factor", type=float, default=4.0, help="a link this many times slower is wrong")
-    add("--link_seconds", type=float, default=0.3, help="time for each try of each direction of each link")
+    add(
+        "--link_seconds",
+        type=float,
+        default=0.3,
+        help="time for each try of each direction of each link",
+    )
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     return parser.parse_args(argv)
 

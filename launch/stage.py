@@ -47,7 +47,9 @@ def stage(source: Path, target: Path, workers: int) -> str:
     target.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target).free
     if need > free:
-        raise OSError(f"{target} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be copied")
+        raise OSError(
+            f"{target} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be copied"
+        )
     (target / _RECORD).unlink(missing_ok=True)
     for folder in {(target / name).parent for name in missing}:
         folder.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ class Host:
             ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=open(self._folder / "sshd.log", "w"),
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
         self.pid = _only_child(self._outer.pid)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from hosts import ROOT, Hosts, require, run
 
 BASE, IMAGE = "localhost/bookworm:base", "localhost/train:cpu"
@@ -79,8 +80,8 @@ def inside(root: Path, *command: str) -> list[str]:
     script = (
         f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; "
         f"mount --bind /etc/hosts {root}/etc/hosts; mount -t tmpfs -o mode=1777 tmpfs {root}/tmp; "
-        f'exec chroot --userspec=1000:1000 {root} env -i HOME=/home/trainer USER=trainer '
-        f'PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PROOF=seen '
+        f"exec chroot --userspec=1000:1000 {root} env -i HOME=/home/trainer USER=trainer "
+        f"PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PROOF=seen "
         f'sh -c \'cd /app && exec "$@"\' sh "$@"'
     )
     return ["unshare", "--mount", "sh", "-c", script, "sh", *map(str, command)]

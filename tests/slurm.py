@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -55,7 +56,9 @@ class Slurm:
         key.write_bytes(bytes(range(128)))
         key.chmod(0o600)
         names = {w: folder / f"munge.{w}" for w in ("socket", "pid", "log", "seed")}
-        files = [f"--{'log' if w == 'log' else w}-file={p}" for w, p in names.items() if w != "socket"]
+        files = [
+            f"--{'log' if w == 'log' else w}-file={p}" for w, p in names.items() if w != "socket"
+        ]
         munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
         self._processes = [self._start(hosts[1], *munged, f"--socket={names['socket']}", *files)]
         _wait_for(names["socket"].exists, "munged")
@@ -64,7 +67,10 @@ class Slurm:
             for name in ("spool", "tmp"):
                 (folder / f"{name}-{node.name}").mkdir()
             self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
-        _wait_for(lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3, "nodes")
+        _wait_for(
+            lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3,
+            "nodes",
+        )
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
         """A Slurm command on the first node."""
@@ -91,11 +97,9 @@ class Slurm:
         return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
 
     def _start(self, host: Host, *words: str) -> subprocess.Popen:
-        import os
-
-        log = open(self._folder / f"{words[0]}-{host.name}.out", "w")
         env = os.environ | ENVIRONMENT | self._env
-        return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)
+        with open(self._folder / f"{words[0]}-{host.name}.out", "w") as log:
+            return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)
 
 
 def _wait_for(ready, what: str, seconds: float = 40) -> None:

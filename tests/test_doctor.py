@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Ended, Hosts, hosts, require  # noqa: F401
+
+from hosts import ROOT, Hosts, hosts, require  # noqa: F401
 
 DOCTOR = str(ROOT / "launch" / "doctor.py")
-_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+_FAKETIME = next(iter(glob.glob("/usr/lib/*/faketime/libfaketime.so.1")), "")
 
 
 def examine(hosts: Hosts, folder: Path, *flags: str, via: str = "gloo", env=None):  # noqa: F811
@@ -43,7 +44,7 @@ def folders(tmp_path: Path) -> list[str]:
 @pytest.mark.timeout(400)
 def test_sound_hosts_and_a_clock_that_is_ahead(hosts: Hosts, tmp_path, folders):  # noqa: F811
     """Two in one, as each launch takes a while: the clock is the only thing found."""
-    if not _FAKETIME.exists():
+    if not _FAKETIME:
         require("libfaketime")
     python = tmp_path / "python"
     python.write_text(
@@ -78,9 +79,14 @@ def test_each_fault_is_named_with_its_host(hosts: Hosts, tmp_path, folders):  # 
     """Six faults at once, on different hosts; and not a second finding for any of them."""
     one, two, three = hosts
     # node1: its disk is full.
-    one.sh(f"mount -t tmpfs -o size=2m tmpfs {tmp_path}/run && head -c 3M /dev/zero >{tmp_path}/run/x || true")
+    one.sh(
+        f"mount -t tmpfs -o size=2m tmpfs {tmp_path}/run\n"
+        f"head -c 3M /dev/zero >{tmp_path}/run/x || true"
+    )
     # node2: Debian's line for a name, and a slow link.
-    two.hosts_file.write_text(two.hosts_file.read_text().replace("10.77.0.2 node2", "127.0.1.1 node2"))
+    two.hosts_file.write_text(
+        two.hosts_file.read_text().replace("10.77.0.2 node2", "127.0.1.1 node2")
+    )
     two.shape(40, hosts.switch)
     # node3: no data, another version of a package, and more ranks than GPUs.
     three.sh(f"mount -t tmpfs tmpfs {tmp_path}/data")

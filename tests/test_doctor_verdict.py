@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+
 from hosts import ROOT
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -67,7 +68,11 @@ def test_a_rank_that_did_not_come_is_fatal(facts):
         (lambda f: f["gpus"].update(visible=1), "node2 (rank 2, 3)", "2 ranks but 1 visible"),
         (lambda f: f["imports"].update(keras="ImportError: x"), "node2 (rank 2)", "import keras"),
         (lambda f: f["names"].update(addresses=["10.9.9.9"]), "node2 (rank 2)", "no address of"),
-        (lambda f: f["names"].update(addresses=[], error="unknown"), "node2 (rank 2)", "not resolve"),
+        (
+            lambda f: f["names"].update(addresses=[], error="unknown"),
+            "node2 (rank 2)",
+            "not resolve",
+        ),
         (lambda f: f["limits"].update({"locked memory": 65536.0}), "node2 (rank 2)", "locked"),
         (lambda f: f["limits"].update({"open files": 1024.0}), "node2 (rank 2)", "1024 open"),
         (lambda f: f["environment"].update(NCCL_IB_DISABLE="1"), "node2 (rank 2)", "NCCL_IB_D"),

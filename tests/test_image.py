@@ -1,4 +1,4 @@
-"""The image's files, without building it (make image-test does): lint, and what it must not hold."""
+"""The image's files: lint, and what it must not hold. It is built by image_build.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import yaml
+
 from hosts import ENVIRONMENT, ROOT, run
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from hosts import ENVIRONMENT, ROOT, Hosts, hosts, run  # noqa: F401
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
@@ -113,7 +114,9 @@ def dry(*words: str) -> str:
 
 def test_hostfile_in_both_spellings(tmp_path: Path):
     file = tmp_path / "hosts.txt"
-    file.write_text("# two racks\nnode1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n")
+    file.write_text(
+        "# two racks\nnode1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
+    )
     words = dry("--hostfile", str(file))
     assert r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 " in words
 
@@ -122,7 +125,9 @@ def test_hostfile_in_both_spellings(tmp_path: Path):
 def test_from_64_hosts_all_are_reached_from_here(count: int):
     names = ",".join(f"n{i}:8" for i in range(count))
     words = dry("--mpi", "-H", names)
-    assert (f"plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent {count} " in words) == (count == 64)
+    assert (f"plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent {count} " in words) == (
+        count == 64
+    )
 
 
 def test_interface_port_and_key():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from hosts import ROOT, Hosts, hosts, run  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -26,7 +27,10 @@ def source(tmp_path: Path) -> Path:
 
 
 def same(source: Path, target: Path) -> bool:
-    return all((target / name).read_bytes() == (source / name).read_bytes() for name in stage.listing(source))
+    return all(
+        (target / name).read_bytes() == (source / name).read_bytes()
+        for name in stage.listing(source)
+    )
 
 
 def test_copies_then_skips_then_copies_what_changed(source: Path, tmp_path: Path):
@@ -64,7 +68,7 @@ def test_a_copy_that_came_out_different_does_not_get_its_name(source, tmp_path, 
     monkeypatch.setattr(stage, "_sha256", lambda path: "0")
     with pytest.raises(ValueError, match="is that disk sound"):
         stage.stage(source, tmp_path / "local", 1)
-    assert not [p for p in (tmp_path / "local").rglob("*.png")]
+    assert not list((tmp_path / "local").rglob("*.png"))
 
 
 def test_a_target_that_was_emptied_is_filled_again(source: Path, tmp_path: Path):
@@ -77,7 +81,7 @@ def test_a_target_that_was_emptied_is_filled_again(source: Path, tmp_path: Path)
 def test_a_full_disk_is_named_before_anything_is_copied(source, tmp_path, monkeypatch):
     usage = lambda path: type("usage", (), {"free": 1000})  # noqa: E731
     monkeypatch.setattr(stage.shutil, "disk_usage", usage)
-    with pytest.raises(OSError, match="0.0 GB free, 0.0 GB are to be copied"):
+    with pytest.raises(OSError, match=r"0\.0 GB free, 0\.0 GB are to be copied"):
         stage.stage(source, tmp_path / "local", 1)
 
 

@@ -8,6 +8,7 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
+
 from hosts import ROOT
 
 MANIFEST = ROOT / "launch" / "mpijob.yaml"

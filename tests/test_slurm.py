@@ -1,4 +1,4 @@
-"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, is requeued, goes on to the end."""
+"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, requeued, goes on to the end."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_srun_with_pmix_is_preempted_requeued_and_goes_on(slurm: Slurm, tmp_path
     job.wait_for("first steps", lambda: f"step 2/{STEPS}" in job.log())
     assert "2 ranks on 2 host(s) (node1, node2)" in job.log()
     assert ", MPI" in job.log()
-    urgent = slurm("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive",
-                   f"--output={tmp_path}/urgent.log", "--wrap=hostname; sleep 2").strip()  # fmt: skip
+    words = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--time=5"]
+    urgent = slurm(*words, f"--output={tmp_path}/urgent.log", "--wrap=hostname; sleep 2").strip()
     job.wait_for("the urgent job", lambda: slurm.job(urgent).get("JobState") == "COMPLETED")
     assert "back into the queue" in job.log()
     job.check_that_it_went_on_to_the_end()

@@ -62,7 +62,9 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    return _first_of("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE", "1")
+    return _first_of(
+        "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE", "1"
+    )
 
 
 def _first_of(*names: str) -> int:
@@ -180,7 +182,9 @@ def address(interface: str, interfaces: dict[str, list[str]], names: dict[str, A
         for found in interfaces.get(name, []):
             return found
     own = {a for addresses in interfaces.values() for a in addresses}
-    outside = [a for a in names["addresses"] if a in own and not a.startswith("127.") and a != "::1"]
+    outside = [
+        a for a in names["addresses"] if a in own and not a.startswith("127.") and a != "::1"
+    ]
     if outside:
         return outside[0]
     # The way out: towards the launcher, or towards anywhere; nothing is sent.

@@ -202,7 +202,9 @@ def data(facts, present, via, options) -> list[Finding]:
                     "copy or mount it there (launch/stage.py copies it), or give --data_dir",
                 )
             )
-    sound = {rank: seen for rank, seen in listings.items() if seen.get("files") and "sha256" in seen}
+    sound = {
+        rank: seen for rank, seen in listings.items() if seen.get("files") and "sha256" in seen
+    }
     if sound:
         usual, odd = _usual_and_odd({rank: seen["sha256"] for rank, seen in sound.items()})
         normal = next(seen for seen in sound.values() if seen["sha256"] == usual)
@@ -341,7 +343,9 @@ def links(
     return found
 
 
-_LOOK_AT_LINK = "look at its cable, port speed (ethtool), errors (ip -s link) and shaping (tc qdisc)"
+_LOOK_AT_LINK = (
+    "look at its cable, port speed (ethtool), errors (ip -s link) and shaping (tc qdisc)"
+)
 
 
 def _rate(bytes_a_second: float) -> str:
