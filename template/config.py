@@ -1,7 +1,8 @@
 """Every setting of a run, in one frozen dataclass; the command-line flags are made from its fields.
 
 A setting is added here once: its name, type, default, help and limits. `--flagfile=FILE` reads
-flags from a file (one a line, `#` starts a comment), later flags win. The resolved settings are
+flags from a file (one a line, `#` starts a comment), later flags win. Without one, they are read
+from configs/default.cfg where there is such a file. The resolved settings are
 written to RUN_DIR/config.cfg, which is itself such a file, so that a run can be run again.
 """
 
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
+
+_DEFAULTS = Path("configs/default.cfg")
 
 
 def _setting(
@@ -29,16 +32,21 @@ def _setting(
     return dataclasses.field(default=default, metadata=meta)
 
 
+FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "digits", "records")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     # What is trained, on what, and where results go.
     task: str = _setting("segmentation", "name of a file in tasks/")
     model: str = _setting("", "which of the task's models; empty: the task's first")
     data_dir: str = _setting("datasets/demo", "folder of the data set")
+    data_format: str = _setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
     run_dir: str = _setting("runs/default", "folder for checkpoints, metrics and the report")
     num_classes: int = _setting(11, "number of classes, background included", low=2)
     image_size: int = _setting(64, "height and width of a training crop, in pixels", low=8)
     synthetic_data: bool = _setting(False, "random samples instead of data_dir")
+    benchmark: bool = _setting(False, "only steps: no evaluation, no checkpoint; says the speed")
 
     # How long, and how much at once.
     global_batch_size: int = _setting(32, "samples a step, over all ranks", low=1)
@@ -65,6 +73,12 @@ class Config:
         0.0, "L2 on kernels (sgd, adam) or decoupled decay of kernels (adamw, lamb)", low=0
     )
     clip_norm: float = _setting(0.0, "largest global gradient norm; 0: no clipping", low=0)
+
+    # Loss.
+    label_smoothing: float = _setting(
+        0.0, "share of the target spread evenly over all classes", low=0, below=1
+    )
+    class_weights: str = _setting("", "a weight for each class, with commas; empty: all 1")
 
     # Numbers: precision, reduction, batch norm.
     precision: str = _setting(
@@ -126,6 +140,8 @@ def parse(argv: list[str]) -> Config:
       SystemExit: code 0, after printing the flags, for --help.
     """
     values = _define_flags()
+    if _DEFAULTS.exists() and not any(a.lstrip("-").startswith("flagfile") for a in argv[1:]):
+        argv = [argv[0], f"--flagfile={_DEFAULTS}", *argv[1:]]
     if any(arg in ("--help", "-h", "-help", "--helpfull") for arg in argv[1:]):
         print(f"usage: {argv[0]} [--flagfile=FILE] [--flag=value ...]\n{values.get_help()}")
         raise SystemExit(0)
@@ -204,6 +220,28 @@ def _check_combinations(config: Config) -> None:
         raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
     if config.lr_policy == "step":
         boundaries(config)
+    class_weights(config)
+
+
+def class_weights(config: Config) -> list[float]:
+    """Each class's weight in the loss; an empty list where all count alike."""
+    if not config.class_weights:
+        return []
+    try:
+        weights = [float(part) for part in config.class_weights.split(",")]
+    except ValueError:
+        weights = [math.nan]
+    if not all(0 <= w < math.inf for w in weights) or not any(weights):
+        raise ValueError(
+            f"--class_weights={config.class_weights!r} must be numbers from 0 up, not all 0, with "
+            "commas between them: 1,2.5,1"
+        )
+    if len(weights) != config.num_classes:
+        raise ValueError(
+            f"--class_weights={config.class_weights!r} has {len(weights)} weights for "
+            f"--num_classes={config.num_classes}"
+        )
+    return weights
 
 
 def boundaries(config: Config) -> list[int]:

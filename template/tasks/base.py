@@ -6,6 +6,9 @@ A task is a file in tasks/ with a class `Task`; `--task=NAME` picks tasks/NAME.p
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,13 +83,34 @@ class Task(Protocol):
 
 
 def load(config: Config) -> Task:
-    """The task that --task names.
+    """The task that --task names, complete.
 
     Raises:
-      ValueError: there is no such file; the message lists those there are.
+      ValueError: there is no such file (the message lists those there are), or its `Task` lacks
+        something; the message names what.
     """
-    folder = Path(__file__).parent
-    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in ("__init__", "base"))
+    names = available()
     if config.task not in names:
-        raise ValueError(f"--task={config.task}: no tasks/{config.task}.py; there are {names}")
-    return importlib.import_module(f"tasks.{config.task}").Task(config)
+        raise ValueError(f"--task={config.task}: there is no such task; there are {names}")
+    task_class = importlib.import_module(f"tasks.{config.task}").Task
+    where = f"tasks/{config.task}.py: class Task has no"
+    # A class that inherits from the protocol has its empty functions: they count as missing.
+    missing = [n for n, empty in _functions().items() if getattr(task_class, n, empty) is empty]
+    if missing:
+        raise ValueError(f"{where} {', '.join(missing)}: tasks/base.py says what to return")
+    task = task_class(config)
+    if not isinstance(getattr(task, "main_metric", None), str):
+        raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
+    return task
+
+
+def available() -> list[str]:
+    """Names of the tasks there are: files beside this one with a `class Task`."""
+    files = [p for p in Path(__file__).parent.glob("*.py") if p.stem != "base"]
+    return sorted(p.stem for p in files if re.search(r"^class Task\b", p.read_text(), re.MULTILINE))
+
+
+def _functions() -> dict[str, Callable]:
+    """The functions that a task is made of."""
+    members = vars(Task).items()
+    return {n: f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}

@@ -7,8 +7,20 @@ import pytest
 import config as config_lib
 
 
-def test_defaults_are_the_fields_defaults():
+def test_defaults_are_the_fields_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert config_lib.parse(["train.py"]) == config_lib.Config()
+
+
+def test_default_cfg_is_read_where_no_flagfile_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "default.cfg").write_text("--flagfile=configs/a.cfg\n--seed=5\n")
+    (tmp_path / "configs" / "a.cfg").write_text("--num_steps=7\n")
+    config = config_lib.parse(["train.py", "--keep=2"])
+    assert (config.seed, config.num_steps, config.keep) == (5, 7, 2)
+    config = config_lib.parse(["train.py", "--flagfile=configs/a.cfg"])
+    assert (config.seed, config.num_steps) == (config_lib.Config().seed, 7)
 
 
 def test_a_written_config_reads_back_the_same(tmp_path):
@@ -36,6 +48,10 @@ def test_later_flags_win_over_the_flagfile(tmp_path):
         ("--warmup_steps=2000", ["warmup_steps=2000", "num_steps=1000"]),
         ("--accumulation_steps=5", ["global_batch_size=32", "accumulation_steps=5"]),
         ("--end_lr=1", ["end_lr=1", "base_lr=0.01"]),
+        ("--label_smoothing=1", ["label_smoothing", "less than 1"]),
+        ("--class_weights=1,two", ["class_weights='1,two'", "1,2.5,1"]),
+        ("--class_weights=1,-1", ["class_weights", "from 0 up"]),
+        ("--class_weights=1,2", ["class_weights", "2 weights", "num_classes=11"]),
         ("train", ["'train'", "--name=value"]),
     ],
 )

@@ -1,0 +1,119 @@
+"""A task to start from. It trains as it is, on random numbers: change it part by part.
+
+    python train.py --flagfile=configs/blank.cfg
+
+Copy this file to tasks/NAME.py and train it with --task=NAME. The order that works: first the
+data (`Numbers`, `sources`, the two `..._example`), then `build_model`, then `loss`, then `sums`
+and `metrics`. After each part, train 20 steps. tasks/base.py says what every function takes and
+returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from config import Config, class_weights
+from data.source import Source
+from engine import losses
+from tasks.base import Example
+
+FEATURES = 8
+
+
+class Task:
+    # The figure that says which checkpoint is the best: a key of what `metrics` returns.
+    main_metric = "accuracy"
+
+    def __init__(self, config: Config) -> None:
+        # Settings come from flags: config.num_classes is --num_classes. A setting of your own is
+        # one more field in config.py.
+        self.config = config
+
+    def prepare(self) -> None:
+        """Nothing to make or unpack. What is done here is done once on every host."""
+
+    def sources(self) -> tuple[Source, Source]:
+        """Your data: training and validation. data/ has readers for files of many kinds."""
+        classes = self.config.num_classes
+        return Numbers("train", 2000, classes), Numbers("val", 400, classes)
+
+    def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        """What the model and the loss are given. Random changes of the sample belong here.
+
+        Draw with tf.random.stateless_*(seed=key), never with tf.random.normal and the like: so
+        the example is the same whichever rank reads it, and after a restart.
+        """
+        noise = 0.1 * tf.random.stateless_normal([FEATURES], key)
+        return {"inputs": sample["numbers"] + noise, "targets": sample["label"]}
+
+    def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        return {"inputs": sample["numbers"], "targets": sample["label"]}
+
+    def build_model(self) -> keras.Model:
+        """Any Keras model. Its last layer gives logits, in float32 whatever --precision says."""
+        numbers = keras.Input((FEATURES,))
+        x = keras.layers.Dense(32, activation="relu")(numbers)
+        dtype = "float64" if keras.config.floatx() == "float64" else "float32"
+        logits = keras.layers.Dense(self.config.num_classes, dtype=dtype)(x)
+        return keras.Model(numbers, logits, name="blank")
+
+    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """A loss for every example (or pixel, or word), and its weight: 0 leaves it out.
+
+        Not the mean: that is taken over the global batch, over all ranks.
+        """
+        return losses.cross_entropy(
+            outputs,
+            targets,
+            smoothing=self.config.label_smoothing,
+            class_weights=class_weights(self.config),
+        )
+
+    def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Numbers to add up over the validation set: counts, not shares."""
+        hits = tf.argmax(outputs, axis=-1) == targets
+        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+
+    def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """Figures from what was added up. `loss` is there without being named."""
+        return {"accuracy": float(sums["hits"] / max(int(sums["samples"]), 1))}
+
+    def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
+        """A picture to look at while it trains: a row an example, a square a class, bright: likely.
+
+        uint8 [n, height, width, 3].
+        """
+        shades = (tf.nn.softmax(outputs).numpy() * 255).astype(np.uint8)
+        squares = np.kron(shades, np.ones((16, 16), np.uint8))
+        return np.repeat(squares[None, :, :, None], 3, axis=-1)
+
+
+class Numbers:
+    """A data set: random numbers with a class that can be learned. data/source.py says more."""
+
+    def __init__(self, split: str, size: int, num_classes: int) -> None:
+        self.seed = {"train": 1, "val": 2}[split]
+        self.size = size
+        self.rule = np.random.default_rng(0).normal(size=(FEATURES, num_classes))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Sample `index` (int64 scalar), by TensorFlow operations only."""
+        seed = tf.stack([tf.constant(self.seed, tf.int64), index])
+        numbers = tf.random.stateless_normal([FEATURES], seed)
+        scores = tf.linalg.matvec(self.rule.astype(np.float32), numbers, transpose_a=True)
+        return {"numbers": numbers, "label": tf.argmax(scores)}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with a sample whose `read` failed; here none can."""
+        return None
+
+    def fingerprint(self) -> str:
+        """The same on every rank if, and only if, they see the same data."""
+        return hashlib.sha256(f"{self.seed} {self.size}".encode()).hexdigest()

@@ -1,0 +1,71 @@
+"""The digits' split, and random crops of small and large pictures."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data import crops
+from data.digits import ROWS, Digits
+
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+
+
+def test_the_splits_share_no_scan_and_hold_all():
+    assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
+
+
+def test_a_sample_is_a_picture_and_its_class():
+    digits = Digits("val")
+    assert len(digits) == 359 and digits.fingerprint() != Digits("train").fingerprint()
+    sample = digits.read(tf.constant(358, tf.int64))
+    assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
+    assert int(sample["label"]) == 8  # the last row of load_digits
+    labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
+    assert labels == set(range(10))
+
+
+def test_every_process_sees_the_same_digits():
+    assert Digits("val").fingerprint().startswith("30cf82258eb7b493")
+
+
+def test_wrong_use_is_named():
+    with pytest.raises(ValueError, match="test"):
+        Digits("test")
+    with pytest.raises(ValueError, match="num_classes=11"):
+        Digits("train", 11)
+
+
+@pytest.mark.parametrize("crop", [crops.shifted, crops.random_resized])
+def test_a_crop_is_its_keys(crop):
+    one, same, other = (crop(NOISE, tf.constant(k), 16, True) for k in ([1, 2], [1, 2], [1, 3]))
+    assert one.shape == (16, 16, 3) and one.dtype == tf.float32
+    assert float(tf.reduce_max(tf.abs(one))) <= 1
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one - other).max() > 0.1
+
+
+def test_shifts_reach_an_eighth_both_ways_and_no_further():
+    """Each crop is the picture at one of 9 x 9 places, mirrored or not; all of them come up."""
+    image = tf.constant(NOISE[:32, :32])
+    padded = np.pad(image.numpy() / 127.5 - 1.0, [(4, 4), (4, 4), (0, 0)], constant_values=-1)
+    places = {padded[y : y + 32, x : x + 32].astype(np.float32)[::8, ::8].round(3).tobytes(): (y, x)
+              for y in range(9) for x in range(9)}  # fmt: skip
+    seen, turned = set(), 0
+    shift = tf.function(lambda key: crops.shifted(image, key, 32, True))
+    for number in range(500):
+        crop = shift(tf.constant([number, 0])).numpy()
+        ways = [places.get(c[::8, ::8].round(3).tobytes()) for c in (crop, crop[:, ::-1])]
+        assert ways.count(None) == 1
+        turned += ways[0] is None
+        seen.add(ways[0] or ways[1])
+    assert {y for y, _ in seen} == {x for _, x in seen} == set(range(9))
+    assert 200 < turned < 300
+
+
+def test_evaluation_takes_the_middle():
+    image = np.zeros((40, 60, 3), np.uint8)
+    image[4:36, 14:46] = 255  # 32 pixels, the middle of the 40 in the middle
+    np.testing.assert_allclose(crops.centred(image, 16, share=0.8), 1, atol=1e-5)
+    assert float(tf.reduce_min(crops.centred(image, 16, share=1.0))) == -1
+    small = NOISE[:32, :32]
+    np.testing.assert_allclose(crops.centred(small, 32, share=1.0), small / 127.5 - 1.0, atol=1e-5)
