@@ -1,0 +1,76 @@
+"""A folder a class: samples, labels, and what is said when something is missing or wrong."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import readers
+from data.class_folders import ClassFolders
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    readers.write_classes(tmp_path)
+    (tmp_path / "train" / "n01" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "train" / "n01" / "notes.txt").write_bytes(b"x")
+    return tmp_path
+
+
+def test_samples_are_ordered_by_class_and_name(root: Path):
+    source = ClassFolders(root, "train")
+    assert source.class_names == ["n01", "n02", "n10"] and source.num_classes == 3
+    names = [str(source.picture_file(i).relative_to(root)) for i in range(len(source))]
+    assert names == ["train/n01/z.jpg", "train/n02/a.png", "train/n02/b.JPEG", "train/n10/c.jpeg"]
+    samples = readers.read_all(source)
+    assert [int(sample["label"]) for sample in samples] == [0, 1, 1, 2]
+    np.testing.assert_array_equal(samples[1]["image"], readers.noise(2, 9, 30))
+    assert tf.data.Dataset.range(1).map(source.read).element_spec == {
+        "image": tf.TensorSpec([None, None, 3], tf.uint8),
+        "label": tf.TensorSpec([], tf.int32),
+    }
+    assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [0, 1, 2]
+
+
+def test_fingerprint_tells_names_and_sizes(root: Path):
+    first = ClassFolders(root, "train").fingerprint()
+    assert ClassFolders(root, "train").fingerprint() == first
+    assert ClassFolders(root, "val").fingerprint() != first
+    with (root / "train/n01/z.jpg").open("ab") as file:
+        file.write(b"x")
+    second = ClassFolders(root, "train").fingerprint()
+    (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
+    assert len({first, second, ClassFolders(root, "train").fingerprint()}) == 3
+
+
+def test_missing_parts_are_named(root: Path):
+    readers.fails(lambda: ClassFolders(root / "gone", "train"), root / "gone", "train/ and val/")
+    readers.fails(lambda: ClassFolders(root, "test"), root / "test", "is missing", "train, val")
+    (root / "train/n10/c.jpeg").unlink()
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n10", "no picture")
+    for path in list((root / "val").rglob("*.png")):
+        path.rename(root / "val" / f"{path.parent.name}.png")
+        path.parent.rmdir()
+    readers.fails(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_splits_of_different_classes_are_named(root: Path, split: str):
+    readers.save(root / "val" / "n03" / "v.png", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, split), root / "train", root / "val", "has n03;")
+
+
+def test_broken_files_are_explained(root: Path):
+    source = ClassFolders(root, "train")
+    path = root / "train/n02/a.png"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    readers.explained(source, 1, path, "cannot be decoded")
+    path.write_bytes(b"")
+    readers.explained(source, 1, path, "zero bytes")
+    path.write_bytes(b"<html>gone</html>")
+    readers.explained(source, 1, path, "neither PNG nor JPEG")
+    path.unlink()
+    readers.explained(source, 1, path)
+    assert source.explain(2) is None
