@@ -1,0 +1,193 @@
+"""Packs a data set into TFRecord shards that records.py reads: fewer, larger files.
+
+    python -m data.pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
+    python train.py --data_format=records --data_dir=datasets/voc ...
+
+Sample ids and pixels stay the same, so that a run on the packed set gives the same batches.
+PNG and JPEG files go in as they are; labels as PNGs of class ids, or as numbers.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from data import pipeline, records
+from data.cifar10 import Cifar10
+from data.cityscapes import Cityscapes
+from data.class_folders import ClassFolders
+from data.folders import ImageLabelFolder
+from data.source import Source
+from data.voc import Voc
+
+READERS: dict[str, Callable[[Path, str], Source]] = {
+    "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
+    "voc": Voc,
+    "cityscapes": Cityscapes,
+    "class_folders": ClassFolders,
+    "cifar10": Cifar10,
+}
+IGNORE = 255
+
+
+class Packed(NamedTuple):
+    """What one sample became."""
+
+    data: bytes  # a tf.train.Example
+    pixels: int  # CRC-32 of image and label, to compare with what is read back
+    label: int  # its highest class
+
+
+def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -> Path:
+    """Writes OUT/SPLIT, whole or not at all, and reads all of it back before it gets its name.
+
+    Args:
+      packed_from: for people who wonder, kept in pack.json.
+
+    Returns: the folder.
+    Raises ValueError when OUT/SPLIT is there already, a sample cannot be read, or what is read
+      back is not what was packed; OSError or tf.errors.OpError when the disk does not take it.
+    """
+    if (out / split).exists():
+        raise ValueError(f"{out / split} is there already; remove it, or give another --out")
+    if shards < 1:
+        raise ValueError(f"--shards={shards}: give at least 1")
+    out.mkdir(parents=True, exist_ok=True)
+    # Beside its last place, as only a rename inside one file system is atomic.
+    with tempfile.TemporaryDirectory(dir=out, prefix=f".{split}.packing-") as work:
+        folder = Path(work) / split
+        folder.mkdir()
+        pixels = _write(source, folder, min(shards, len(source)), packed_from)
+        _verify(records.Records(Path(work), split), pixels)
+        for path in folder.iterdir():
+            _to_disk(path)
+        folder.rename(out / split)  # onto nothing, or it fails
+    return out / split
+
+
+def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[int]:
+    """Writes all files of a split; returns the CRC-32 of each sample's pixels."""
+    samples, content = _packed(source), hashlib.sha256()
+    pixels, index, listed, highest = [], [], [], 0
+    for shard in range(shards):
+        path = folder / f"{folder.name}-{shard:05d}-of-{shards:05d}.tfrecord"
+        offset, first = 0, len(index)
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            while len(index) < len(source) * (shard + 1) // shards:
+                sample = next(samples)
+                writer.write(sample.data)
+                content.update(sample.data)
+                index.append((offset, len(sample.data)))
+                offset += len(sample.data) + records.FRAMING
+                pixels.append(sample.pixels)
+                highest = max(highest, sample.label)
+                _progress("packed", len(index), len(source))
+        listed.append({"name": path.name, "records": len(index) - first, "bytes": offset})
+    meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
+    records.write_meta(folder, {**meta, "content": content.hexdigest(), "shards": listed}, index)
+    return pixels
+
+
+def _packed(source: Source) -> Iterator[Packed]:
+    """The samples in order; ValueError says what is wrong with one that cannot be read."""
+    picture_file = getattr(source, "picture_file", None)  # sources that are no files have none
+    is_map = _kind(source) == "map"
+
+    def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
+        sample = source.read(index)
+        image = tf.constant(b"") if picture_file else tf.io.encode_png(sample["image"])
+        return {**sample, "png": image, "ids": tf.io.encode_png(sample["label"]) if is_map else b""}
+
+    for index, sample in enumerate(_samples(source, encoded)):
+        label = sample["label"]
+        image = picture_file(index).read_bytes() if picture_file else sample["png"]
+        example = {
+            "image": _feature(image),
+            "label": _feature(sample["ids"] if is_map else int(label)),
+        }
+        data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
+        yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=label != IGNORE)))
+
+
+def _verify(packed: records.Records, pixels: list[int]) -> None:
+    for index, sample in enumerate(_samples(packed, packed.read)):
+        if _pixels(sample) != pixels[index]:
+            raise ValueError(
+                f"sample {index} reads back from {packed.folder} other than it was packed: its "
+                "file changed meanwhile, or the disk does not keep what it is given; pack again"
+            )
+        _progress("verified", index + 1, len(packed))
+
+
+def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
+    """What `read` makes of 0 .. len - 1, as NumPy values, read on several threads."""
+    samples = tf.data.Dataset.range(len(source)).map(read, tf.data.AUTOTUNE, deterministic=True)
+    done = 0
+    try:
+        for sample in samples.as_numpy_iterator():
+            yield sample
+            done += 1
+    except tf.errors.OpError as error:
+        raise ValueError(pipeline.explain(source, [done], error)) from None
+
+
+def _kind(source: Source) -> str:
+    spec = tf.data.Dataset.range(1).map(source.read).element_spec
+    return "map" if spec["label"].shape.rank == 3 else "class"
+
+
+def _pixels(sample: dict[str, Any]) -> int:
+    return zlib.crc32(sample["label"].tobytes(), zlib.crc32(sample["image"].tobytes()))
+
+
+def _feature(value: bytes | int) -> tf.train.Feature:
+    if isinstance(value, int):
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _progress(what: str, done: int, count: int) -> None:
+    if done % max(1, count // 200) == 0 or done == count:
+        bar = "#" * (30 * done // count)
+        end = "\n" if done == count else ""
+        print(f"\r{what:>8} [{bar:<30}] {done}/{count}", end=end, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
+    parser.add_argument("--from", dest="layout", choices=READERS, required=True)
+    parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--split", required=True, help="which split to pack")
+    parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
+    parser.add_argument("--as", dest="name", help="another name for it: OUT/AS")
+    parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes too
+    try:
+        source = READERS[args.layout](args.root, args.split)
+        packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
+        folder = pack(source, args.out, args.name or args.split, args.shards, packed_from)
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        parser.exit(2, f"\n{error}\n")
+    print(f"{folder}: {len(source)} samples, read back and found the same")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Packed samples: TFRecord shards with an index, so that any record is one read away.
+
+ROOT/SPLIT/pack.json                    what is packed, and the shards with their sizes
+ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
+ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
+
+`python -m data.pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
+JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from data import listing, pictures, source
+
+META, INDEX = "pack.json", "index.bin"
+VERSION = 1
+FRAMING = 16  # bytes of a TFRecord besides its data: length, CRC of the length, CRC of the data
+_AGAIN = "copy it again, or pack again"
+
+
+class Records:
+    """One packed split, as a `source.Source`.
+
+    Reads to {"image": uint8 [H, W, 3], "label": ...}; the label is uint8 [H, W, 1] where `kind` is
+    "map" and an int32 scalar where it is "class".
+
+    Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
+    as sizes, and the index's checksum, tell. A record's own checksum is looked at when it is read.
+    """
+
+    def __init__(self, root: Path, split: str):
+        self.folder = Path(root) / split
+        meta = _read_meta(self.folder)
+        self.kind: str = meta["kind"]
+        self.num_classes: int = meta["num_classes"]
+        self._content: str = meta["content"]
+        self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
+        _check_sizes(self.folder, self._shards)
+        counts = [shard["records"] for shard in meta["shards"]]
+        self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
+        self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        with tf.device("CPU:0"):  # where files are read
+            self._files = tf.constant([str(self.folder / name) for name, _ in self._shards])
+            self._places = tf.constant(np.column_stack([self._shard_of, self._index]), tf.int64)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads {"image": uint8 [H, W, 3], "label": see the class}; index: int64 scalar.
+
+        Raises tf.errors.DataLossError (when it runs) for a record that is not what was written.
+        """
+        kind = tf.string if self.kind == "map" else tf.int64
+        features = {
+            name: tf.io.FixedLenFeature([], t)
+            for name, t in (("image", tf.string), ("label", kind))
+        }
+        sample = tf.io.parse_single_example(self._read_bytes(index), features)
+        if self.kind == "map":
+            label = tf.io.decode_png(sample["label"], channels=1)
+        else:
+            label = tf.cast(sample["label"], tf.int32)
+        return {"image": pictures.decode_image(sample["image"]), "label": label}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
+        offset, length = self._index[index].tolist()
+        path = self.folder / self._shards[self._shard_of[index]][0]
+        where = f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
+        try:
+            self.read(tf.constant(index, tf.int64))
+        except tf.errors.DataLossError as error:
+            return f"{where} does not match its checksum ({error.message}); {_AGAIN}"
+        except tf.errors.OpError as error:
+            return f"{where} cannot be read: {error.message}; {_AGAIN}"
+        return None
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the shards' names and sizes and the packer's checksum of their records."""
+        return source.digest([*self._shards, (self._content, len(self))])
+
+    def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
+        """The data of one record, string scalar.
+
+        TensorFlow's reader of TFRecords, told to start at the record and to fetch no more than
+        it: one read, both of the record's CRC32C checked, and no Python between the threads.
+        """
+        shard, offset, length = tf.unstack(self._places[index])
+        records = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[self._files[shard]],
+            compression_type="",
+            buffer_size=length + FRAMING,
+            byte_offsets=[offset],
+        )
+        one = {"output_types": [tf.string], "output_shapes": [[]]}
+        first = tf.raw_ops.TakeDataset(input_dataset=records, count=1, **one)
+        return tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
+
+
+def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
+    """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
+
+    Args:
+      meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
+        shards (a list of {name, records, bytes}).
+    """
+    data = np.array(index, "<u8").tobytes()
+    (folder / INDEX).write_bytes(data)
+    meta = {"version": VERSION, **meta, "index_sha256": hashlib.sha256(data).hexdigest()}
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / META
+    if not path.is_file():
+        there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
+        raise ValueError(
+            f"{path} is missing; pack the split with python -m data.pack, or choose another "
+            f"(packed in {folder.parent}: {listing.some(there) or 'none'})"
+        )
+    try:
+        meta = json.loads(path.read_text())
+        version = meta["version"]
+        if version == VERSION:
+            _ = [meta[key] for key in ("kind", "num_classes", "content", "index_sha256")]
+            _ = [shard[key] for shard in meta["shards"] for key in ("name", "records", "bytes")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}, this reader takes {VERSION}; pack again")
+    return meta
+
+
+def _check_sizes(folder: Path, shards: list[tuple[str, int]]) -> None:
+    for name, size in shards:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing; {_AGAIN}")
+        if (there := (folder / name).stat().st_size) != size:
+            raise ValueError(
+                f"{folder / name} has {there} bytes where {size} were written; {_AGAIN}"
+            )
+
+
+def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:
+    """(offset, length) of each record, int64 [records, 2]."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {_AGAIN}")
+    data = path.read_bytes()
+    if len(data) != 16 * records:
+        raise ValueError(f"{path} has {len(data)} bytes, not 16 for each of {records}; {_AGAIN}")
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
+    return np.frombuffer(data, "<u8").astype(np.int64).reshape(-1, 2)

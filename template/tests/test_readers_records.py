@@ -1,0 +1,182 @@
+"""Packed sets: same samples under the same ids, and what is said of a broken shard or index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import readers
+from data import pack, scenes
+from data.cifar10 import Cifar10
+from data.class_folders import ClassFolders
+from data.folders import ImageLabelFolder
+from data.records import Records
+from data.voc import Voc
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo") / "demo"
+    scenes.make(root, scenes.Settings(train=11, val=1, size=32, box=(12, 16)))
+    return root
+
+
+def packed(demo: Path, out: Path, shards: int = 3) -> Path:
+    return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards, "demo")
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
+    monkeypatch.setattr("sys.argv", ["pack", *map(str, flags)])
+    pack.main()
+
+
+@pytest.mark.parametrize(
+    ("layout", "write"),
+    [
+        ("voc", readers.write_voc),
+        ("cityscapes", readers.write_cityscapes),
+        ("class_folders", readers.write_classes),
+        ("cifar10", readers.write_cifar10),
+    ],
+)
+def test_packed_samples_are_those_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, layout: str, write
+):
+    root, out = tmp_path / "raw", tmp_path / "deep" / "packed"
+    write(root)
+    for split in ("train", "val"):
+        flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
+        command(monkeypatch, *flags, "--shards=2")
+        source, records = pack.READERS[layout](root, split), Records(out, split)
+        assert readers.same(source, records) and len(records) == len(source)
+        assert records.kind == ("map" if layout in ("voc", "cityscapes") else "class")
+        spec = tf.data.Dataset.range(1).map(records.read).element_spec
+        assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
+        assert spec["image"].shape.as_list() == [None, None, 3]
+    said = capsys.readouterr()
+    assert f"packed [{'#' * 30}]" in said.err and f"verified [{'#' * 30}]" in said.err
+    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # and nothing half done
+
+
+def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
+    source = ImageLabelFolder(demo, "train", 11)
+    for shards in (1, 4, 11, 50):
+        folder = packed(demo, tmp_path / str(shards), shards)
+        assert len(list(folder.glob("*.tfrecord"))) == min(shards, 11)
+        assert readers.same(source, Records(folder.parent, "train"))
+
+
+def test_jpeg_files_go_in_as_they_are(tmp_path: Path):
+    readers.write_voc(tmp_path)
+    folder = pack.pack(Voc(tmp_path, "val"), tmp_path / "out", "val", 1, "")
+    shard = next(folder.glob("*.tfrecord")).read_bytes()
+    assert (tmp_path / "JPEGImages" / "2007_000003.jpg").read_bytes() in shard
+
+
+def test_fingerprint_tells_contents(demo: Path, tmp_path: Path):
+    one, other = (Records(packed(demo, tmp_path / n).parent, "train") for n in ("a", "b"))
+    assert one.fingerprint() == other.fingerprint()
+    pack.pack(ImageLabelFolder(demo, "val", 11), tmp_path / "a", "val", 3, "")
+    assert Records(tmp_path / "a", "val").fingerprint() != one.fingerprint()
+
+
+def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
+    folder = packed(demo, tmp_path)
+    source = Records(tmp_path, "train")
+    path = folder / "train-00001-of-00003.tfrecord"  # samples 3, 4, 5, 6
+    whole = path.read_bytes()
+    for place in (5, 9, 12, 100, len(whole) // 4):  # in the length, its CRC, and the data
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        readers.explained(source, 3, path, "sample 3 (bytes 0 to", "checksum", "pack again")
+        assert source.explain(4) is None and source.explain(2) is None
+    path.write_bytes(whole[:-1])
+    readers.explained(source, 6, path, "sample 6", "pack again")
+    path.write_bytes(b"")
+    readers.explained(source, 5, path, "sample 5", "pack again")
+    path.unlink()
+    readers.explained(source, 5, path, "sample 5", "pack again")
+
+
+def test_broken_sets_are_named(demo: Path, tmp_path: Path):
+    def open_it() -> Records:
+        return Records(tmp_path, "train")
+
+    readers.fails(open_it, tmp_path / "train" / "pack.json", "python -m data.pack", "none")
+    folder = packed(demo, tmp_path)
+    readers.fails(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
+    meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
+    for path, damages in (
+        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 2}': "version 2"}),
+        (index, {b"": "0 bytes", index.read_bytes()[::-1]: "checksum", None: "is missing"}),
+        (shard, {b"cut": "3 bytes where", None: "is missing"}),
+    ):
+        whole = path.read_bytes()
+        for damage, words in damages.items():
+            path.unlink() if damage is None else path.write_bytes(damage)
+            readers.fails(open_it, path, words, "again")
+            path.write_bytes(whole)
+    found = json.loads(meta.read_text())
+    del found["shards"][0]["records"]
+    meta.write_text(json.dumps(found))
+    readers.fails(open_it, meta, "'records'", "pack again")
+
+
+def test_a_set_is_written_whole_or_not_at_all(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    readers.write_classes(tmp_path / "raw")
+    bad = tmp_path / "raw" / "train" / "n02" / "a.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    out = tmp_path / "out"
+    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, *flags, f"--out={out}")
+    assert end.value.code == 2 and f"{bad} cannot be decoded" in capsys.readouterr().err
+    assert not any(out.iterdir())
+
+    folder = packed(demo, out)
+    readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
+    readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
+    assert not (tmp_path / "b").exists()
+    monkeypatch.setattr(pack, "_verify", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        packed(demo, tmp_path / "c")
+    assert not any((tmp_path / "c").iterdir())
+
+
+def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
+    """A picture that changes between its decoding and its packing."""
+
+    class Changing(ImageLabelFolder):
+        def picture_file(self, index: int) -> Path:
+            return super().picture_file(0 if index == 7 else index)
+
+    source = Changing(demo, "train", 11)
+    with pytest.raises(ValueError, match=r"sample 7 reads back .* other than it was packed"):
+        pack.pack(source, tmp_path, "train", 2, "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_another_name_for_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    readers.write_cifar10(tmp_path / "raw", 1)
+    flags = ("--from=cifar10", f"--root={tmp_path / 'raw'}", "--split=val", "--as=train")
+    command(monkeypatch, *flags, f"--out={tmp_path}")
+    assert len(Records(tmp_path, "train")) == len(Cifar10(tmp_path / "raw", "val")) == 1
+    assert json.loads((tmp_path / "train" / "pack.json").read_text())["num_classes"] <= 10
+
+
+def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
+    """More samples than threads and shards; read at random, each is what its id says."""
+    for number in range(40):
+        readers.save(tmp_path / "train" / "a" / f"{number:03d}.png", readers.noise(number, 4, 5))
+    source = ClassFolders(tmp_path, "train")
+    pack.pack(source, tmp_path / "out", "train", 7, "")
+    records = Records(tmp_path / "out", "train")
+    order = [(7 * n + 3) % 40 for n in range(40)]
+    dataset = tf.data.Dataset.from_tensor_slices(tf.constant(order, tf.int64))
+    samples = dataset.map(records.read, num_parallel_calls=4).as_numpy_iterator()
+    for number, sample in zip(order, samples, strict=True):
+        assert (sample["image"] == readers.noise(number, 4, 5)).all()
