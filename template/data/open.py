@@ -1,0 +1,61 @@
+"""Which reader a run's data_dir is read with: --data_format, or what the task is used to."""
+
+from pathlib import Path
+
+from config import Config
+from data.cifar10 import Cifar10
+from data.cityscapes import Cityscapes
+from data.class_folders import ClassFolders
+from data.folders import ImageLabelFolder
+from data.records import Records
+from data.source import Source
+from data.voc import Voc
+
+# What a label is: a class for each pixel (map), or one for the picture (class).
+KINDS = {
+    "folders": "map",
+    "voc": "map",
+    "cityscapes": "map",
+    "class_folders": "class",
+    "cifar10": "class",
+    "digits": "class",
+}
+
+
+def open_source(config: Config, split: str, default: str) -> Source:
+    """One split ("train", "val") of config.data_dir.
+
+    Args:
+      default: the format where config.data_format is empty; any other must have its kind of label.
+
+    Raises ValueError, naming flag, folder or file, when the format has another kind of label than
+      the task takes, the data are not in it, or config.num_classes is not theirs.
+    """
+    name = config.data_format or default
+    source = _open(name, config, Path(config.data_dir), split)
+    kind = source.kind if isinstance(source, Records) else KINDS[name]
+    if kind != KINDS[default]:
+        words = {"map": "a class for each pixel", "class": "one class for a picture"}
+        raise ValueError(
+            f"--data_format={name}: {config.data_dir} has {words[kind]}, --task={config.task} "
+            f"takes {words[KINDS[default]]}; choose other data or another task"
+        )
+    known = getattr(source, "num_classes", config.num_classes)
+    # A packed set says how many classes it was seen to hold: of the whole set there may be more.
+    if known > config.num_classes or (known < config.num_classes and name != "records"):
+        raise ValueError(
+            f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
+            f"{known} classes; give --num_classes={known}"
+        )
+    return source
+
+
+def _open(name: str, config: Config, root: Path, split: str) -> Source:
+    if name == "folders":
+        return ImageLabelFolder(root, split, config.num_classes)
+    if name == "digits":
+        from data.digits import Digits  # here: a fork without that task goes without it
+
+        return Digits(split, config.num_classes)
+    readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
+    return (readers | {"cifar10": Cifar10, "records": Records})[name](root, split)

@@ -1,0 +1,84 @@
+"""--data_format: which reader a run gets, what is refused, and that the configs are readable."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import config as config_lib
+import readers
+from data import open as open_lib
+from data import pack, records
+from data.cifar10 import Cifar10
+from data.cityscapes import Cityscapes
+from data.class_folders import ClassFolders
+from data.voc import Voc
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
+    flags = [f"--data_dir={root}", f"--data_format={format}", f"--num_classes={classes}"]
+    return config_lib.parse(["train.py", *flags, f"--task={task}"])
+
+
+@pytest.mark.parametrize(
+    ("format", "write", "classes", "reader"),
+    [
+        ("voc", readers.write_voc, 21, Voc),
+        ("cityscapes", readers.write_cityscapes, 19, Cityscapes),
+        ("class_folders", readers.write_classes, 3, ClassFolders),
+        ("cifar10", readers.write_cifar10, 10, Cifar10),
+    ],
+)
+def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes: int, reader):
+    write(tmp_path)
+    kind = open_lib.KINDS[format]
+    default = {"map": "folders", "class": "class_folders"}[kind]
+    source = open_lib.open_source(settings(tmp_path, format, classes), "train", default)
+    assert type(source) is reader
+    for wrong in (classes - 1, classes + 1):
+        config = settings(tmp_path, format, wrong)
+        words = (f"--num_classes={wrong}", tmp_path, f"give --num_classes={classes}")
+        readers.fails(lambda c=config: open_lib.open_source(c, "val", default), *words)
+    other = {"map": "class_folders", "class": "folders"}[kind]
+    config = settings(tmp_path, format, classes)
+    words = (f"--data_format={format}", "--task=segmentation takes")
+    readers.fails(lambda: open_lib.open_source(config, "val", other), *words)
+
+    pack.pack(source, tmp_path / "packed", "train", 1, "")
+    config = settings(tmp_path / "packed", "records", classes)
+    assert isinstance(open_lib.open_source(config, "train", default), records.Records)
+    readers.fails(lambda: open_lib.open_source(config, "train", other), "--data_format=records")
+    config = dataclasses.replace(config, num_classes=1)
+    readers.fails(lambda: open_lib.open_source(config, "train", default), "--num_classes=1", "give")
+
+
+def test_the_tasks_own_default(tiny_data: Path):
+    config = settings(tiny_data, "", 11)
+    source = open_lib.open_source(config, "train", "folders")
+    assert type(source).__name__ == "ImageLabelFolder" and len(source) == 26
+    digits = open_lib.open_source(settings(tiny_data, "", 10), "val", "digits")
+    assert len(digits) == 359
+
+
+def test_every_format_is_a_choice_of_the_flag():
+    assert set(open_lib.KINDS) | {"", "records"} == set(config_lib.FORMATS)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)
+def test_configs_parse(path: Path):
+    config = config_lib.parse(["train.py", f"--flagfile={path}"])
+    assert config.data_format in config_lib.FORMATS
+
+
+@pytest.mark.parametrize("name", ["voc", "cityscapes", "cifar10", "imagenet"])
+def test_configs_say_how_to_run_them_and_what_to_expect(name: str):
+    head = "".join(
+        line for line in (CONFIGS / f"{name}.cfg").read_text().splitlines(True) if line[0] == "#"
+    )
+    assert f"train.py --flagfile=configs/{name}.cfg" in head
+    assert re.search(r"arXiv:\d{4}\.\d{5}", head) and "not run here" in head and "GPU" in head
