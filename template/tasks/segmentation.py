@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from config import Config
 from data import augment, scenes
-from data.folders import ImageLabelFolder
+from data.open import open_source
 from data.source import Source
 from engine import metrics
 from tasks.base import Example
@@ -44,8 +44,7 @@ class Task:
             scenes.ensure_demo(self.root)
 
     def sources(self) -> tuple[Source, Source]:
-        classes = self.config.num_classes
-        return tuple(ImageLabelFolder(self.root, s, classes, IGNORE) for s in ("train", "val"))
+        return tuple(open_source(self.config, s, default="folders") for s in ("train", "val"))
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
