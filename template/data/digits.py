@@ -6,10 +6,9 @@ Repository, https://doi.org/10.24432/C50P49.
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
-import tensorflow as tf
+
+from data.arrays import Arrays
 
 NUM_CLASSES = 10
 # Rows of load_digits. They come sorted by writer, so most of val's writers are new to the model:
@@ -17,11 +16,14 @@ NUM_CLASSES = 10
 ROWS = {"train": range(1438), "val": range(1438, 1797)}
 
 
-class Digits:
-    """A Source (data/source.py) of the digits of one split, kept in memory (0.3 MB)."""
+class Digits(Arrays):
+    """A Source of one split: `image`, uint8 [8, 8, 3], ink is white; `label`, int64, 0 to 9.
+
+    Raises:
+      ValueError: a split that is neither train nor val, or other than 10 classes.
+    """
 
     def __init__(self, split: str, num_classes: int = NUM_CLASSES) -> None:
-        """Raises ValueError for a split that is neither train nor val, or other than 10 classes."""
         if split not in ROWS:
             raise ValueError(f"digits: no split {split!r}; there are {sorted(ROWS)}")
         if num_classes != NUM_CLASSES:
@@ -30,19 +32,5 @@ class Digits:
 
         scans, rows = load_digits(), list(ROWS[split])
         shades = np.rint(scans.images[rows] * (255 / 16)).astype(np.uint8)  # ink is 0 .. 16
-        self._images = np.repeat(shades[..., None], 3, axis=-1)
-        self._labels = scans.target[rows].astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """`image`, uint8 [8, 8, 3], ink is white; `label`, int64 scalar, 0 to 9."""
-        image, label = tf.gather(self._images, index), tf.gather(self._labels, index)
-        return {"image": image, "label": label}
-
-    def explain(self, index: int) -> str | None:
-        return None
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._images.tobytes() + self._labels.tobytes()).hexdigest()
+        images = np.repeat(shades[..., None], 3, axis=-1)
+        super().__init__(image=images, label=scans.target[rows].astype(np.int64))

@@ -3,20 +3,19 @@
     python train.py --flagfile=configs/blank.cfg
 
 Copy this file to tasks/NAME.py and train it with --task=NAME. The order that works: first the
-data (`Numbers`, `sources`, the two `..._example`), then `build_model`, then `loss`, then `sums`
+data (`sources`, the two `..._example`), then `build_model`, then `loss`, then `sums`
 and `metrics`. After each part, train 20 steps. tasks/base.py says what every function takes and
 returns.
 """
 
 from __future__ import annotations
 
-import hashlib
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 from config import Config, class_weights
+from data.arrays import Arrays
 from data.source import Source
 from engine import losses
 from tasks.base import Example
@@ -37,9 +36,12 @@ class Task:
         """Nothing to make or unpack. What is done here is done once on every host."""
 
     def sources(self) -> tuple[Source, Source]:
-        """Your data: training and validation. data/ has readers for files of many kinds."""
+        """Your data, training and validation: what is in memory as here, files by a reader.
+
+        data/ has readers for many kinds of files; data/source.py says how to write another.
+        """
         classes = self.config.num_classes
-        return Numbers("train", 2000, classes), Numbers("val", 400, classes)
+        return numbers("train", 2000, classes), numbers("val", 400, classes)
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """What the model and the loss are given. Random changes of the sample belong here.
@@ -92,28 +94,8 @@ class Task:
         return np.repeat(squares[None, :, :, None], 3, axis=-1)
 
 
-class Numbers:
-    """A data set: random numbers with a class that can be learned. data/source.py says more."""
-
-    def __init__(self, split: str, size: int, num_classes: int) -> None:
-        self.seed = {"train": 1, "val": 2}[split]
-        self.size = size
-        self.rule = np.random.default_rng(0).normal(size=(FEATURES, num_classes))
-
-    def __len__(self) -> int:
-        return self.size
-
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Sample `index` (int64 scalar), by TensorFlow operations only."""
-        seed = tf.stack([tf.constant(self.seed, tf.int64), index])
-        numbers = tf.random.stateless_normal([FEATURES], seed)
-        scores = tf.linalg.matvec(self.rule.astype(np.float32), numbers, transpose_a=True)
-        return {"numbers": numbers, "label": tf.argmax(scores)}
-
-    def explain(self, index: int) -> str | None:
-        """What is wrong with a sample whose `read` failed; here none can."""
-        return None
-
-    def fingerprint(self) -> str:
-        """The same on every rank if, and only if, they see the same data."""
-        return hashlib.sha256(f"{self.seed} {self.size}".encode()).hexdigest()
+def numbers(split: str, size: int, num_classes: int) -> Arrays:
+    """Random numbers, float32 [size, FEATURES], with a class that can be learned from them."""
+    rule = np.random.default_rng(0).normal(size=(FEATURES, num_classes))
+    x = np.random.default_rng({"train": 1, "val": 2}[split]).normal(size=(size, FEATURES))
+    return Arrays(numbers=x.astype(np.float32), label=np.argmax(x @ rule, axis=-1))

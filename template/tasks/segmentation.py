@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from config import Config
+from config import Config, class_weights
 from data import augment, scenes
 from data.open import open_source
 from data.source import Source
-from engine import metrics
+from engine import losses, metrics
 from tasks.base import Example
 from tasks.segmentation_models import MODELS
 
@@ -63,12 +63,14 @@ class Task:
 
     def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Softmax cross-entropy from logits [B, H, W, classes] and labels uint8 [B, H, W, 1]."""
-        labels = tf.cast(tf.squeeze(targets, -1), tf.int32)
-        valid = labels != IGNORE
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
-            labels=tf.where(valid, labels, 0), logits=outputs
+        labels = tf.squeeze(targets, -1)
+        return losses.cross_entropy(
+            outputs,
+            labels,
+            valid=labels != IGNORE,
+            smoothing=self.config.label_smoothing,
+            class_weights=class_weights(self.config),
         )
-        return losses, tf.cast(valid, losses.dtype)
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)

@@ -1,0 +1,111 @@
+"""Image classification: one class for a picture. By default scikit-learn's handwritten digits."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from PIL import Image, ImageDraw
+
+from config import Config, class_weights
+from data import augment, crops
+from data.open import open_source
+from data.source import Source
+from data.synthetic import Synthetic
+from engine import losses
+from tasks.base import Example
+from tasks.classification_models import MODELS
+
+PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
+LARGE = 64  # pixels, from which pictures are taken as photographs of things at any distance
+
+
+class Task:
+    main_metric = "accuracy"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model_name = config.model or next(iter(MODELS))
+        if self.model_name not in MODELS:
+            raise ValueError(f"--model={config.model}: classification has {sorted(MODELS)}")
+        self.mirror = config.data_format not in ("", "digits")  # a mirrored digit is none
+
+    def prepare(self) -> None:
+        pass
+
+    def sources(self) -> tuple[Source, Source]:
+        if self.config.synthetic_data:
+            size, classes = self.config.image_size, self.config.num_classes
+            form = {"image": ((size, size, 3), tf.uint8, 256), "label": ((), tf.int32, classes)}
+            return Synthetic(1024, form), Synthetic(256, form)
+        return tuple(open_source(self.config, s, default="digits") for s in ("train", "val"))
+
+    def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        """Moved a little where pictures are small, of random size and place where large."""
+        size = self.config.image_size
+        crop = crops.random_resized if size >= LARGE else crops.shifted
+        image = crop(sample["image"], key, size, self.mirror)
+        return {"inputs": self._inputs(image, key), "targets": _label(sample)}
+
+    def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        size = self.config.image_size
+        image = crops.centred(sample["image"], size, share=0.875 if size >= LARGE else 1.0)
+        return {"inputs": self._inputs(image, tf.zeros([2], tf.int32)), "targets": _label(sample)}
+
+    def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"image": image, "key": key} if self.config.dropout else {"image": image}
+
+    def build_model(self) -> keras.Model:
+        config = self.config
+        return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
+
+    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Softmax cross-entropy from logits [B, classes] and labels integer [B]."""
+        return losses.cross_entropy(
+            outputs,
+            targets,
+            smoothing=self.config.label_smoothing,
+            class_weights=class_weights(self.config),
+        )
+
+    def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
+        hits = tf.argmax(outputs, axis=-1) == tf.cast(targets, tf.int64)
+        sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        if self.config.num_classes > 5:
+            near = tf.math.in_top_k(targets, tf.cast(outputs, tf.float32), k=5)
+            sums["hits_of_5"] = tf.math.count_nonzero(near)
+        return sums
+
+    def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """Share of samples whose label is the first, and one of the first five, predictions."""
+        samples = max(int(sums["samples"]), 1)
+        figures = {"accuracy": float(sums["hits"] / samples)}
+        if "hits_of_5" in sums:
+            figures["top5_accuracy"] = float(sums["hits_of_5"] / samples)
+        return figures
+
+    def draw(
+        self, inputs: dict[str, tf.Tensor], targets: tf.Tensor, outputs: tf.Tensor
+    ) -> np.ndarray:
+        """One sheet: each image above its class, and what was predicted where that is another."""
+        images = augment.denormalize(inputs["image"][:PICTURES]).numpy()
+        predictions = np.argmax(outputs[:PICTURES], axis=-1)
+        tiles = [_tile(*shown) for shown in zip(images, np.array(targets), predictions)]
+        tiles += [np.zeros_like(tiles[0])] * (-len(tiles) % COLUMNS)
+        rows = [np.concatenate(tiles[i : i + COLUMNS], 1) for i in range(0, len(tiles), COLUMNS)]
+        return np.concatenate(rows)[None]
+
+
+def _label(sample: dict[str, tf.Tensor]) -> tf.Tensor:
+    return tf.cast(sample["label"], tf.int64)
+
+
+def _tile(image: np.ndarray, label: int, prediction: int) -> np.ndarray:
+    """uint8 [TILE + 18, TILE, 3]: image and words, green where right and red where wrong."""
+    tile, picture = Image.new("RGB", (TILE, TILE + 18)), Image.fromarray(image)
+    tile.paste(picture.resize((TILE - 2, TILE - 2), Image.Resampling.NEAREST), (1, 1))
+    right = label == prediction
+    words = f"{label}" if right else f"{prediction}, is {label}"
+    colour = (90, 220, 90) if right else (255, 110, 90)
+    ImageDraw.Draw(tile).text((4, TILE), words, fill=colour, font_size=14)
+    return np.asarray(tile)

@@ -1,0 +1,128 @@
+"""Tasks are complete, or say what they lack; and each that needs no download trains on real ranks.
+
+A task of your own is tested like those that are here as soon as it has a flagfile in configs/.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import config as config_lib
+from config import Config
+from engine import checkpoint
+from ranks import TEMPLATE, last_lines, launch
+from tasks import base
+
+# Flagfiles of tasks whose data need no folder.
+FLAGFILES = [
+    path.name
+    for path in sorted((TEMPLATE / "configs").glob("*.cfg"))
+    if "\n--task=" in (text := path.read_text()) and "\n--data_dir" not in text
+]
+
+COMPLETE = """
+class Task:
+    main_metric = "accuracy"
+    def __init__(self, config): self.config = config
+    def prepare(self): ...
+    def sources(self): ...
+    def training_example(self, sample, key): ...
+    def evaluation_example(self, sample): ...
+    def build_model(self): ...
+    def loss(self, outputs, targets): ...
+    def sums(self, outputs, targets): ...
+    def metrics(self, sums): ...
+    def draw(self, inputs, targets, outputs): ...
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads a task from the text of its file."""
+    monkeypatch.setattr(base, "__file__", str(tmp_path / "base.py"))
+
+    def load(text: str, name: str = "mine") -> base.Task:
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(f"tasks.{name}", tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
+        return base.load(dataclasses.replace(Config(), task="mine"))
+
+    return load
+
+
+def test_a_complete_task_is_given_the_settings(load):
+    assert load(COMPLETE).config.task == "mine"
+
+
+@pytest.mark.parametrize("name", list(base._functions()))
+def test_a_missing_function_is_named(name, load):
+    lines = [line for line in COMPLETE.splitlines() if f"def {name}(" not in line]
+    with pytest.raises(ValueError, match=rf"tasks/mine.py: class Task has no {name}:"):
+        load("\n".join(lines))
+
+
+def test_functions_that_are_only_inherited_from_the_protocol_are_missing(load):
+    text = COMPLETE.replace("class Task:", "from tasks import base\nclass Task(base.Task):")
+    assert load(text)
+    with pytest.raises(ValueError, match="class Task has no loss, sums:"):
+        load(text.replace("def loss", "def los").replace("def sums", "sum = 1 #"))
+
+
+def test_a_missing_main_metric_is_named(load):
+    with pytest.raises(ValueError, match=r"tasks/mine.py: class Task has no main_metric"):
+        load(COMPLETE.replace("main_metric", "metric"))
+
+
+def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
+    with pytest.raises(ValueError, match=r"--task=mine.*\['other'\]"):
+        load(COMPLETE, name="other")
+    with pytest.raises(ValueError, match=r"--task=mine.*\['other'\]"):
+        load("MODELS = {}")
+
+
+def test_the_engine_names_no_task():
+    for path in (TEMPLATE / "engine").glob("*.py"):
+        words = set(re.findall(r"\w+", path.read_text()))
+        assert words.isdisjoint(base.available()), path
+
+
+def run(ranks: int, flagfile: str, run_dir: Path, *flags: str) -> Path:
+    """Trains on real ranks; returns the run's folder."""
+    usual = ["--eval_every=0", "--checkpoint_every=0", "--warmup_steps=0", f"--run_dir={run_dir}"]
+    ended = launch(ranks, ["train.py", f"--flagfile=configs/{flagfile}", *usual, *flags])
+    assert ended.code == 0, last_lines(ended.output)
+    return run_dir
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES)
+def test_loss_falls_on_two_ranks(flagfile, tmp_path):
+    run(2, flagfile, tmp_path, "--num_steps=20", "--log_every=1")
+    records = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in records if "loss" in r]
+    assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
+    task = base.load(config_lib.parse(["", f"--flagfile={TEMPLATE}/configs/{flagfile}"]))
+    assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
+    assert checkpoint.fault(tmp_path / "checkpoints" / "step-00000020") is None
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES)
+def test_same_weights_on_1_and_3_ranks(flagfile, tmp_path):
+    """What depends on the rank (a draw without the key, a mean over its share) shows here."""
+    flags = ["--precision=float64", "--bn_sync=full", "--optimizer=sgd", "--num_steps=6"]
+    flags += ["--global_batch_size=10", "--label_smoothing=0.1", "--dropout=0.2"]
+    weights = []
+    for ranks in (1, 3):
+        folder = run(ranks, flagfile, tmp_path / str(ranks), *flags)
+        weights.append(folder / "checkpoints" / "step-00000006" / "state.npz")
+    with np.load(weights[0]) as one, np.load(weights[1]) as three:
+        assert one.files == three.files
+        for name in one.files:
+            np.testing.assert_allclose(three[name], one[name], rtol=1e-9, atol=1e-11, err_msg=name)
