@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import tensorflow as tf
+
 from config import Config
 from data.cifar10 import Cifar10
 from data.cityscapes import Cityscapes
@@ -9,6 +11,7 @@ from data.class_folders import ClassFolders
 from data.folders import ImageLabelFolder
 from data.records import Records
 from data.source import Source
+from data.synthetic import Synthetic
 from data.voc import Voc
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
@@ -31,6 +34,8 @@ def open_source(config: Config, split: str, default: str) -> Source:
     Raises ValueError, naming flag, folder or file, when the format has another kind of label than
       the task takes, the data are not in it, or config.num_classes is not theirs.
     """
+    if config.synthetic_data:
+        return _synthetic(config, KINDS[default])
     name = config.data_format or default
     source = _open(name, config, Path(config.data_dir), split)
     kind = source.kind if isinstance(source, Records) else KINDS[name]
@@ -48,6 +53,13 @@ def open_source(config: Config, split: str, default: str) -> Source:
             f"{known} classes; give --num_classes={known}"
         )
     return source
+
+
+def _synthetic(config: Config, kind: str) -> Source:
+    size = config.image_size
+    label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
+    form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
+    return Synthetic(1024, form)
 
 
 def _open(name: str, config: Config, root: Path, split: str) -> Source:

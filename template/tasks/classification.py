@@ -11,7 +11,6 @@ from config import Config, class_weights
 from data import augment, crops
 from data.open import open_source
 from data.source import Source
-from data.synthetic import Synthetic
 from engine import losses
 from tasks.base import Example
 from tasks.classification_models import MODELS
@@ -34,10 +33,6 @@ class Task:
         pass
 
     def sources(self) -> tuple[Source, Source]:
-        if self.config.synthetic_data:
-            size, classes = self.config.image_size, self.config.num_classes
-            form = {"image": ((size, size, 3), tf.uint8, 256), "label": ((), tf.int32, classes)}
-            return Synthetic(1024, form), Synthetic(256, form)
         return tuple(open_source(self.config, s, default="digits") for s in ("train", "val"))
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:

@@ -198,3 +198,12 @@ def test_a_collective_that_one_rank_leaves_out_ends_the_run_and_is_named(tmp_pat
     assert (
         "even" in ended.output and "odd" in ended.output and "missing ranks" in ended.output.lower()
     )
+
+
+def test_synthetic_data_and_benchmark(tiny, tmp_path):
+    """Needs no data, saves nothing, says the speed."""
+    flags = [*tiny, "--synthetic_data", "--benchmark", "--data_dir=/nowhere"]
+    run(2, flags)
+    assert summary(tmp_path)["exit_reason"] == "benchmark"
+    assert summary(tmp_path)["samples_per_second"] > 0
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
