@@ -29,7 +29,10 @@ COPY requirements.txt ./
 COPY docker/install-horovod.sh docker/
 COPY docker/compat docker/compat
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 HOROVOD_WHEELS=/tmp/wheels
-RUN python3 -m venv /opt/venv \
+# At its end two ranks are tried, and Gloo crashes where a host's own name does not resolve, as in
+# the builds of some tools.
+RUN if ! getent hosts "$(hostname)"; then echo "127.0.0.1 $(hostname)" >>/etc/hosts; fi \
+    && python3 -m venv /opt/venv \
     && PYTHON=/opt/venv/bin/python DEVICE=$DEVICE docker/install-horovod.sh --requirements \
     && horovodrun --check-build \
     && python -m pip uninstall --yes pip \

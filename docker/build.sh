@@ -4,6 +4,7 @@
 #   DEVICE                      gpu (default) or cpu
 #   BASE_IMAGE, RUNTIME_IMAGE   to build on and to run on, of one distribution release
 #   IMAGE                       name to give it       train:gpu, train:cpu
+# Further flags go to the builder as they are.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
@@ -20,10 +21,10 @@ if revision=$(git rev-parse --short HEAD 2>/dev/null); then
 fi
 
 if docker info >/dev/null 2>&1; then
-    docker build "${words[@]}" .
+    docker build "${words[@]}" "$@" .
 elif command -v buildah >/dev/null; then
     # Docker's format: the other one has no health checks.
-    buildah build --format docker --network host "${words[@]}" .
+    buildah build --format docker --network host "${words[@]}" "$@" .
 else
     echo "error: neither docker (is its service running?) nor buildah is here" >&2
     exit 1

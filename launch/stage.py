@@ -55,7 +55,7 @@ def stage(source: Path, target: Path, workers: int) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda name: _copy(source / name, target / name), missing))
-    partial = target / f"{_RECORD}{_PART}"
+    partial = target / f"{_RECORD}.{os.uname().nodename}.{os.getpid()}{_PART}"
     partial.write_text(json.dumps(_record(wanted)))
     partial.rename(target / _RECORD)
     return f"{target}: {len(missing):,} of {len(wanted):,} files copied, {need / 1e6:,.0f} MB"
@@ -104,7 +104,8 @@ def _is_there(path: Path, about: tuple[int, int]) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
-    partial = target.with_name(target.name + _PART)
+    # Of this process alone: "local" may be a disk that hosts share.
+    partial = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}{_PART}")
     for _ in range(2):
         if _copy_once(source, partial) == _sha256(partial):
             partial.rename(target)

@@ -1,1 +1,1 @@
-"""What doctor.py is made of: one job a file, nothing of the template's imported."""
+"""What doctor.py is made of: one job a file, nothing of the project's imported."""
