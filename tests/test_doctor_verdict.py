@@ -61,6 +61,11 @@ def test_a_rank_that_did_not_come_is_fatal(facts):
 @pytest.mark.parametrize(
     "change, where, what",
     [
+        (
+            lambda f: f["names"].update(addresses=["127.0.0.1"]),
+            "node2 (rank 2)",
+            "which no other host can reach",
+        ),
         (lambda f: f["versions"].pop("tensorflow"), "node2 (rank 2)", "tensorflow is not there"),
         (lambda f: f["libraries"].update(NCCL="2.18.1"), "node2 (rank 2)", "NCCL is 2.18.1"),
         (lambda f: f["gpus"].update(driver="470"), "node2 (rank 2)", "GPU driver is 470"),
