@@ -1,5 +1,6 @@
 """A folder a class: samples, labels, and what is said when something is missing or wrong."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import readers
+from data import class_folders
 from data.class_folders import ClassFolders
 
 
@@ -33,6 +35,16 @@ def test_samples_are_ordered_by_class_and_name(root: Path):
     assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [0, 1, 2]
 
 
+def test_order_does_not_depend_on_the_file_system(root: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in "hcafgbed":
+        readers.save(root / "train" / f"m{name}" / "a.png", readers.noise(0))
+        readers.save(root / "val" / f"m{name}" / "a.png", readers.noise(0))
+    first, listdir = ClassFolders(root, "train"), os.listdir
+    assert first.class_names == sorted(first.class_names)
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
+    assert ClassFolders(root, "train").fingerprint() == first.fingerprint()
+
+
 def test_fingerprint_tells_names_and_sizes(root: Path):
     first = ClassFolders(root, "train").fingerprint()
     assert ClassFolders(root, "train").fingerprint() == first
@@ -42,6 +54,16 @@ def test_fingerprint_tells_names_and_sizes(root: Path):
     second = ClassFolders(root, "train").fingerprint()
     (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
     assert len({first, second, ClassFolders(root, "train").fingerprint()}) == 3
+
+
+def test_names_without_sizes_count_too(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(class_folders, "_SIZES", 1)
+    first = ClassFolders(root, "train").fingerprint()
+    with (root / "train/n10/c.jpeg").open("ab") as file:
+        file.write(b"x")
+    assert ClassFolders(root, "train").fingerprint() == first
+    (root / "train/n10/c.jpeg").rename(root / "train/n10/d.jpeg")
+    assert ClassFolders(root, "train").fingerprint() != first
 
 
 def test_missing_parts_are_named(root: Path):

@@ -53,6 +53,8 @@ def test_packed_samples_are_those_of_the_source(
         source, records = pack.READERS[layout](root, split), Records(out, split)
         assert readers.same(source, records) and len(records) == len(source)
         assert records.kind == ("map" if layout in ("voc", "cityscapes") else "class")
+        labels = [sample["label"] for sample in readers.read_all(records)]
+        assert records.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
         spec = tf.data.Dataset.range(1).map(records.read).element_spec
         assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
         assert spec["image"].shape.as_list() == [None, None, 3]
@@ -79,8 +81,14 @@ def test_jpeg_files_go_in_as_they_are(tmp_path: Path):
 def test_fingerprint_tells_contents(demo: Path, tmp_path: Path):
     one, other = (Records(packed(demo, tmp_path / n).parent, "train") for n in ("a", "b"))
     assert one.fingerprint() == other.fingerprint()
-    pack.pack(ImageLabelFolder(demo, "val", 11), tmp_path / "a", "val", 3, "")
-    assert Records(tmp_path / "a", "val").fingerprint() != one.fingerprint()
+    sets = []
+    for number in range(2):  # of one size, but other pixels
+        root = tmp_path / f"raw{number}"
+        readers.save(root / "train" / "a" / "a.png", readers.noise(number))
+        folder = pack.pack(ClassFolders(root, "train"), root / "out", "train", 1, "")
+        sets.append((next(folder.glob("*.tfrecord")), Records(root / "out", "train")))
+    assert sets[0][0].stat().st_size == sets[1][0].stat().st_size
+    assert sets[0][1].fingerprint() != sets[1][1].fingerprint()
 
 
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
