@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup train test lint bench image image-test
+.PHONY: help setup train test lint bench fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,8 @@ setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
-	@cd template && $(IN_VENV) horovodrun -np $(NP) python train.py --flagfile=configs/demo.cfg $(ARGS)
+	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
+		--flagfile=configs/demo.cfg $(ARGS) | sed -u "s/^\[0\]<stdout>://"'
 
 test: setup ## all tests; ARGS='-k sampler'
 	@$(IN_VENV) pytest $(ARGS)
@@ -31,6 +32,11 @@ lint: setup ## Python and shell
 
 bench: setup ## the same weights on any number of ranks, in numbers
 	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
+
+fork: setup ## a project of your own, NAME=../my-model; asks four questions, ARGS=--defaults: none
+	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
+	@[ -z "$$(git status --porcelain)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
+	@$(IN_VENV) copier copy --vcs-ref HEAD $(ARGS) "$(CURDIR)" "$(NAME)"
 
 image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
 	@docker/build.sh

@@ -7,13 +7,16 @@ import pytest
 import config as config_lib
 
 
-def test_defaults_are_the_fields_defaults(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def no_default_cfg(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+def test_defaults_are_the_fields_defaults():
     assert config_lib.parse(["train.py"]) == config_lib.Config()
 
 
-def test_default_cfg_is_read_where_no_flagfile_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_default_cfg_is_read_where_no_flagfile_is_named(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "default.cfg").write_text("--flagfile=configs/a.cfg\n--seed=5\n")
     (tmp_path / "configs" / "a.cfg").write_text("--num_steps=7\n")
