@@ -1,0 +1,156 @@
+"""Averages of weights, weights of other runs, and when to give up."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from config import Config
+from engine import checkpoint, early_stop, ema, warm_start
+from engine.state import State
+from engine.world import World
+
+WORLD = World(0, 1, 0, 1)
+
+
+def network(classes: int = 3, start: float = 0.0) -> keras.Model:
+    """Named layers and batch norm; every weight counts up from `start`."""
+    x = keras.Input((4,))
+    y = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(5, name="body")(x))
+    model = keras.Model(x, keras.layers.Dense(classes, name="head")(y))
+    for number, variable in enumerate(model.variables):
+        variable.assign(np.full(variable.shape, start + number, np.float32))
+    return model
+
+
+def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int) -> list:
+    """Plain steps with gradients 1, 2, 3, ...; the first weight after each of them."""
+    track = []
+    for number in range(count):
+        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+        track.append(float(model.trainable_variables[0].numpy()[0, 0]))
+    return track
+
+
+def test_averages_are_there_inside_and_gone_after():
+    model = network(start=1.0)
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    with ema.averaged(model, optimizer):  # no step yet: an average of nothing would be zeros
+        assert model.trainable_variables[0].numpy()[0, 0] == 1.0
+    track = steps(model, optimizer, 4)
+    average = track[0]
+    for weight in track[1:]:
+        average = 0.9 * average + 0.1 * weight
+    own = [v.numpy() for v in model.variables]
+    with pytest.raises(KeyError), ema.averaged(model, optimizer):
+        np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
+        raise KeyError
+    for variable, value in zip(model.variables, own):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_averages_are_part_of_the_state(tmp_path):
+    """So that a checkpoint holds them, and an evaluation after a restart is of the same weights."""
+    model, other = network(start=1.0), network()
+    optimizers = [keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5) for _ in range(2)]
+    for network_, optimizer in zip((model, other), optimizers):
+        optimizer.build(network_.trainable_variables)
+    steps(model, optimizers[0], 3)
+    kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
+    kept.save(3, State(model, optimizers[0], "float32").variables, Config(), None)
+    kept.restore(kept.find("auto"), State(other, optimizers[1], "float32").variables, Config())
+    with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
+        for a, b in zip(model.variables, other.variables):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_without_an_average_nothing_happens():
+    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    steps(model, optimizer, 1)
+    weight = model.trainable_variables[0].numpy()
+    with ema.averaged(model, optimizer):
+        np.testing.assert_array_equal(model.trainable_variables[0].numpy(), weight)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
+    kept = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", 9, WORLD)
+    for step, score in ((1, 0.5), (2, 0.9), (3, None)):
+        model = network(start=float(step))
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+        kept.save(step, State(model, optimizer, "float32").variables, Config(), score)
+    return tmp_path / "run"
+
+
+def starts(model: keras.Model) -> set[float]:
+    return {float(v.numpy().flat[0]) - n for n, v in enumerate(model.variables)}
+
+
+def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
+    model = network(start=70.0)
+    assert warm_start.load(model, run_dir, False) == [] and starts(model) == {2.0}
+    warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
+    assert starts(model) == {3.0}
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
+    (run_dir / "checkpoints" / "step-00000002" / "state.npz").write_bytes(b"damaged")
+    model = network()
+    warm_start.load(model, run_dir, False)
+    assert starts(model) == {1.0}
+    with pytest.raises(ValueError, match=r"step-00000002/state.npz is damaged"):
+        warm_start.load(model, run_dir / "checkpoints" / "step-00000002", False)
+
+
+def test_a_keras_file(tmp_path):
+    network(start=5.0).save(tmp_path / "model.keras")
+    model = network()
+    assert warm_start.load(model, tmp_path / "model.keras", False) == [] and starts(model) == {5.0}
+
+
+def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
+    model = network(classes=7, start=70.0)
+    with pytest.raises(ValueError) as error:
+        warm_start.load(model, run_dir, False)
+    words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
+    assert all(word in str(error.value) for word in words), error.value
+    assert starts(model) == {70.0}, "nothing is set unless all is"
+    assert warm_start.load(model, run_dir, True) == ["head/kernel", "head/bias"]
+    assert starts(model) == {2.0, 70.0}
+
+
+def test_a_model_that_shares_nothing_is_an_error_even_so(run_dir):
+    x = keras.Input((4,))
+    with pytest.raises(ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"):
+        warm_start.load(keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True)
+
+
+@pytest.mark.parametrize("name", ["nothing", "model.h5"])
+def test_what_holds_no_weights_is_an_error(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name} is no .keras file"):
+        warm_start.load(network(), tmp_path / name, False)
+
+
+def test_weights_of_another_precision_are_cast(run_dir):
+    keras.config.set_floatx("float64")
+    try:
+        x = keras.Input((4,))
+        y = keras.layers.Dense(5, name="body", dtype="float64")(x)
+        model = keras.Model(x, y)
+    finally:
+        keras.config.set_floatx("float32")
+    assert warm_start.load(model, run_dir, False) == [] and starts(model) == {2.0}
+
+
+def test_giving_up():
+    """Evaluations every 10 steps, the best at step 20; 3 may pass."""
+    up = [s for s in range(10, 71) if early_stop.given_up(s, 20, 10, 3)]
+    assert up[0] == 50
+    assert not early_stop.given_up(10**6, 20, 10, 0)
+    assert not early_stop.given_up(10**6, None, 10, 3)
+    assert not early_stop.given_up(10**6, 20, 0, 3)
