@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
 
-from hosts import ENVIRONMENT, ROOT, run
+from hosts import ENVIRONMENT, ROOT, Hosts, run
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -88,3 +93,47 @@ def test_compose_describes_two_nodes_of_one_image():
     command = services["node1"]["command"]
     assert "node1:1,node2:1" in command
     assert (ROOT / command[0]).exists()
+
+
+_RANK = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_container_that_is_ended_lets_its_ranks_save_first(tmp_path: Path):
+    """entrypoint.sh sshd: healthy while it serves, and SIGTERM waits for a rank."""
+    hosts = Hosts(tmp_path, 1, ssh_port=2200)  # 2222 is the entrypoint's
+    entrypoint, saved = str(ROOT / "docker/entrypoint.sh"), tmp_path / "saved"
+    env = os.environ | ENVIRONMENT | {"HOME": str(tmp_path)}
+
+    def healthy() -> bool:
+        return (
+            hosts[1].run(entrypoint, "healthy", timeout=20, env={"HOME": str(tmp_path)}).code == 0
+        )
+
+    try:
+        server = subprocess.Popen(hosts[1].words(entrypoint, "sshd"), env=env)
+        words = hosts[1].words(sys.executable, "-c", _RANK, str(saved))
+        rank = subprocess.Popen(words, env=env | {"HOROVOD_RANK": "0"}, stdout=subprocess.PIPE)
+        assert rank.stdout.readline() == b"ready\n"
+        for _ in range(50):
+            if Path("/tmp/.sshd.pid").exists() and healthy():
+                break
+            time.sleep(0.1)
+        assert healthy()
+        [child] = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert saved.exists(), "ended without waiting for the rank"
+        assert rank.wait(10) == 75
+        assert not healthy()
+    finally:
+        hosts.end()
+        Path("/tmp/.sshd.pid").unlink(missing_ok=True)
