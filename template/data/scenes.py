@@ -247,9 +247,11 @@ def _write_split(work: Path, split: str, settings: Settings) -> None:
         for folder, pixels in (("images", drawn.image), ("labels", drawn.label)):
             # Fixed and quick: 1 packs four times faster than the default and little worse.
             Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
-        if (index + 1) % 200 == 0 or index + 1 == len(names):
-            print(f"\rdemo scenes, {split}: {index + 1}/{len(names)}", end="", file=sys.stderr)
-    print(file=sys.stderr)
+        done = index + 1 == len(names)
+        # A launcher's log is no terminal: there a line is written once, not over itself.
+        if done or (sys.stderr.isatty() and index % 200 == 0):
+            line = f"\rdemo scenes, {split}: {index + 1}/{len(names)}"
+            print(line if sys.stderr.isatty() else line[1:], end="\n" * done, file=sys.stderr)
     (work / "splits" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
 
 
