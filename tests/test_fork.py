@@ -144,8 +144,11 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
     for page in [p for p in fork.rglob("*") if p.suffix in (".md", ".sh", ".yaml", ".cfg")]:
         for flagfile in re.findall(r"flagfile=(configs/\w+\.cfg)", page.read_text()):
             assert (fork / flagfile).exists() or flagfile == "configs/tumours.cfg", page
-    dockerfile = (fork / "Dockerfile").read_text().replace("${PROJECT}", ".")
-    for copied in re.findall(r"^COPY (?!--from)(?:--\S+ )*(\S+) \S+$", dockerfile, re.MULTILINE):
+    dockerfile = (fork / "Dockerfile").read_text()
+    (project,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
+    copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", dockerfile, re.MULTILINE)
+    assert len(copies) >= 5
+    for copied in " ".join(copies).replace("${PROJECT}", project).split():
         assert (fork / copied).exists(), copied
 
 

@@ -81,11 +81,13 @@ def _conv(x, filters: int, kernel: int = 3, strides: int = 1, relu: bool = True)
 
 def _block(x, filters: int, strides: int):
     y = _conv(_conv(x, filters, strides=strides), filters, relu=False)
+    return layers.ReLU()(layers.Add()([_shortcut(x, filters, strides), y]))
+
+
+def _shortcut(x, filters: int, strides: int):
     if strides > 1:
         x = layers.MaxPooling2D(1, strides, "same")(x)
-    if x.shape[-1] != filters:
-        x = PadChannels(filters)(x)
-    return layers.ReLU()(layers.Add()([x, y]))
+    return x if x.shape[-1] == filters else PadChannels(filters)(x)
 
 
 def _model(image, x, num_classes: int, dropout: float, name: str) -> keras.Model:
