@@ -36,7 +36,7 @@ from engine.world import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE, Stop, World,
 from tasks import base as tasks
 
 
-def train(config: Config, world: World) -> None:
+def train(config: Config, world: World, stop_signal: health.StopSignal) -> None:
     """The run, in order. Raises Stop when it ends before its last step."""
     # 1. One GPU a process, or a share of the cores.
     world_lib.set_up(world, config)
@@ -92,7 +92,7 @@ def train(config: Config, world: World) -> None:
     )
     sync = batch_norm.make_sync(model, config.bn_sync, sampler.weight)
     loop = Loop(config, world, task, state, checkpoints, eval_feed, sync)
-    loop.run(feed, make_train_step(config, world, task, state, feed.spec))
+    loop.run(feed, make_train_step(config, world, task, state, feed.spec), stop_signal)
 
 
 def make_train_step(config: Config, world: World, task: tasks.Task, state: State, spec: Any):
@@ -210,8 +210,8 @@ class Loop:
         self.figures: dict[str, float] = {}
         self.eval_step = make_eval_step(task, state.model, eval_feed.spec)
 
-    def run(self, feed: TrainingFeed, train_step: Any) -> None:
-        config, stop_signal = self.config, health.StopSignal()
+    def run(self, feed: TrainingFeed, train_step: Any, stop_signal: health.StopSignal) -> None:
+        config = self.config
         # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
         sync_every = 1 if config.deterministic else config.bn_sync_every
         last = None
@@ -335,9 +335,10 @@ def main(argv: list[str]) -> int:
         if world_lib.launch_rank() == 0:
             complain(str(error))
         return WRONG_USE
+    stop_signal = health.StopSignal()  # from here on: a run may be told to stop while it starts
     world, code = world_lib.connect(reduction.environment(config)), DONE
     try:
-        train(config, world)
+        train(config, world, stop_signal)
     except Stop as stop:
         code = stop.code
         if world.is_chief:

@@ -63,14 +63,13 @@ class World:
         try:
             yield
         except (ValueError, OSError) as caught:
-            error = str(caught)
+            error = f"{what}: {caught}", hostname()
         errors = self.gather_objects(error, f"together.{what}")
-        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        failed = [rank for rank, found in enumerate(errors) if found]
         if failed:
-            text = errors[failed[0]]
-            alone = len(failed) < self.size
-            where = f" (rank {failed[0]} on {hostname()})" if alone and self.size > 1 else ""
-            raise Stop(WRONG_USE, f"{what}: {text}{where}")
+            text, host = errors[failed[0]]
+            where = f" (rank {failed[0]} on {host})" if len(failed) < self.size else ""
+            raise Stop(WRONG_USE, text + where)
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's picklable `value`, in rank order, on every rank.
@@ -199,7 +198,8 @@ def _choose_device(world: World) -> None:
 def _threads_for(world: World) -> int:
     """Cores of this process over the ranks that share them."""
     cores = len(os.sched_getaffinity(0))
-    bound = "OMPI_MCA_orte_bound_at_launch" in os.environ  # mpirun gave each rank its own cores
+    # mpirun or launch/bind.sh gave each rank cores of its own.
+    bound = {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ)
     return max(1, cores if bound else cores // world.local_size)
 
 
