@@ -42,7 +42,7 @@ ONLY = {
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
 
 
-def shell(command: str, folder: Path, timeout: float = 120) -> str:
+def shell(command: str, folder: Path, timeout: float = 300) -> str:
     """What a command prints; it must end well, and in time. Nothing it started outlives it."""
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],

@@ -42,7 +42,7 @@ def launch(
     ranks: int,
     command: list[str],
     backend: str = "gloo",
-    timeout: float = 150,
+    timeout: float = 240,
     env: dict[str, str] | None = None,
     launcher_flags: list[str] | None = None,
     kill_when: Callable[[], bool] | None = None,
