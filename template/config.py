@@ -73,6 +73,12 @@ class Config:
         0.0, "L2 on kernels (sgd, adam) or decoupled decay of kernels (adamw, lamb)", low=0
     )
     clip_norm: float = _setting(0.0, "largest global gradient norm; 0: no clipping", low=0)
+    ema_decay: float = _setting(
+        0.0,
+        "decay a step of the weights' moving average, which is evaluated; 0: none",
+        low=0,
+        below=1,
+    )
 
     # Loss.
     label_smoothing: float = _setting(
@@ -124,10 +130,19 @@ class Config:
     log_every: int = _setting(20, "steps between log lines", low=1)
     eval_every: int = _setting(200, "steps between evaluations; 0: only at the end", low=0)
     checkpoint_every: int = _setting(200, "steps between checkpoints; 0: only at the end", low=0)
+    early_stop_evals: int = _setting(
+        0, "end after this many evaluations without a better score; 0: never", low=0
+    )
     keep: int = _setting(3, "newest checkpoints kept; the best is kept besides", low=1)
     resume: str = _setting(
         "auto",
         "auto: newest sound checkpoint of run_dir; never: start anew; or a checkpoint's path",
+    )
+    init_from: str = _setting(
+        "", "weights of a new run: another run's folder, a checkpoint's, or a .keras file"
+    )
+    init_skip_mismatched: bool = _setting(
+        False, "with --init_from: leave variables that do not fit as they are, and name them"
     )
 
 
@@ -218,6 +233,13 @@ def _check_combinations(config: Config) -> None:
         )
     if config.lr_policy in ("poly", "cosine") and config.end_lr > config.base_lr:
         raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
+    if config.early_stop_evals and not config.eval_every:
+        raise ValueError(
+            f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
+            "makes none"
+        )
+    if config.init_skip_mismatched and not config.init_from:
+        raise ValueError("--init_skip_mismatched says what --init_from may leave out: name one")
     if config.lr_policy == "step":
         boundaries(config)
     class_weights(config)

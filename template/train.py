@@ -19,20 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 
 import config as config_lib
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
-from engine import agreement, batch_norm, gradients, health, metrics, reduction, schedule
+from engine import (
+    agreement,
+    batch_norm,
+    early_stop,
+    ema,
+    gradients,
+    health,
+    reduction,
+    schedule,
+    warm_start,
+)
 from engine import optimizer as optimizers
 from engine import world as world_lib
-from engine.checkpoint import Checkpoints
+from engine.checkpoint import Best, Checkpoints
 from engine.sampler import Sampler
 from engine.state import State
-from engine.telemetry import Telemetry
+from engine.telemetry import Telemetry, describe_run
 from engine.world import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE, Stop, World, complain, raw, say
+from evaluation import Evaluator
 from tasks import base as tasks
 
 
@@ -71,13 +81,17 @@ def train(config: Config, world: World, stop_signal: health.StopSignal) -> None:
             model = batch_norm.synchronize(model)
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
-    say(world, describe(config, world, model, len(train_source), len(val_source)))
+    say(world, describe_run(config, world.size, model, len(train_source), len(val_source)))
 
-    # 4. The newest sound checkpoint, chosen and read by rank 0.
+    # 4. The newest sound checkpoint, or another run's weights, chosen and read by rank 0.
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep, world)
     found = checkpoints.find(config.resume)
     if found:
         checkpoints.restore(found, state.variables, config)
+    elif config.init_from:
+        with world.together("reading the first weights"):
+            if world.is_chief:
+                warm_start.start(model, config)
 
     # 5. Everything from rank 0, before the first step.
     world.broadcast_variables(list(state.variables.values()))
@@ -91,7 +105,8 @@ def train(config: Config, world: World, stop_signal: health.StopSignal) -> None:
         val_source, task.evaluation_example, config.eval_batch_size, world.rank, world.size
     )
     sync = batch_norm.make_sync(model, config.bn_sync, sampler.weight)
-    loop = Loop(config, world, task, state, checkpoints, eval_feed, sync)
+    evaluator = Evaluator(world, task, model, eval_feed)
+    loop = Loop(config, world, task.main_metric, state, checkpoints, evaluator, sync)
     loop.run(feed, make_train_step(config, world, task, state, feed.spec), stop_signal)
 
 
@@ -162,32 +177,6 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
     return train_step
 
 
-def make_eval_step(task: tasks.Task, model: keras.Model, spec: Any):
-    """Returns the function of one evaluation batch; it has no collectives."""
-
-    @tf.function(input_signature=[spec])
-    def eval_step(batch: tasks.Example) -> tuple[Any, dict[str, tf.Tensor]]:
-        outputs = model(batch["inputs"], training=False)
-        losses, weights = task.loss(outputs, batch["targets"])
-        sums = task.sums(outputs, batch["targets"])
-        sums["loss"] = tf.reduce_sum(tf.cast(losses * weights, tf.float64))
-        sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
-        return outputs, sums
-
-    return eval_step
-
-
-def describe(config: Config, world: World, model: keras.Model, train: int, val: int) -> str:
-    """What is trained and at which rate, for a person."""
-    rate = config.base_lr * schedule.scale_factor(config, world.size)
-    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
-    return (
-        f"{config.task}/{model.name}: {model.count_params():,} parameters, {train:,} + {val:,} "
-        f"samples; {config.num_steps} steps of {config.global_batch_size}, {config.optimizer}, "
-        f"{config.lr_policy} from {rate:g}{scaling}"
-    )
-
-
 class Loop:
     """Steps, and every so often: log, evaluate, save, look at the votes."""
 
@@ -195,27 +184,27 @@ class Loop:
         self,
         config: Config,
         world: World,
-        task: tasks.Task,
+        main_metric: str,
         state: State,
         checkpoints: Checkpoints,
-        eval_feed: EvaluationFeed,
+        evaluator: Evaluator,
         sync_moving_statistics: Callable[[], None],
     ) -> None:
-        self.config, self.world, self.task, self.state = config, world, task, state
-        self.checkpoints, self.eval_feed = checkpoints, eval_feed
+        self.config, self.world, self.state = config, world, state
+        self.main_metric, self.evaluator, self.checkpoints = main_metric, evaluator, checkpoints
         self.step = int(state.step)
         self.telemetry = Telemetry(Path(config.run_dir), world, self.step, config.num_steps)
         self.sync_moving_statistics = sync_moving_statistics
-        self.best = checkpoints.best_score()
+        self.best = checkpoints.best()
         self.figures: dict[str, float] = {}
-        self.eval_step = make_eval_step(task, state.model, eval_feed.spec)
+        self.evaluated_at: int | None = None
 
     def run(self, feed: TrainingFeed, train_step: Any, stop_signal: health.StopSignal) -> None:
         config = self.config
         # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
         sync_every = 1 if config.deterministic else config.bn_sync_every
         last = None
-        while self.step < config.num_steps:
+        while not self.over():
             batch = feed.next()
             votes = health.votes(feed.error is not None, stop_signal.asked)
             result = train_step(batch, votes)
@@ -235,11 +224,27 @@ class Loop:
         self.judge(last, feed)
         if config.benchmark:
             return self.end("benchmark")
-        self.look_and_save(evaluate=True)
-        self.end("done")
-        say(self.world, f"input | label | prediction: {config.run_dir}/predictions.png")
+        if self.evaluated_at != self.step:
+            self.look_and_save(evaluate=True)
+        if self.step < config.num_steps:
+            say(
+                self.world,
+                f"stopped early: no {self.main_metric} above {self.best.score:.4f}, of step "
+                f"{self.best.step}, in {config.early_stop_evals} evaluations",
+            )
+        self.end("done" if self.step >= config.num_steps else "early stop")
+        drawn = Path(config.run_dir) / "predictions.png"
+        if drawn.exists():
+            say(self.world, f"predictions, drawn: {drawn}")
         if config.autotune and self.world.is_chief:
             print(f"best setting found: {reduction.write_autotuned(config)}")
+
+    def over(self) -> bool:
+        """After the last step, or where no better score is to be expected."""
+        config, best_step = self.config, self.best.step if self.best else None
+        if early_stop.given_up(self.step, best_step, config.eval_every, config.early_stop_evals):
+            return True
+        return self.step >= config.num_steps
 
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
@@ -281,32 +286,23 @@ class Loop:
 
     def look_and_save(self, evaluate: bool) -> None:
         score = self.evaluate() if evaluate else None
-        better = score is not None and (self.best is None or score > self.best)
+        better = score is not None and (self.best is None or score > self.best.score)
         if better:
-            self.best = score
-        last = self.step == self.config.num_steps
-        if better or last or self.due(self.config.checkpoint_every):
+            self.best = Best(score, self.step)
+        if better or self.over() or self.due(self.config.checkpoint_every):
             self.save(score)
         self.telemetry.resume_clock(self.step)
 
     def evaluate(self) -> float:
-        """Figures over the whole validation set, the same on any number of ranks."""
+        """The score of the weights, or of their average where one is kept."""
         self.sync_moving_statistics()
-        sums, shown = metrics.zeros(self.eval_step), None
-        with self.world.together("reading the validation data"):
-            for batch in self.eval_feed:
-                outputs, more = self.eval_step(batch)
-                sums = {name: sums[name] + more[name].numpy() for name in sums}
-                shown = shown or (batch, outputs)
-        sums = metrics.add_over_ranks(sums)
-        self.figures = {"loss": float(sums["loss"] / max(sums["weight"], 1))}
-        self.figures |= self.task.metrics(sums)
-        self.telemetry.evaluation(self.step, self.figures, self.task.main_metric)
-        if self.world.is_chief:
-            batch, outputs = shown
-            pictures = self.task.draw(batch["inputs"], batch["targets"], outputs)
+        with ema.averaged(self.state.model, self.state.optimizer):
+            self.figures, pictures = self.evaluator.run()
+        self.evaluated_at = self.step
+        self.telemetry.evaluation(self.step, self.figures, self.main_metric)
+        if pictures is not None:
             self.telemetry.pictures(self.step, pictures)
-        return self.figures[self.task.main_metric]
+        return self.figures[self.main_metric]
 
     def save(self, score: float | None) -> None:
         self.sync_moving_statistics()

@@ -14,9 +14,9 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -30,6 +30,13 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 _STATE, _MANIFEST = "state.npz", "manifest.json"
 # A change in these makes the resumed run another run than the one that was begun.
 _DEFINING = ("task", "seed", "global_batch_size", "num_steps", "base_lr", "optimizer", "precision")
+
+
+class Best(NamedTuple):
+    """The main metric's highest value so far, and the step it was first seen at."""
+
+    score: float
+    step: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +101,11 @@ class Checkpoints:
         if changed:
             say(self.world, f"note: settings differ from {path.name}'s: {', '.join(changed)}")
 
-    def best_score(self) -> float | None:
-        """Highest score among the checkpoints there are (rank 0's view, on every rank)."""
-        scores = (
-            [s for p in self._all() if (s := _score(p)) is not None] if self.world.is_chief else []
-        )
-        return self.world.broadcast_object(max(scores, default=None), "checkpoint.best")
+    def best(self) -> Best | None:
+        """The best among the checkpoints there are (rank 0's view, on every rank)."""
+        path = best(self._all()) if self.world.is_chief else None
+        found = Best(_score(path), manifest(path)["step"]) if path else None
+        return self.world.broadcast_object(found, "checkpoint.best")
 
     def _write(self, step: int, variables: Variables, config: Config, score: float | None) -> None:
         final = self.folder / f"step-{step:08d}"
@@ -129,8 +135,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         paths = self._all()
-        scored = [(s, p) for p in paths if (s := _score(p)) is not None]
-        kept = set(paths[-self.keep :]) | ({max(scored)[1]} if scored else set())
+        kept = {*paths[-self.keep :], best(paths)}
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path)
@@ -146,6 +151,12 @@ class Checkpoints:
                 return path
             say(self.world, f"note: skipping {why}")
         return None
+
+
+def best(paths: Iterable[Path]) -> Path | None:
+    """The checkpoint with the highest score, the oldest of equals; None where none has a score."""
+    scored = [p for p in sorted(paths) if _score(p) is not None]
+    return max(scored, key=_score, default=None)
 
 
 def manifest(path: Path) -> dict[str, Any]:

@@ -14,15 +14,17 @@ _DECOUPLED = {"adamw": keras.optimizers.AdamW, "lamb": keras.optimizers.Lamb}
 def build(config: Config, model: keras.Model) -> keras.optimizers.Optimizer:
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
-    Its learning rate is a variable that the step sets from the schedule.
+    Its learning rate is a variable that the step sets from the schedule. With --ema_decay it keeps
+    a moving average of the weights among its variables (engine/ema.py).
     """
+    average = {"use_ema": True, "ema_momentum": config.ema_decay} if config.ema_decay else {}
     if config.optimizer == "sgd":
-        optimizer = keras.optimizers.SGD(config.base_lr, momentum=config.momentum)
+        optimizer = keras.optimizers.SGD(config.base_lr, momentum=config.momentum, **average)
     elif config.optimizer == "adam":
-        optimizer = keras.optimizers.Adam(config.base_lr)
+        optimizer = keras.optimizers.Adam(config.base_lr, **average)
     else:
         decay = config.weight_decay or None
-        optimizer = _DECOUPLED[config.optimizer](config.base_lr, weight_decay=decay)
+        optimizer = _DECOUPLED[config.optimizer](config.base_lr, weight_decay=decay, **average)
         if decay:
             others = [v for v in model.trainable_variables if not is_kernel(v)]
             optimizer.exclude_from_weight_decay(var_list=others)

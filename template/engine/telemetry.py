@@ -14,10 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from config import Config
+from engine import schedule
 from engine.world import World, say
 
 
@@ -120,6 +123,17 @@ class Telemetry:
     def _write(self, record: Mapping[str, Any]) -> None:
         self._lines.write(json.dumps(_finite(record)) + "\n")
         self._lines.flush()
+
+
+def describe_run(config: Config, ranks: int, model: keras.Model, train: int, val: int) -> str:
+    """What is trained, on how many samples and at which rate, for a person."""
+    rate = config.base_lr * schedule.scale_factor(config, ranks)
+    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    return (
+        f"{config.task}/{model.name}: {model.count_params():,} parameters, {train:,} + {val:,} "
+        f"samples; {config.num_steps} steps of {config.global_batch_size}, {config.optimizer}, "
+        f"{config.lr_policy} from {rate:g}{scaling}"
+    )
 
 
 class _Clock:

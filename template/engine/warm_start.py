@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import zipfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +10,21 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from config import Config
 from engine import checkpoint
 from engine.world import raw
 
 
-def load(model: keras.Model, path: Path, skip_mismatched: bool) -> list[str]:
+def start(model: keras.Model, config: Config) -> None:
+    """Loads --init_from into the model and tells a person what it took from there."""
+    path = Path(config.init_from)
+    left = load(model, path, config.init_skip_mismatched)
+    print(f"starting from the weights of {path}", flush=True)
+    if left:
+        print(f"note: not there, or of another shape, so left as made: {_some(left)}", flush=True)
+
+
+def load(model: keras.Model, path: Path, skip_mismatched: bool) -> dict[str, str]:
     """Sets the model's variables to those of the same name; rank 0 alone needs to call it.
 
     Args:
@@ -23,7 +32,7 @@ def load(model: keras.Model, path: Path, skip_mismatched: bool) -> list[str]:
         newest where none has a score), or a .keras file.
       skip_mismatched: leave a variable as it is where there is none of its name and shape.
     Returns:
-      Names of the variables that were left as they were.
+      The variables that were left as they were, by name, and why.
     Raises:
       ValueError: the path holds no weights, none of them fit, or some do not and are not to be
         skipped; the message names them.
@@ -32,20 +41,27 @@ def load(model: keras.Model, path: Path, skip_mismatched: bool) -> list[str]:
     pairs = list(_unique((v.path, v) for v in model.variables).items())
     faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
     if len(faults) == len(pairs) or (faults and not skip_mismatched):
+        way_out = (
+            "--init_skip_mismatched leaves such variables as they are made"
+            if len(faults) < len(pairs)
+            else "it is of another model altogether"
+        )
         raise ValueError(
             f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
-            f"{_some(faults)}. --init_skip_mismatched leaves such variables as they are, but some "
-            "must fit"
+            f"{_some(faults)}. {way_out}"
         )
     for name, variable in pairs:
         if name not in faults:
             raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
-    return list(faults)
+    return faults
 
 
 def _read(path: Path) -> Iterable[tuple[str, np.ndarray]]:
     if path.suffix == ".keras" and path.is_file():
-        saved = keras.models.load_model(path, compile=False)
+        try:
+            saved = keras.models.load_model(path, compile=False)
+        except (zipfile.BadZipFile, KeyError, TypeError) as error:
+            raise ValueError(f"--init_from={path} cannot be read: {error}") from None
         return [(v.path, raw(v).numpy()) for v in saved.variables]
     folder = path if path.name.startswith("step-") else _best(path)
     if why := checkpoint.fault(folder):
@@ -57,19 +73,14 @@ def _read(path: Path) -> Iterable[tuple[str, np.ndarray]]:
 
 
 def _best(run_dir: Path) -> Path:
-    """The sound checkpoint of a run with the highest score, the later of equals."""
+    """The sound checkpoint of a run with the highest score; the newest where none has one."""
     sound = [p for p in run_dir.glob("checkpoints/step-????????") if not checkpoint.fault(p)]
     if not sound:
         raise ValueError(
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
             "folder of a run with a sound checkpoint in checkpoints/"
         )
-
-    def rank(path: Path) -> tuple[float, str]:
-        score = json.loads((path / "manifest.json").read_text())["score"]
-        return -math.inf if score is None else score, path.name
-
-    return max(sound, key=rank)
+    return checkpoint.best(sound) or max(sound)
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:

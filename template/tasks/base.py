@@ -19,6 +19,8 @@ import tensorflow as tf
 from config import Config
 from data.source import Source
 
+_OPTIONAL = ("draw",)
+
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor or nested tensors. Shapes must be fixed, apart from the batch's.
 Example = dict[str, Any]
@@ -78,7 +80,10 @@ class Task(Protocol):
         ...
 
     def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
-        """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch."""
+        """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch.
+
+        Optional: a task without it is complete, and draws nothing.
+        """
         ...
 
 
@@ -111,6 +116,7 @@ def available() -> list[str]:
 
 
 def _functions() -> dict[str, Callable]:
-    """The functions that a task is made of."""
+    """The functions that a task must have."""
     members = vars(Task).items()
-    return {n: f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}
+    named = {n: f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}
+    return {n: f for n, f in named.items() if n not in _OPTIONAL}

@@ -38,7 +38,15 @@ def test_the_newest_and_the_best_are_kept(kept):
     for step, score in [(1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, None)]:
         kept.save(step, variables(), Config(), score)
     assert names(kept) == ["step-00000002", "step-00000004", "step-00000005"]
-    assert kept.best_score() == 0.9
+    assert kept.best() == (0.9, 2)
+
+
+def test_of_equal_scores_the_first_is_the_best(kept):
+    """It is the one that an uninterrupted run compares with, so early stopping stays the same."""
+    for step, score in [(1, 0.9), (2, 0.9), (3, 0.2), (4, 0.2)]:
+        kept.save(step, variables(), Config(), score)
+    assert names(kept) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert kept.best() == (0.9, 1)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(kept, capsys):

@@ -52,6 +52,8 @@ def test_later_flags_win_over_the_flagfile(tmp_path):
         ("--accumulation_steps=5", ["global_batch_size=32", "accumulation_steps=5"]),
         ("--end_lr=1", ["end_lr=1", "base_lr=0.01"]),
         ("--label_smoothing=1", ["label_smoothing", "less than 1"]),
+        ("--ema_decay=1", ["ema_decay", "less than 1"]),
+        ("--init_skip_mismatched", ["--init_from"]),
         ("--class_weights=1,two", ["class_weights='1,two'", "1,2.5,1"]),
         ("--class_weights=1,-1", ["class_weights", "from 0 up"]),
         ("--class_weights=1,2", ["class_weights", "2 weights", "num_classes=11"]),

@@ -1,5 +1,7 @@
 """Averages of weights, weights of other runs, and when to give up."""
 
+import json
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from config import Config
 from engine import checkpoint, early_stop, ema, warm_start
 from engine.state import State
 from engine.world import World
+from ranks import last_lines, launch
 
 WORLD = World(0, 1, 0, 1)
 
@@ -93,7 +96,7 @@ def starts(model: keras.Model) -> set[float]:
 
 def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     model = network(start=70.0)
-    assert warm_start.load(model, run_dir, False) == [] and starts(model) == {2.0}
+    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert starts(model) == {3.0}
 
@@ -110,7 +113,13 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
 def test_a_keras_file(tmp_path):
     network(start=5.0).save(tmp_path / "model.keras")
     model = network()
-    assert warm_start.load(model, tmp_path / "model.keras", False) == [] and starts(model) == {5.0}
+    assert not warm_start.load(model, tmp_path / "model.keras", False) and starts(model) == {5.0}
+
+
+def test_a_keras_file_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "model.keras").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"model.keras"):
+        warm_start.load(network(), tmp_path / "model.keras", False)
 
 
 def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
@@ -120,7 +129,7 @@ def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
     words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
     assert all(word in str(error.value) for word in words), error.value
     assert starts(model) == {70.0}, "nothing is set unless all is"
-    assert warm_start.load(model, run_dir, True) == ["head/kernel", "head/bias"]
+    assert list(warm_start.load(model, run_dir, True)) == ["head/kernel", "head/bias"]
     assert starts(model) == {2.0, 70.0}
 
 
@@ -144,7 +153,7 @@ def test_weights_of_another_precision_are_cast(run_dir):
         model = keras.Model(x, y)
     finally:
         keras.config.set_floatx("float32")
-    assert warm_start.load(model, run_dir, False) == [] and starts(model) == {2.0}
+    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
 
 
 def test_giving_up():
@@ -154,3 +163,73 @@ def test_giving_up():
     assert not early_stop.given_up(10**6, 20, 10, 0)
     assert not early_stop.given_up(10**6, None, 10, 3)
     assert not early_stop.given_up(10**6, 20, 0, 3)
+
+
+# Real runs, of the skeleton: every project has it.
+STEADY = ["--num_steps=6", "--log_every=1", "--optimizer=sgd", "--deterministic"]
+STILL = ["--num_steps=40", "--optimizer=sgd", "--base_lr=1e-12", "--deterministic"]
+
+
+def run(ranks, run_dir, *flags):
+    """Trains; returns what it printed and its summary."""
+    command = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={run_dir}", *flags]
+    ended = launch(ranks, command)
+    assert ended.code == 0, last_lines(ended.output)
+    return ended.output, json.loads((run_dir / "summary.json").read_text())
+
+
+def state(run_dir, step):
+    return np.load(run_dir / "checkpoints" / f"step-{step:08d}" / "state.npz")
+
+
+def test_a_run_with_averages_trains_alike_and_evaluates_them_on_any_number_of_ranks(tmp_path):
+    _, plain = run(2, tmp_path / "plain", *STEADY)
+    flags = [*STEADY, "--ema_decay=0.8"]
+    _, two = run(2, tmp_path / "two", *flags)
+    assert two["weights_sha256"] == plain["weights_sha256"], "evaluating must not change weights"
+    assert abs(two["eval_loss"] - plain["eval_loss"]) > 1e-4
+    _, one = run(1, tmp_path / "one", *flags)
+    assert one["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-5)
+    _, again = run(1, tmp_path / "two", *flags)  # has nothing left to do but to evaluate
+    assert again["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-9)
+
+
+def test_a_run_that_gets_no_better_ends_early_and_at_the_same_step_after_a_restart(tmp_path):
+    flags = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3", "--keep=9"]
+    output, summary = run(2, tmp_path / "run", *flags)
+    assert (summary["step"], summary["exit_reason"]) == (8, "early stop")
+    assert "stopped early: no accuracy above" in output and "of step 2, in 3 eval" in output
+    sixth = tmp_path / "run" / "checkpoints" / "step-00000006"
+    for more in ([], [f"--resume={sixth}"]):
+        _, again = run(2, tmp_path / "run", *flags, *more)
+        assert again["step"] == 8 and again["weights_sha256"] == summary["weights_sha256"]
+
+
+def test_a_run_starts_from_another_ones_weights_on_every_rank(tmp_path):
+    run(1, tmp_path / "first", *STEADY)
+    start = f"--init_from={tmp_path / 'first'}"
+    output, _ = run(2, tmp_path / "second", *STILL, "--num_steps=2", start)
+    assert output.count(f"starting from the weights of {tmp_path / 'first'}") == 1
+    with state(tmp_path / "first", 6) as first, state(tmp_path / "second", 2) as second:
+        weights = [n for n in first.files if n.startswith("model/")]
+        assert len(weights) == 4 and second["step"] == 2
+        for name in weights:
+            np.testing.assert_allclose(second[name], first[name], atol=1e-9)
+    # Typed again it goes on from its own checkpoint, not from the other run's.
+    output, _ = run(2, tmp_path / "second", *STILL, "--num_steps=3", start)
+    assert "going on from" in output and "starting from" not in output
+
+
+def test_a_head_of_another_size_ends_all_ranks_or_is_left_out_on_request(tmp_path):
+    run(1, tmp_path / "first", *STEADY)
+    flags = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={tmp_path / 'first'}"]
+    command = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={tmp_path / 'second'}"]
+    ended = launch(2, [*command, *flags])
+    (error,) = ended.errors()
+    assert ended.code != 0 and "dense_1/kernel ([32, 3] there, [32, 5] here)" in error
+    assert "--init_skip_mismatched" in error
+    output, _ = run(2, tmp_path / "second", *flags, "--init_skip_mismatched")
+    assert "left as made: dense_1/kernel ([32, 3] there" in output
+    with state(tmp_path / "first", 6) as first, state(tmp_path / "second", 2) as second:
+        body = next(n for n in first.files if n.endswith("/dense/kernel"))
+        np.testing.assert_allclose(second[body], first[body], atol=1e-9)
