@@ -97,6 +97,14 @@ check_compiler() {
         "GPUs: install the CUDA toolkit and set CUDA_HOME, or choose DEVICE=cpu"
 }
 
+# Gloo crashes, without a word, where it finds no address for the host's own name.
+check_name() {
+    local name
+    name=$(hostname)
+    ! command -v getent >/dev/null || getent hosts "$name" >/dev/null ||
+        die "this host's own name, $name, has no address: add a line '127.0.0.1 $name' to /etc/hosts"
+}
+
 # check_disk DIR MEGABYTES
 check_disk() {
     local dir=$1 free
@@ -355,6 +363,7 @@ if [ -n "$venv" ]; then
     fi
 fi
 check_compiler
+check_name
 
 trap 'rm -rf "$work"' EXIT
 trap 'echo "interrupted" >&2; exit 130' INT TERM

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hosts import ROOT, Hosts, require, run
+from projects import make, repository
 
 BASE, IMAGE = "localhost/bookworm:base", "localhost/train:cpu"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
@@ -58,17 +59,23 @@ def make_base(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     make_base(tmp_path_factory.mktemp("base"))
-    env = {"DEVICE": "cpu", "BASE_IMAGE": BASE, "RUNTIME_IMAGE": BASE, "IMAGE": IMAGE}
-    env |= {"BUILDAH_ISOLATION": "chroot"}
-    words = ["nice", "-n", "5", str(ROOT / "docker/build.sh")]
+    output = build(ROOT, IMAGE)
+    assert "[X] MPI" in output and "[X] Gloo" in output  # horovodrun --check-build
+    return IMAGE
+
+
+def build(project: Path, image: str) -> str:
+    """What docker/build.sh prints. Layers are kept: a second project compiles nothing."""
+    env = {"DEVICE": "cpu", "BASE_IMAGE": BASE, "RUNTIME_IMAGE": BASE, "IMAGE": image}
+    env |= {"BUILDAH_ISOLATION": "chroot", "BUILDAH_LAYERS": "true"}
+    words = ["nice", "-n", "5", str(project / "docker/build.sh")]
     if _WHEELS:  # Horovod is compiled once
         Path(_WHEELS).mkdir(parents=True, exist_ok=True)
         words += ["--volume", f"{_WHEELS}:/tmp/wheels"]
     ended = run(words, 2400, env=env)
-    print(ended.output[-3000:], f"\nbuilt in {ended.seconds:.0f} s")
+    print(ended.output[-3000:], f"\n{image} built in {ended.seconds:.0f} s")
     assert ended.code == 0, ended.output[-8000:]
-    assert "[X] MPI" in ended.output and "[X] Gloo" in ended.output  # horovodrun --check-build
-    return IMAGE
+    return ended.output
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +117,21 @@ def test_two_ranks_train_in_one_container(roots: list[Path]):
     assert ended.code == 0, ended.output[-4000:]
     assert "2 ranks on 1 host(s)" in ended.output
     assert "step 3/3" in ended.output
+
+
+def test_a_project_made_from_the_template_builds_its_own(image: str, tmp_path: Path):
+    """Its Dockerfile is at the project's root, and so is what it copies."""
+    project = make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank")
+    build(project, "localhost/my-model:cpu")
+    container = buildah("from", "localhost/my-model:cpu")
+    try:
+        root = Path(buildah("mount", container))
+        command = ["horovodrun", "-np", "2", "python", "train.py", "--run_dir=/runs/test"]
+        ended = run(inside(root, *command, "--num_steps=20"), 400)
+        assert ended.code == 0, ended.output[-4000:]
+        assert "2 ranks on 1 host(s)" in ended.output and "step 20/20" in ended.output
+    finally:
+        buildah("rm", container)
 
 
 def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):

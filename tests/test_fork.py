@@ -4,25 +4,16 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
-import copier
 import numpy as np
 import pytest
 
 import ranks
+from projects import ROOT, make, repository, shell, tracked
 
-ROOT = Path(__file__).resolve().parents[1]
 TASKS = ("segmentation", "classification", "blank")
-GIT = {
-    f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
-}
-# Other tests may run beside: ranks that wait should not keep a core busy.
-POLITE = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-
 # What only some projects have, and which.
 ONLY = {
     "segmentation": {
@@ -42,46 +33,9 @@ ONLY = {
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
 
 
-def shell(command: str, folder: Path, timeout: float = 300) -> str:
-    """What a command prints; it must end well, and in time. Nothing it started outlives it."""
-    process = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=os.environ | ranks._ENVIRONMENT | GIT | POLITE, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        ranks._kill_session(process.pid)
-    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{output[-6000:]}"
-    return output
-
-
-def tracked() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [f for f in listed.stdout.split("\0") if f and os.path.lexists(ROOT / f)]
-
-
 @pytest.fixture(scope="session")
 def source(tmp_path_factory) -> Path:
-    """A repository of the files as they are here, tagged v1.0.0."""
-    repository = tmp_path_factory.mktemp("source") / "repository"
-    for file in tracked():
-        (repository / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, repository / file, follow_symlinks=False)
-    shell("git init -q && git add -A && git commit -qm 1 && git tag v1.0.0", repository)
-    return repository
-
-
-def make(source: Path, to: Path, task: str, **answers: str) -> Path:
-    """A project in a repository of its own, everything committed."""
-    data = {"task": task, "author": "Ada", "license": "MIT", **answers}
-    copier.run_copy(str(source), to, data=data, defaults=True, quiet=True)
-    shell("git init -q && git add -A && git commit -qm 'A new project'", to)
-    return to
+    return repository(tmp_path_factory.mktemp("source") / "repository")
 
 
 @pytest.fixture(scope="session")
@@ -175,11 +129,12 @@ def test_make_train_runs_on_two_ranks(task, forks):
     assert not shell("git status --porcelain", fork), "what a run leaves behind is not ignored"
 
 
-def test_a_projects_own_fast_tests(forks):
+@pytest.mark.parametrize("task", TASKS)
+def test_a_projects_own_fast_tests(task, forks):
     quick = ("config", "losses", "metrics", "sampler", "schedule", "checkpoint", "tasks")
     names = " ".join(f"tests/test_{name}.py" for name in quick)
     command = f"make -o setup test ARGS=\"-q {names} -k 'not ranks'\""
-    output = shell(command, forks["classification"])
+    output = shell(command, forks[task])
     assert re.search(r"\d\d passed", output) and "failed" not in output
 
 

@@ -126,6 +126,13 @@ def test_half_an_environment_is_not_trusted(checkout):
         assert not (venv / "bin/horovodrun").exists()
 
 
+def test_a_host_whose_own_name_has_no_address_is_told_before_anything_is_built(checkout, tmp_path):
+    executable(tmp_path / "bin/hostname", "echo nowhere.invalid")
+    said = complaint(setup(checkout, PATH=f"{tmp_path}/bin:{OUTSIDE}"))
+    assert "nowhere.invalid, has no address" in said and "/etc/hosts" in said
+    assert not (checkout / ".venv").exists()
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(checkout):
     mine = checkout / ".venv/thesis.tex"
     mine.parent.mkdir()
