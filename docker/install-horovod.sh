@@ -100,7 +100,7 @@ check_compiler() {
 # Gloo crashes, without a word, where it finds no address for the host's own name.
 check_name() {
     local name
-    name=$(hostname)
+    name=$(uname -n)
     ! command -v getent >/dev/null || getent hosts "$name" >/dev/null ||
         die "this host's own name, $name, has no address: add a line '127.0.0.1 $name' to /etc/hosts"
 }

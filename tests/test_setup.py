@@ -127,7 +127,7 @@ def test_half_an_environment_is_not_trusted(checkout):
 
 
 def test_a_host_whose_own_name_has_no_address_is_told_before_anything_is_built(checkout, tmp_path):
-    executable(tmp_path / "bin/hostname", "echo nowhere.invalid")
+    executable(tmp_path / "bin/uname", "echo nowhere.invalid")
     said = complaint(setup(checkout, PATH=f"{tmp_path}/bin:{OUTSIDE}"))
     assert "nowhere.invalid, has no address" in said and "/etc/hosts" in said
     assert not (checkout / ".venv").exists()
