@@ -72,7 +72,7 @@ def _weighted_sum(groups: Sequence[Sequence[tf.Tensor]], weight: float) -> list[
     return [parts[:size], parts[size:]]
 
 
-@keras.saving.register_keras_serializable(package="template")
+@keras.saving.register_keras_serializable(package="engine")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch norm over the global batch: forward, backward and moving statistics.
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 
-@keras.saving.register_keras_serializable(package="template")
+@keras.saving.register_keras_serializable(package="engine")
 class SampleDropout(keras.layers.Layer):
     """Dropout (Srivastava et al. 2014) with a key for every sample.
 

@@ -53,7 +53,7 @@ MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
 }
 
 
-@keras.saving.register_keras_serializable(package="template")
+@keras.saving.register_keras_serializable(package="tasks")
 class PadChannels(layers.Layer):
     """Zeros for the channels that are missing: [..., n] -> [..., channels]."""
 

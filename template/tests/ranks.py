@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TEMPLATE = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25  # of each rank, shown when a launch times out or fails unexpectedly
 
 _ENVIRONMENT = {
@@ -47,7 +47,7 @@ def launch(
     launcher_flags: list[str] | None = None,
     kill_when: Callable[[], bool] | None = None,
 ) -> Launch:
-    """Runs `python COMMAND` in template/ on `ranks` ranks and waits for its end.
+    """Runs `python COMMAND` in the project on `ranks` ranks and waits for its end.
 
     Args:
       backend: gloo or mpi (both through horovodrun), mpirun, or alone (no launcher, one rank).
@@ -67,7 +67,7 @@ def launch(
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             words,
-            cwd=TEMPLATE,
+            cwd=PROJECT,
             env=os.environ | _ENVIRONMENT | (env or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -145,7 +145,7 @@ def _main(file: str, results: str) -> None:
     import importlib.util
     import traceback
 
-    sys.path[:0] = [str(TEMPLATE), str(Path(file).parent)]
+    sys.path[:0] = [str(PROJECT), str(Path(file).parent)]
     import horovod.tensorflow as hvd
 
     import engine.quiet  # noqa: F401

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits, load_sample_images
 
 from data import folders, scenes
 
-TEMPLATE = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[1]
 SMALL = scenes.Settings(train=12, val=6)
 
 
@@ -146,14 +146,14 @@ def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
         "import sys; from data import scenes; scenes.main(); assert 'sklearn' not in sys.modules"
     )
     flags = [str(demo), "--train", "12", "--val", "6"]
-    subprocess.run([sys.executable, "-c", program, *flags], cwd=TEMPLATE, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
 
 
 def test_other_settings_are_named(demo: Path):
     with pytest.raises(ValueError, match=r"set.*'seed': \(0, 7\).*another folder"):
         scenes.make(demo, scenes.Settings(train=12, val=6, seed=7))
-    done = subprocess.run(command(demo), cwd=TEMPLATE, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(demo), cwd=PROJECT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert str(demo) in done.stderr and "'train': (12, 6000)" in done.stderr
     assert "Traceback" not in done.stderr
@@ -189,7 +189,7 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
         "from data import scenes; scenes.main()"
     )
     making = subprocess.Popen(
-        [sys.executable, "-c", program, str(root)], cwd=TEMPLATE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", program, str(root)], cwd=PROJECT, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".demo.making-*/labels/train-00050.png")):
@@ -207,7 +207,7 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
 def test_two_at_once_make_one_set(tmp_path: Path, demo: Path):
     root = tmp_path / "demo"
     both = [
-        subprocess.Popen(command(root, "--train", "12", "--val", "6"), cwd=TEMPLATE)
+        subprocess.Popen(command(root, "--train", "12", "--val", "6"), cwd=PROJECT)
         for _ in range(2)
     ]
     assert [process.wait(timeout=60) for process in both] == [0, 0]
@@ -219,7 +219,7 @@ def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, demo: Pat
     # The other set appears after this one has looked: the rename must not go over it.
     root = tmp_path / "demo"
     making = subprocess.Popen(
-        command(root, "--train", "300", "--val", "1"), cwd=TEMPLATE,
+        command(root, "--train", "300", "--val", "1"), cwd=PROJECT,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60

@@ -16,13 +16,13 @@ import pytest
 import config as config_lib
 from config import Config
 from engine import checkpoint
-from ranks import TEMPLATE, last_lines, launch
+from ranks import PROJECT, last_lines, launch
 from tasks import base
 
 # Flagfiles of tasks whose data need no folder.
 FLAGFILES = [
     path.name
-    for path in sorted((TEMPLATE / "configs").glob("*.cfg"))
+    for path in sorted((PROJECT / "configs").glob("*.cfg"))
     if "\n--task=" in (text := path.read_text()) and "\n--data_dir" not in text
 ]
 
@@ -88,7 +88,7 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
 
 
 def test_the_engine_names_no_task():
-    for path in (TEMPLATE / "engine").glob("*.py"):
+    for path in (PROJECT / "engine").glob("*.py"):
         words = set(re.findall(r"\w+", path.read_text()))
         assert words.isdisjoint(base.available()), path
 
@@ -107,7 +107,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     records = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if "loss" in r]
     assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
-    task = base.load(config_lib.parse(["", f"--flagfile={TEMPLATE}/configs/{flagfile}"]))
+    task = base.load(config_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
     assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
     assert checkpoint.fault(tmp_path / "checkpoints" / "step-00000020") is None
 
