@@ -51,7 +51,7 @@ class Evaluator:
 def make_step(task: Task, model: keras.Model, spec: Any):
     """Returns the function of one evaluation batch; it has no collectives."""
 
-    @tf.function(input_signature=[spec])
+    @tf.function(input_signature=[spec], autograph=False)
     def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
         outputs = model(batch["inputs"], training=False)
         losses, weights = task.loss(outputs, batch["targets"])

@@ -130,7 +130,9 @@ def make_train_step(config: Config, world: World, task: tasks.Task, state: State
         target = loss_sum * scale / tf.cast(a_sample * config.global_batch_size, losses.dtype)
         return target, tf.stack([tf.cast(x, tf.float64) for x in (loss_sum, count, positions)])
 
-    @tf.function(input_signature=[spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)])
+    signature = [spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)]
+
+    @tf.function(input_signature=signature, autograph=False)
     def train_step(batch: tasks.Example, votes: tf.Tensor) -> dict[str, tf.Tensor]:
         with tf.GradientTape() as tape:
             target, sums = gradients.accumulate(

@@ -14,6 +14,10 @@ from data.source import Source
 
 Example = dict[str, Any]
 
+# Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
+# cost more time at start-up than everything else.
+_as_written = tf.autograph.experimental.do_not_convert
+
 
 class Order(Protocol):
     """Which samples make up a step (engine.sampler.Sampler)."""
@@ -44,22 +48,24 @@ class TrainingFeed:
         self.error: str | None = None
         self._source, self._order, self._step = source, order, first_step
 
+        @_as_written
         def read(position: tf.Tensor) -> Example:
             index, key = order.sample(position)
             return transform(source.read(index), key)
 
-        def fold(flat: tf.Tensor) -> tf.Tensor:
-            shape = [order.micro_batches, order.local_micro_size, *flat.shape[1:]]
-            return tf.reshape(flat, shape)
+        @_as_written
+        def fold(batch: Example) -> Example:
+            shape = [order.micro_batches, order.local_micro_size]
+            return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
         local_size = order.micro_batches * order.local_micro_size
         batches = (
             tf.data.Dataset.range(first_step, num_steps)
-            .map(order.local_positions)
+            .map(_as_written(order.local_positions))
             .unbatch()
             .map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
             .batch(local_size, drop_remainder=True)
-            .map(lambda batch: tf.nest.map_structure(fold, batch))
+            .map(fold)
             .prefetch(2)
         )
         self.spec = batches.element_spec
@@ -101,7 +107,7 @@ class EvaluationFeed:
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
             tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-            .map(lambda index: transform(source.read(index)), tf.data.AUTOTUNE)
+            .map(_as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
             .batch(batch_size)
             .prefetch(2)
         )

@@ -46,7 +46,7 @@ def make_sync(model: keras.Model, mode: str, weight: float) -> Callable[[], None
     if mode == "mean":
         weight = 1.0 / hvd.size()
 
-    @tf.function
+    @tf.function(autograph=False)
     def sync() -> None:
         second = variances
         if mode == "moments":

@@ -36,7 +36,7 @@ def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[ker
     values = [raw(v) for v in variables]
     connected = []  # positions of the variables that have a gradient; found when traced
 
-    @tf.function
+    @tf.function(autograph=False)
     def one(index: tf.Tensor):
         with tf.GradientTape() as tape:
             target, sums = forward(tf.nest.map_structure(lambda t: t[index], batch))

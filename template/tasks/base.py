@@ -49,6 +49,9 @@ class Task(Protocol):
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """One augmented example from what the source read. TensorFlow ops only.
 
+        `if` and `for` do not take tensors here, nor in `loss` and `sums`: tf.where and tf.cond do,
+        or @tf.function on the function that needs it (it costs seconds at start-up).
+
         Args:
           key: int32 [2]; use it for every random draw (tf.random.stateless_*), and nothing else,
             so that the example does not depend on which rank reads it.
