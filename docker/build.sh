@@ -4,6 +4,7 @@
 #   DEVICE                      gpu (default) or cpu
 #   BASE_IMAGE, RUNTIME_IMAGE   to build on and to run on, of one distribution release
 #   IMAGE                       name to give it       train:gpu, train:cpu
+#   BUILDER                     docker or buildah     docker where its service runs
 # Further flags go to the builder as they are.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -20,13 +21,24 @@ if revision=$(git rev-parse --short HEAD 2>/dev/null); then
     words+=(--build-arg "REVISION=$revision")
 fi
 
-if docker info >/dev/null 2>&1; then
-    docker build "${words[@]}" "$@" .
-elif command -v buildah >/dev/null; then
-    # Docker's format: the other one has no health checks.
-    buildah build --format docker --network host "${words[@]}" "$@" .
-else
+if [ -z "${BUILDER:-}" ]; then
+    if docker info >/dev/null 2>&1; then
+        BUILDER=docker
+    elif command -v buildah >/dev/null; then
+        BUILDER=buildah
+    fi
+fi
+case ${BUILDER:-} in
+docker) docker build "${words[@]}" "$@" . ;;
+# Docker's format: the other one has no health checks.
+buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
+'')
     echo "error: neither docker (is its service running?) nor buildah is here" >&2
     exit 1
-fi
+    ;;
+*)
+    echo "error: BUILDER=$BUILDER is neither docker nor buildah" >&2
+    exit 2
+    ;;
+esac
 echo "built $image"

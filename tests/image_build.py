@@ -1,6 +1,6 @@
 """Builds the CPU image for real, and trains in it: alone, and from two containers over ssh.
 
-    make image-test        as root, with buildah and debootstrap; about 15 minutes
+    make image-test    as root, with buildah and debootstrap; 15 minutes; with Docker, compose too
 
 Not collected by `make test`. Both bases are a Debian made here by debootstrap. The image that was
 built is run as two roots, each with a network, a name and processes of its own (hosts.py).
@@ -8,6 +8,7 @@ built is run as two roots, each with a network, a name and processes of its own 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -67,7 +68,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
 def build(project: Path, image: str) -> str:
     """What docker/build.sh prints. Layers are kept: a second project compiles nothing."""
     env = {"DEVICE": "cpu", "BASE_IMAGE": BASE, "RUNTIME_IMAGE": BASE, "IMAGE": image}
-    env |= {"BUILDAH_ISOLATION": "chroot", "BUILDAH_LAYERS": "true"}
+    env |= {"BUILDER": "buildah", "BUILDAH_ISOLATION": "chroot", "BUILDAH_LAYERS": "true"}
     words = ["nice", "-n", "5", str(project / "docker/build.sh")]
     if _WHEELS:  # Horovod is compiled once
         Path(_WHEELS).mkdir(parents=True, exist_ok=True)
@@ -157,6 +158,26 @@ def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
         assert server.wait(20) is not None
     finally:
         hosts.end()
+
+
+def test_compose_trains_on_two_nodes(image: str, tmp_path: Path):
+    """docker/compose.yaml as it is, but for a shorter run."""
+    if not shutil.which("docker-compose") or run(["docker", "info"], 20).code != 0:
+        pytest.skip("needs docker-compose and Docker's service")
+    buildah("push", IMAGE, f"docker-daemon:{IMAGE}", timeout=600)
+    shorter = tmp_path / "shorter.yaml"
+    words = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
+    words += ["--flagfile=configs/demo.cfg", "--data_dir=/data/demo", *_TINY]
+    shorter.write_text(f"services: {{node1: {{command: {json.dumps(words)}}}}}\n")
+    files = ["-f", ROOT / "docker/compose.yaml", "-f", shorter]
+    compose = ["docker-compose", "-p", "imagetest", *files]
+    try:
+        ended = run([*compose, "up", "--abort-on-container-exit"], 500, env={"IMAGE": IMAGE})
+        assert ended.code == 0, ended.output[-5000:]
+        assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
+        assert "step 3/3" in ended.output
+    finally:
+        run([*compose, "down", "--volumes"], 100, env={"IMAGE": IMAGE})
 
 
 _LAUNCH = (
