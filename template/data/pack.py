@@ -179,7 +179,6 @@ def main() -> None:
     parser.add_argument("--as", dest="name", help="another name for it: OUT/AS")
     parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes too
     try:
         source = READERS[args.layout](args.root, args.split)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
@@ -190,4 +189,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes too
     main()

@@ -22,6 +22,7 @@ _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 
@@ -41,7 +42,7 @@ class Launch:
 def launch(
     ranks: int,
     command: list[str],
-    backend: str = "gloo",
+    backend: str = "",
     timeout: float = 240,
     env: dict[str, str] | None = None,
     launcher_flags: list[str] | None = None,
@@ -51,11 +52,14 @@ def launch(
 
     Args:
       backend: gloo or mpi (both through horovodrun), mpirun, or alone (no launcher, one rank).
+        By default what starts soonest: horovodrun imports TensorFlow twice before it starts a
+        rank, MPI's ranks get in each other's way where they are more than cores.
       kill_when: SIGKILL everything as soon as this is true; the code is then -9.
     Raises:
       AssertionError: it did not end in `timeout` seconds; it was killed, and the message holds
         each rank's last lines.
     """
+    backend = backend or {1: "alone", 2: "mpirun"}.get(ranks, "gloo")
     prefix = {
         "alone": [],
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--tag-output"],
@@ -91,7 +95,7 @@ def train(ranks: int, *flags: str, **how) -> Launch:
     return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)
 
 
-def run_checks(file: Path, ranks: int, backend: str = "gloo", **how) -> dict[str, str | None]:
+def run_checks(file: Path, ranks: int, backend: str = "", **how) -> dict[str, str | None]:
     """Runs every `check_*` function of `file` on `ranks` ranks, in one launch.
 
     Returns:

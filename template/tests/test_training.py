@@ -58,10 +58,9 @@ def test_evaluation_figures_do_not_depend_on_the_number_of_ranks(tiny, tmp_path)
 
     A finished run that is started again evaluates its checkpoint and does nothing else.
     """
-    run(1, [*tiny, "--num_steps=6", "--base_lr=0.01"], backend="alone")
     figures = {}
     for ranks in (1, 2, 3):
-        run(ranks, [*tiny, "--num_steps=6"])
+        run(ranks, [*tiny, "--num_steps=6", "--base_lr=0.01"])
         last = lines(tmp_path)[-1].items()
         # A class that does not occur has no IoU: null in JSON.
         figures[ranks] = {k: -1.0 if v is None else v for k, v in last if k.startswith("eval_")}
@@ -72,11 +71,11 @@ def test_evaluation_figures_do_not_depend_on_the_number_of_ranks(tiny, tmp_path)
 
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(tiny, tmp_path):
     flags = [*tiny, "--deterministic", "--checkpoint_every=3", "--num_steps=8", "--keep=1"]
-    run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
+    run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"], backend="gloo")
     checkpoints = tmp_path / "run" / "checkpoints"
-    train(2, *flags, kill_when=lambda: (checkpoints / "step-00000003").exists())
+    train(2, *flags, backend="gloo", kill_when=lambda: (checkpoints / "step-00000003").exists())
     assert not (tmp_path / "run" / "summary.json").exists(), "killed too late"
-    ended = run(2, flags)
+    ended = run(2, flags, backend="gloo")
     assert "going on from" in ended.output
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
@@ -119,15 +118,13 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
         "print('weights', seen[0]); sys.exit(code)"
     )
     hashes = {}
-    for mode in ("mean", "moments", "full", "none"):
+    for mode in ("moments", "none"):  # the other two: checks_numbers.py
         flags = [*tiny, f"--bn_sync={mode}", f"--run_dir={tmp_path / mode}"]
-        ended = launch(3 if mode == "moments" else 2, ["-c", script, *flags])
+        ended = launch(2, ["-c", script, *flags])
         assert ended.code == 0, last_lines(ended.output)
         hashes[mode] = re.findall(r"weights ([0-9a-f]{64})", ended.output)
-    assert {mode: len(set(h)) for mode, h in hashes.items()} == {
-        "mean": 1, "moments": 1, "full": 1, "none": 2
-    }  # fmt: skip
-    assert len(hashes["moments"]) == 3
+    assert {mode: len(set(h)) for mode, h in hashes.items()} == {"moments": 1, "none": 2}
+    assert len(hashes["moments"]) == 2
 
 
 def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
