@@ -120,7 +120,7 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
     hashes = {}
     for mode in ("moments", "none"):  # the other two: checks_numbers.py
         flags = [*tiny, f"--bn_sync={mode}", f"--run_dir={tmp_path / mode}"]
-        ended = launch(2, ["-c", script, *flags])
+        ended = launch(2, ["-c", script, *flags], backend="gloo")
         assert ended.code == 0, last_lines(ended.output)
         hashes[mode] = re.findall(r"weights ([0-9a-f]{64})", ended.output)
     assert {mode: len(set(h)) for mode, h in hashes.items()} == {"moments": 1, "none": 2}
