@@ -67,7 +67,7 @@ def _seconds_a_step(data: Path, ranks: int, steps: int, flags: list[str]) -> flo
         usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--warmup_steps=0"]
         usual += [f"--data_dir={data}", f"--run_dir={run_dir}", "--eval_every=0"]
         command = ["train.py", "--flagfile=configs/demo.cfg", *usual, *flags]
-        ended = launch(ranks, command, timeout=900)
+        ended = launch(ranks, command, "gloo", timeout=900)
         if ended.code:
             raise SystemExit(last_lines(ended.output))
         lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()

@@ -120,6 +120,6 @@ def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
         f"flags += ['--data_dir={other}'] if os.environ['HOROVOD_RANK'] == '1' else [];"
         "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *flags]))"
     )
-    ended = launch(2, ["-c", code])
+    ended = launch(2, ["-c", code], "gloo")
     assert ended.code != 0
     assert ["data files on rank 1" in e for e in ended.errors()] == [True], ended.output

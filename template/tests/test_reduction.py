@@ -98,7 +98,8 @@ def test_backend_is_what_carries_them(plain, tmp_path):
 
 def test_a_backend_that_was_not_started_is_an_error(tmp_path):
     for wanted, words in (("mpi", "horovodrun --mpi"), ("nccl", "no NCCL")):
-        ended = launch(2, ["train.py", f"--reduce_backend={wanted}", f"--run_dir={tmp_path}"])
+        command = ["train.py", f"--reduce_backend={wanted}", f"--run_dir={tmp_path}"]
+        ended = launch(2, command, "gloo")
         assert len(ended.errors()) == 1 and words in ended.errors()[0], ended.output
 
 
@@ -120,7 +121,7 @@ def test_autotune_writes_its_result_as_flags_that_can_be_used(tiny, tmp_path):
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "3",
     }
     command = ["train.py", "--flagfile=configs/demo.cfg", *tiny, "--num_steps=30", "--autotune"]
-    ended = launch(2, command, env=quick)
+    ended = launch(2, command, "gloo", env=quick)
     assert ended.code == 0, last_lines(ended.output)
     found = tmp_path / "run" / "autotune.cfg"
     assert str(found) in ended.output
