@@ -41,5 +41,5 @@ fork: setup ## a project of your own, NAME=../my-model; asks four questions, ARG
 image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
 	@docker/build.sh
 
-image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 15 minutes
+image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 25 minutes
 	@$(IN_VENV) pytest -s $(ARGS) tests/image_build.py
