@@ -132,11 +132,12 @@ def test_make_train_runs_on_two_ranks(task, forks):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_projects_own_fast_tests(task, forks):
-    quick = ("config", "losses", "metrics", "sampler", "schedule", "checkpoint", "tasks")
-    names = " ".join(f"tests/test_{name}.py" for name in quick)
-    command = f"make -o setup test ARGS=\"-q {names} -k 'not ranks'\""
-    output = shell(command, forks[task])
-    assert re.search(r"\d\d passed", output) and "failed" not in output
+    """All but those that start ranks or draw many scenes: these are the same in every project."""
+    slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes")
+    left_out = " ".join(f"--ignore=tests/test_{name}.py" for name in slow)
+    words = "ranks or a_run_ or a_head_of"
+    output = shell(f"make -o setup test ARGS=\"-q {left_out} -k 'not ({words})'\"", forks[task])
+    assert re.search(r"\d\d\d passed", output)
 
 
 def test_your_model_in_15_minutes(forks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
@@ -73,12 +72,3 @@ def test_every_format_is_a_choice_of_the_flag():
 def test_configs_parse(path: Path):
     config = config_lib.parse(["train.py", f"--flagfile={path}"])
     assert config.data_format in config_lib.FORMATS
-
-
-@pytest.mark.parametrize("name", ["voc", "cityscapes", "cifar10", "imagenet"])
-def test_configs_say_how_to_run_them_and_what_to_expect(name: str):
-    head = "".join(
-        line for line in (CONFIGS / f"{name}.cfg").read_text().splitlines(True) if line[0] == "#"
-    )
-    assert f"train.py --flagfile=configs/{name}.cfg" in head
-    assert re.search(r"arXiv:\d{4}\.\d{5}", head) and "not run here" in head and "GPU" in head
