@@ -20,7 +20,7 @@ def weights(tiny_data, tmp_path_factory) -> Path:
     for ranks in (1, 2, 3, 4):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
-        ended = launch(ranks, [*worker, *equivalence.SETTINGS], timeout=280)
+        ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=280)
         assert ended.code == 0, last_lines(ended.output)
     return root
 
