@@ -15,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 GIT = {
     f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
 }
-# Other tests may run beside: ranks that wait should not keep a core busy.
-POLITE = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
@@ -24,7 +22,7 @@ def shell(command: str, folder: Path, timeout: float = 300) -> str:
     """What a command prints; it must end well, and in time. Nothing it started outlives it."""
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=os.environ | ranks._ENVIRONMENT | GIT | POLITE, text=True,
+        cwd=folder, env=os.environ | ranks._ENVIRONMENT | GIT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

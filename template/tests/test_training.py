@@ -118,13 +118,15 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
         "print('weights', seen[0]); sys.exit(code)"
     )
     hashes = {}
-    for mode in ("moments", "none"):  # the other two: checks_numbers.py
+    for mode in ("mean", "moments", "full", "none"):
         flags = [*tiny, f"--bn_sync={mode}", f"--run_dir={tmp_path / mode}"]
-        ended = launch(2, ["-c", script, *flags], backend="gloo")
+        ended = launch(3 if mode == "moments" else 2, ["-c", script, *flags], backend="gloo")
         assert ended.code == 0, last_lines(ended.output)
         hashes[mode] = re.findall(r"weights ([0-9a-f]{64})", ended.output)
-    assert {mode: len(set(h)) for mode, h in hashes.items()} == {"moments": 1, "none": 2}
-    assert len(hashes["moments"]) == 2
+    assert {mode: len(set(h)) for mode, h in hashes.items()} == {
+        "mean": 1, "moments": 1, "full": 1, "none": 2
+    }  # fmt: skip
+    assert len(hashes["moments"]) == 3
 
 
 def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
