@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-from data import scenes
+from data.demo import scenes
 from ranks import last_lines, launch
 
 SETTINGS = {

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
 import equivalence
-from data import scenes
+from data.demo import scenes
 from ranks import last_lines, launch
 
 

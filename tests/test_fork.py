@@ -122,7 +122,7 @@ def test_make_train_runs_on_two_ranks(task, forks):
     """The skeleton: test_your_model_in_15_minutes."""
     fork = forks[task]
     if task == "segmentation":  # of the full size it would take longer than the test
-        shell(f"{sys.executable} -m data.scenes datasets/demo --train 64 --val 8", fork)
+        shell(f"{sys.executable} -m data.demo.scenes datasets/demo --train 64 --val 8", fork)
     flags = "--num_steps=20 --warmup_steps=0" + " --model=tiny" * (task == "segmentation")
     output = shell(f"make -o setup train ARGS='{flags}'", fork)
     assert "2 ranks on 1 host(s)" in output and f"{task}/" in output

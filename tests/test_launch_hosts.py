@@ -28,7 +28,7 @@ TRAINING = [
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few demo scenes."""
-    from data import scenes
+    from data.demo import scenes
 
     root = tmp_path_factory.mktemp("scenes") / "data"
     scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
@@ -71,7 +71,7 @@ def test_three_hosts_train_stop_and_go_on(hosts: Hosts, data, tmp_path, via, num
     assert code == 75, output
     assert "3 ranks on 3 host(s) (node1, node2, node3)" in output
     assert {"gloo": ", Gloo", "mpi": ", MPI"}[via] in output
-    assert "told to stop: saved at step" in output
+    assert "stop signal received: saved at step" in output
     assert "Traceback" not in output
     stopped = json.loads((tmp_path / "summary.json").read_text())
     assert (stopped["exit_reason"], stopped["ranks"]) == ("preempted", 3)
@@ -80,7 +80,7 @@ def test_three_hosts_train_stop_and_go_on(hosts: Hosts, data, tmp_path, via, num
     rest = [HOSTS_SH, f"--{then}", *OVER_SSH, *TRAINING, *flags, f"--num_steps={last}"]
     ended = hosts[1].run(*rest, timeout=200)
     assert ended.code == 0, ended.output
-    assert re.search(f"going on from .* at step {stopped['step']}", ended.output)
+    assert re.search(f"resuming from .* at step {stopped['step']}", ended.output)
     assert {"gloo": ", Gloo", "mpi": ", MPI"}[then] in ended.output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_reason"], summary["step"]) == ("done", last)

@@ -33,7 +33,7 @@ class Job:
     """A training job of two tasks on two nodes, from the template's folder."""
 
     def __init__(self, slurm: Slurm, folder: Path, launch: str, launch_flags: str = "") -> None:
-        from data import scenes
+        from data.demo import scenes
 
         data = folder / "data"
         scenes.make(data, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
@@ -63,8 +63,8 @@ class Job:
 
     def check_that_it_went_on_to_the_end(self) -> None:
         self.wait_for("completion", lambda: self.state() == "COMPLETED")
-        stops = re.findall(r"told to stop: saved at step (\d+)", self.log())
-        starts = re.findall(r"going on from .* at step (\d+)", self.log())
+        stops = re.findall(r"stop signal received: saved at step (\d+)", self.log())
+        starts = re.findall(r"resuming from .* at step (\d+)", self.log())
         assert stops == starts and len(stops) == 1, self.log()
         assert 0 < int(stops[0]) < STEPS
         assert f"job {self.number}, start 1:" in self.log()

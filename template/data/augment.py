@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from data.labels import IGNORE
+
 # One generator on every device: the default may differ between CPU and GPU.
 _ALG = "philox"
 
@@ -25,7 +27,7 @@ class Augmentation:
     contrast: float = 0.2  # factor of 1 +- this, about the crop's mean
     saturation: float = 0.2  # factor of 1 +- this, about the pixel's grey
     fill: tuple[float, float, float] = (127.5, 127.5, 127.5)  # colour beside the image, 0..255
-    ignore_label: int = 255  # label beside the image
+    ignore_label: int = IGNORE  # label beside the image
 
     def __post_init__(self) -> None:
         checks = {

@@ -5,14 +5,14 @@ from pathlib import Path
 import tensorflow as tf
 
 from config import Config
-from data.cifar10 import Cifar10
-from data.cityscapes import Cityscapes
-from data.class_folders import ClassFolders
-from data.folders import ImageLabelFolder
-from data.records import Records
+from data.readers.cifar10 import Cifar10
+from data.readers.cityscapes import Cityscapes
+from data.readers.class_folders import ClassFolders
+from data.readers.folders import ImageLabelFolder
+from data.readers.records import Records
+from data.readers.voc import Voc
 from data.source import Source
 from data.synthetic import Synthetic
-from data.voc import Voc
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
 KINDS = {
@@ -66,7 +66,7 @@ def _open(name: str, config: Config, root: Path, split: str) -> Source:
     if name == "folders":
         return ImageLabelFolder(root, split, config.num_classes)
     if name == "digits":
-        from data.digits import Digits  # here: a fork without that task goes without it
+        from data.readers.digits import Digits  # here: a fork without that task goes without it
 
         return Digits(split, config.num_classes)
     readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from data import pipeline, records
-from data.cifar10 import Cifar10
-from data.cityscapes import Cityscapes
-from data.class_folders import ClassFolders
-from data.folders import ImageLabelFolder
+from data import pipeline
+from data.labels import IGNORE
+from data.readers import records
+from data.readers.cifar10 import Cifar10
+from data.readers.cityscapes import Cityscapes
+from data.readers.class_folders import ClassFolders
+from data.readers.folders import ImageLabelFolder
+from data.readers.voc import Voc
 from data.source import Source
-from data.voc import Voc
 
 READERS: dict[str, Callable[[Path, str], Source]] = {
     "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
@@ -36,7 +38,6 @@ READERS: dict[str, Callable[[Path, str], Source]] = {
     "class_folders": ClassFolders,
     "cifar10": Cifar10,
 }
-IGNORE = 255
 
 
 class Packed(NamedTuple):

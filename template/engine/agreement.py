@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 import keras
 import tensorflow as tf
 
-from engine.world import BUG, Stop, World
+from engine.stop import BUG, Stop
+from engine.words import some
+from engine.world import World
 
 
 def check_gradients(
@@ -29,7 +31,7 @@ def check_gradients(
         if 0 < len(without) < world.size:
             raise Stop(
                 BUG,
-                f"{variable.path} has no gradient on rank {_some(without)} but has one on the "
+                f"{variable.path} has no gradient on rank {some(without)} but has one on the "
                 "others: every rank's loss must depend on the same variables (multiply by 0 "
                 "rather than leave out)",
             )
@@ -44,9 +46,9 @@ def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction
         first, other = set(everyone[0]), set(everyone[different[0]])
         raise Stop(
             BUG,
-            f"the step's collectives differ: rank {_some(different)} would run "
-            f"{_some(sorted(other - first)) or 'nothing'} where rank 0 runs "
-            f"{_some(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
+            f"the step's collectives differ: rank {some(different)} would run "
+            f"{some(sorted(other - first)) or 'nothing'} where rank 0 runs "
+            f"{some(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
             "same on every rank",
         )
 
@@ -68,8 +70,3 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
 def _shape(shape: tf.compat.v1.TensorShapeProto) -> str:
     sizes = ["?" if d.size < 0 else str(d.size) for d in shape.dim]
     return f"[{', '.join(sizes)}]"
-
-
-def _some(things: Sequence[object], most: int = 3) -> str:
-    shown = ", ".join(map(str, things[:most]))
-    return shown + (f" and {len(things) - most} more" if len(things) > most else "")

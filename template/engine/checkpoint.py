@@ -23,7 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine.world import WRONG_USE, Stop, World, raw, say
+from engine.stop import WRONG_USE, Stop
+from engine.world import World, raw, say
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
@@ -47,7 +48,16 @@ class Checkpoints:
     keep: int
     world: World
 
-    def save(self, step: int, variables: Variables, config: Config, score: float | None) -> None:
+    def add_score(self, step: int, score: float) -> None:
+        """Notes the main metric in the checkpoint of `step`; on rank 0."""
+        path = self.folder / f"step-{step:08d}"
+        if self.world.is_chief and path.exists():
+            (path / _MANIFEST).write_text(json.dumps(manifest(path) | {"score": score}, indent=1))
+            self._prune()
+
+    def save(
+        self, step: int, variables: Variables, config: Config, score: float | None = None
+    ) -> None:
         """Writes step-XXXXXXXX and deletes what is no longer kept; every rank must call it.
 
         Args:

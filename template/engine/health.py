@@ -1,4 +1,4 @@
-"""What can go wrong in mid-run, turned into votes that all ranks count together.
+"""What can go wrong in mid-run, turned into votes that all ranks count together, and a verdict.
 
 A rank that cannot read its data, or that was told to stop, must not leave the others waiting in
 a collective. It takes part in the step as always and votes; the votes are summed with the loss,
@@ -8,12 +8,23 @@ so every rank learns of it at the same step, at no extra cost.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
+
+from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
+from engine.world import World
 
 # Positions in the vector of votes.
 DATA_FAILED, STOP_ASKED = 0, 1
 NUM_VOTES = 2
+
+Result = Mapping[str, tf.Tensor]  # what a train step returns
+
+
+class Feed(Protocol):
+    error: str | None  # what is wrong with this rank's data, if anything
 
 
 class StopSignal:
@@ -28,6 +39,56 @@ class StopSignal:
         self.asked = True
 
 
+class Ending(NamedTuple):
+    """Why a run ends before its last step, or at it."""
+
+    code: int  # exit code, see engine/stop.py
+    reason: str  # one or two words, for summary.json
+    message: str  # a sentence for a person; empty where there is nothing to say
+    save: bool  # whether the weights as they are now are worth a checkpoint
+
+
+class Health:
+    """This rank's votes, and what the ranks' votes and totals say about the run."""
+
+    def __init__(self, world: World, precision: str, feed: Feed, stop_signal: StopSignal) -> None:
+        self._world, self._feed, self._stop_signal = world, feed, stop_signal
+        # A gradient that is not finite is expected now and then: the step was skipped.
+        self._float16 = precision == "float16"
+
+    def votes(self) -> tf.Tensor:
+        """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
+        return votes(self._feed.error is not None, self._stop_signal.asked)
+
+    def verdict(self, *results: Result | None) -> Ending | None:
+        """Why the run must end after these steps, the same on every rank; None: it goes on.
+
+        It saves and ends nothing itself. All ranks must call it with the results of the same
+        steps; None stands for a step that was not made.
+        """
+        endings = [self._judge(result) for result in results if result is not None]
+        found = [ending for ending in endings if ending]
+        # What the newest step says counts, but for a stop signal, which any other reason outdoes.
+        graver = [ending for ending in found if ending.code != PREEMPTED]
+        return next(iter(graver or found), None)
+
+    def _judge(self, result: Result) -> Ending | None:
+        counted = result["votes"].numpy()
+        if counted[DATA_FAILED]:
+            errors = self._world.gather_objects(self._feed.error, "data.errors")
+            return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        if not result["finite"] and not self._float16:
+            message = (
+                f"diverged at step {int(result['step'])}: loss {float(result['loss']):g}, gradient "
+                f"norm {float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. "
+                "Checkpoints are as they were. Try a lower --base_lr, --warmup_steps, --clip_norm"
+            )
+            return Ending(DIVERGED, "diverged", message, save=False)
+        if counted[STOP_ASKED]:
+            return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
+        return None
+
+
 def votes(data_failed: bool, stop_asked: bool) -> tf.Tensor:
-    """This rank's votes, float64 [NUM_VOTES]."""
+    """One rank's votes, float64 [NUM_VOTES]."""
     return tf.constant([float(data_failed), float(stop_asked)], tf.float64)

@@ -6,21 +6,19 @@ pictures, summary.json at the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from config import Config
-from engine import schedule
 from engine.world import World, say
 
 
@@ -37,9 +35,14 @@ class Telemetry:
             self._lines = (run_dir / "metrics.jsonl").open("a")
             self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
 
-    def resume_clock(self, step: int) -> None:
-        """Starts timing from `step`: evaluation and saving do not count as training time."""
-        self._clock = _Clock(step)
+    @contextlib.contextmanager
+    def not_training(self) -> Iterator[None]:
+        """What happens inside (evaluation, saving) does not count as training time."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._clock.leave_out(time.monotonic() - start)
 
     def step(self, step: int, samples: int, figures: Mapping[str, float], losses: Sequence[float]):
         """A logged step.
@@ -87,7 +90,14 @@ class Telemetry:
                 for name, value in zip(names, row):
                     tf.summary.scalar(f"gradient_{name}/{path}", value)
 
-    def evaluation(self, step: int, figures: Mapping[str, float], main_metric: str) -> None:
+    def evaluation(
+        self,
+        step: int,
+        figures: Mapping[str, float],
+        main_metric: str,
+        pictures: np.ndarray | None,
+    ) -> None:
+        """Figures by name, and pictures (see `_pictures`) where there are any."""
         if not self._world.is_chief:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
@@ -95,13 +105,15 @@ class Telemetry:
             for name, value in figures.items():
                 tf.summary.scalar(f"eval/{name}", value)
         self._board.flush()
+        if pictures is not None:
+            self._pictures(step, pictures)
         say(
             self._world,
             f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
             f"{main_metric} {figures[main_metric]:.4f}",
         )
 
-    def pictures(self, step: int, pictures: np.ndarray) -> None:
+    def _pictures(self, step: int, pictures: np.ndarray) -> None:
         """Pictures, uint8 [n, height, width, 3], to TensorBoard and, below each other, to a PNG."""
         with self._board.as_default(step):
             tf.summary.image("predictions", pictures, max_outputs=len(pictures))
@@ -125,20 +137,12 @@ class Telemetry:
         self._lines.flush()
 
 
-def describe_run(config: Config, ranks: int, model: keras.Model, train: int, val: int) -> str:
-    """What is trained, on how many samples and at which rate, for a person."""
-    rate = config.base_lr * schedule.scale_factor(config, ranks)
-    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
-    return (
-        f"{config.task}/{model.name}: {model.count_params():,} parameters, {train:,} + {val:,} "
-        f"samples; {config.num_steps} steps of {config.global_batch_size}, {config.optimizer}, "
-        f"{config.lr_policy} from {rate:g}{scaling}"
-    )
-
-
 class _Clock:
     def __init__(self, step: int) -> None:
         self._step, self._time = step, time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        self._time += seconds
 
     def seconds_a_step(self, step: int) -> float:
         """Mean since the last call."""

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,19 +21,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import reduction
-
-# Exit codes of a run; 1 is also what Python gives an uncaught exception.
-DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
-
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
-
-
-class Stop(Exception):
-    """The run ends here, on every rank, with this exit code; `message` is for a person."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+from engine.stop import BUG, RANK_VARIABLES, WRONG_USE, Stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +95,10 @@ class World:
             raise Stop(BUG, f"{what} on rank {ranks} differ from those on rank 0")
 
 
-def launch_rank() -> int:
-    """This process's rank as its launcher told it, before Horovod is up; 0 when run alone."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
-
-
 def connect(knobs: Mapping[str, str] | None = None) -> World:
     """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
     os.environ.update(knobs or {})
-    if not any(name in os.environ for name in _RANK_VARIABLES):
+    if not any(name in os.environ for name in RANK_VARIABLES):
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     elif "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -127,7 +109,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
 
 
 def set_up(world: World, config: Config) -> None:
-    """One GPU for this process, or its share of the CPU's cores; seed, determinism, precision.
+    """One GPU for this process, or its share of the CPU's cores.
 
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs.
@@ -135,6 +117,10 @@ def set_up(world: World, config: Config) -> None:
     with world.together("choosing a device"):
         _choose_device(world)
         reduction.check_backend(config)
+
+
+def set_numbers(config: Config) -> None:
+    """Seed, determinism and precision of what is made from now on."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -218,7 +204,3 @@ def say(world: World, text: str) -> None:
     """A line for the person watching, from rank 0 only."""
     if world.is_chief:
         print(text, flush=True)
-
-
-def complain(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)

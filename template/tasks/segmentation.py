@@ -10,14 +10,15 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config, class_weights
-from data import augment, scenes
+from data import augment
+from data.demo import scenes
+from data.labels import IGNORE
 from data.open import open_source
 from data.source import Source
 from engine import losses, metrics
 from tasks.base import Example
 from tasks.segmentation_models import MODELS
 
-IGNORE = 255  # label of pixels that neither the loss nor the metrics count
 PICTURES = 4  # shown at an evaluation
 DEMO = Path("datasets/demo")  # made when it is first asked for
 

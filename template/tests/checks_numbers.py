@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import train
 from config import Config
 from engine import agreement, batch_norm, gradients, health, optimizer, reduction
 from engine.sampler import share
 from engine.state import State
-from engine.world import Stop, raw
+from engine.stop import Stop
+from engine.world import raw
+from step import make_train_step
 
 PLAIN = dataclasses.replace(
     Config(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0
@@ -182,7 +183,7 @@ def regression_step(world, config, model=None, features=4):
         "inputs": tf.TensorSpec([*shape, features], tf.float32),
         "targets": tf.TensorSpec([*shape, 1], tf.float32),
     }
-    step = train.make_train_step(config, world, Regression(), state, spec)
+    step = make_train_step(config, world, Regression(), state, spec)
 
     def do(x, y):
         """One step on the global batch x, y."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data import scenes
+from data.demo import scenes
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (

@@ -48,30 +48,21 @@ def largest_difference(a: Path, b: Path) -> float:
 
 def _run(config, world):
     """Variables by position after all steps, the last loss, and seconds a step."""
-    import keras
     import tensorflow as tf
 
-    import train
     from data.pipeline import TrainingFeed
-    from engine import batch_norm, health, optimizer
-    from engine import world as world_lib
+    from engine import batch_norm, health
     from engine.sampler import Sampler
-    from engine.state import State
-    from tasks import segmentation
+    from run import assemble
+    from step import make_train_step
 
-    keras.utils.set_random_seed(config.seed)
-    world_lib.set_precision(config.precision)
-    task = segmentation.Task(config)
-    source, _ = task.sources()
-    model = task.build_model()
-    if config.bn_sync == "full":
-        model = batch_norm.synchronize(model)
-    state = State(model, optimizer.build(config, model), config.precision)
+    run = assemble(config, world)
+    state, model = run.state, run.model
     world.broadcast_variables(list(state.variables.values()))
     size, micro = config.global_batch_size, config.accumulation_steps
-    order = Sampler(len(source), size, micro, config.seed, world.rank, world.size)
-    feed = TrainingFeed(source, order, task.training_example, 0, config.num_steps)
-    step = train.make_train_step(config, world, task, state, feed.spec)
+    order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
+    feed = TrainingFeed(run.train_source, order, run.task.training_example, 0, config.num_steps)
+    step = make_train_step(config, world, run.task, state, feed.spec)
     step(feed.next(), health.votes(False, False))
     start = time.monotonic()
     for _ in range(config.num_steps - 1):

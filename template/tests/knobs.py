@@ -19,14 +19,15 @@ def main(argv: list[str]) -> None:
     import tensorflow as tf
 
     import config as config_lib
-    import train
     from engine import health, optimizer, reduction
     from engine import world as world_lib
     from engine.state import State
+    from step import make_train_step
 
     config = config_lib.parse(argv)
     world = world_lib.connect(reduction.environment(config))
     world_lib.set_up(world, config)
+    world_lib.set_numbers(config)
     ids = keras.Input((3,), dtype="int32")
     x = keras.layers.Flatten()(keras.layers.Embedding(50, 4)(ids))
     for width in (40, 40, 40, 40, 4):
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
     }
     state = State(model, optimizer.build(config, model), config.precision)
     world.broadcast_variables(list(state.variables.values()))
-    step = train.make_train_step(config, world, Task(), state, spec)
+    step = make_train_step(config, world, Task(), state, spec)
     for number in range(config.num_steps):
         inputs = tf.reshape(tf.range(micro * 6) + number + world.rank, [micro, 2, 3]) % 50
         batch = {"inputs": inputs, "targets": tf.ones([micro, 2, 1])}

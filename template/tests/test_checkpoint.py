@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from config import Config
 from engine.checkpoint import Checkpoints
-from engine.world import Stop, World
+from engine.stop import Stop
+from engine.world import World
 
 ALONE = World(0, 1, 0, 1)
 

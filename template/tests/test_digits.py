@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from data import crops
 from data.arrays import Arrays
-from data.digits import ROWS, Digits
+from data.readers.digits import ROWS, Digits
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
-from data import folders
+from data.readers import folders
 
 CLASSES = 5
 

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 import readers
-from data.cifar10 import CLASS_NAMES, Cifar10
+from data.readers.cifar10 import CLASS_NAMES, Cifar10
 
 
 def test_reads_all_records_of_all_files(tmp_path: Path):

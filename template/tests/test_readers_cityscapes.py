@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import readers
-from data.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
+from data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 
 # Ids and train ids as the authors' table pairs them, written down a second time and by name.
 TRAIN_IDS = {

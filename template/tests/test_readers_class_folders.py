@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import readers
-from data import class_folders
-from data.class_folders import ClassFolders
+from data.readers import class_folders
+from data.readers.class_folders import ClassFolders
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import pytest
 import config as config_lib
 import readers
 from data import open as open_lib
-from data import pack, records
-from data.cifar10 import Cifar10
-from data.cityscapes import Cityscapes
-from data.class_folders import ClassFolders
-from data.voc import Voc
+from data import pack
+from data.readers import records
+from data.readers.cifar10 import Cifar10
+from data.readers.cityscapes import Cityscapes
+from data.readers.class_folders import ClassFolders
+from data.readers.voc import Voc
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

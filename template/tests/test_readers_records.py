@@ -9,12 +9,13 @@ import pytest
 import tensorflow as tf
 
 import readers
-from data import pack, scenes
-from data.cifar10 import Cifar10
-from data.class_folders import ClassFolders
-from data.folders import ImageLabelFolder
-from data.records import Records
-from data.voc import Voc
+from data import pack
+from data.demo import scenes
+from data.readers.cifar10 import Cifar10
+from data.readers.class_folders import ClassFolders
+from data.readers.folders import ImageLabelFolder
+from data.readers.records import Records
+from data.readers.voc import Voc
 
 
 @pytest.fixture(scope="module")

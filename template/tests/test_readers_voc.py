@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import readers
-from data.voc import CLASS_NAMES, NUM_CLASSES, Voc
+from data.readers.voc import CLASS_NAMES, NUM_CLASSES, Voc
 
 
 @pytest.fixture

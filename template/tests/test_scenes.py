@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 
-from data import folders, scenes
+from data.demo import scenes
+from data.readers import folders
 
 PROJECT = Path(__file__).parents[1]
 SMALL = scenes.Settings(train=12, val=6)
@@ -24,7 +25,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def command(root: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "data.scenes", str(root), *flags]
+    return [sys.executable, "-m", "data.demo.scenes", str(root), *flags]
 
 
 def touching(mask: np.ndarray) -> np.ndarray:
@@ -74,7 +75,7 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
             column for scene in drawn for column in range(scene.photo[1], sum(scene.photo[1::2]))
         }
         for scene in drawn:  # what is told is what is shown
-            shown = set(np.unique(scene.label)) - {0, scenes.IGNORE_LABEL}
+            shown = set(np.unique(scene.label)) - {0, scenes.IGNORE}
             assert shown == {digits.target[scan] + 1 for scan in scene.scans}
     assert len(used["train"]) > 500 and len(used["val"]) > 300
     assert not used["train"] & used["val"]
@@ -99,26 +100,26 @@ def test_the_ignored_ring_is_one_pixel_around_a_digit():
     settings = scenes.Settings(digits=(1, 1))
     for index in range(60):
         label = scenes.scene(settings, "train", index).label
-        digit = (label > 0) & (label != scenes.IGNORE_LABEL)
+        digit = (label > 0) & (label != scenes.IGNORE)
         assert digit.any()
         np.testing.assert_array_equal(
-            label == scenes.IGNORE_LABEL, touching(digit) & ~digit, err_msg=f"scene {index}"
+            label == scenes.IGNORE, touching(digit) & ~digit, err_msg=f"scene {index}"
         )
 
 
 def test_no_digit_touches_background_or_another_digit():
     for index in range(100):
         label = scenes.scene(SMALL, "train", index).label
-        for class_id in set(np.unique(label)) - {0, scenes.IGNORE_LABEL}:
+        for class_id in set(np.unique(label)) - {0, scenes.IGNORE}:
             around = label[touching(label == class_id)]
-            assert set(np.unique(around)) <= {class_id, scenes.IGNORE_LABEL}
+            assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
 
 
 def test_digits_differ_from_what_they_lie_on_in_both_directions():
     signs = []
     for index in range(100):
         drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "train", index)
-        digit = (drawn.label > 0) & (drawn.label != scenes.IGNORE_LABEL)
+        digit = (drawn.label > 0) & (drawn.label != scenes.IGNORE)
         beside = touching(touching(touching(digit))) & (drawn.label == 0)
         signs.append(np.sign(drawn.image[digit].mean() - drawn.image[beside].mean()))
     assert min(np.mean(np.equal(signs, 1)), np.mean(np.equal(signs, -1))) > 0.2
@@ -135,16 +136,15 @@ def test_overlap_is_limited():
 
 def test_the_reader_for_folders_reads_it(demo: Path):
     for split, count in (("train", 12), ("val", 6)):
-        source = folders.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE_LABEL)
+        source = folders.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE)
         assert len(source) == count
         assert [source.explain(index) for index in range(count)] == [None] * count
 
 
 def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
-    program = (
-        "import sys; from data import scenes; scenes.main(); assert 'sklearn' not in sys.modules"
-    )
+    program = "import sys; from data.demo import scenes; scenes.main();"
+    program += "assert 'sklearn' not in sys.modules"
     flags = [str(demo), "--train", "12", "--val", "6"]
     subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
@@ -186,7 +186,7 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
     # Started in the background of a shell, a process ignores SIGINT unless told otherwise.
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from data import scenes; scenes.main()"
+        "from data.demo import scenes; scenes.main()"
     )
     making = subprocess.Popen(
         [sys.executable, "-c", program, str(root)], cwd=PROJECT, stderr=subprocess.DEVNULL

@@ -76,7 +76,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(
     train(2, *flags, backend="gloo", kill_when=lambda: (checkpoints / "step-00000003").exists())
     assert not (tmp_path / "run" / "summary.json").exists(), "killed too late"
     ended = run(2, flags, backend="gloo")
-    assert "going on from" in ended.output
+    assert "resuming from" in ended.output
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
     assert [x["step"] for x in lines(tmp_path) if "loss" in x] == list(range(1, 9))
@@ -132,11 +132,11 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
 def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
     """The run's own check at its end, seen to fail: one rank's weights are changed in mid-run."""
     script = (
-        "import os, sys; sys.path.insert(0, '.'); import train; end = train.Loop.end;\n"
-        "def drifted(self, reason):\n"
-        "    if self.world.rank == 1: self.state.model.variables[0].assign_add([[[[1.0]]]])\n"
-        "    end(self, reason)\n"
-        "train.Loop.end = drifted\n"
+        "import os, sys; sys.path.insert(0, '.'); import train; finish = train.finish;\n"
+        "def drifted(run, *rest):\n"
+        "    if run.world.rank == 1: run.model.variables[0].assign_add([[[[1.0]]]])\n"
+        "    finish(run, *rest)\n"
+        "train.finish = drifted\n"
         "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]))"
     )
     ended = launch(2, ["-c", script, *tiny])
@@ -149,11 +149,11 @@ def test_a_stop_signal_saves_and_the_run_goes_on_to_the_same_weights(tiny, tmp_p
     flags = [*tiny, "--deterministic", "--num_steps=12"]
     run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     script = (
-        "import os, signal, sys; sys.path.insert(0, '.'); import train; log = train.Loop.log;\n"
-        "def stop(self, result):\n"
-        "    log(self, result)\n"
-        "    if self.step == 5 and self.world.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "train.Loop.log = stop\n"
+        "import os, signal, sys; sys.path.insert(0, '.'); import train; log = train.Log.__call__;\n"
+        "def stop(self, step, result):\n"
+        "    log(self, step, result)\n"
+        "    if step == 5 and self._run.world.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "train.Log.__call__ = stop\n"
         "code = train.main(['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]])\n"
         "print(f'exit-code-{code}')"
     )

@@ -224,7 +224,7 @@ def test_a_run_starts_from_another_ones_weights_on_every_rank(first, tmp_path):
             np.testing.assert_allclose(after[name], before[name], atol=1e-9)
     # Typed again it goes on from its own checkpoint, not from the other run's.
     output, _ = run(1, tmp_path / "second", *STILL, "--num_steps=3", start)
-    assert "going on from" in output and "starting from" not in output
+    assert "resuming from" in output and "starting from" not in output
 
 
 def test_a_head_of_another_size_ends_all_ranks_or_is_left_out_on_request(first, tmp_path):

@@ -7,9 +7,10 @@ ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 
 from pathlib import Path
 
-from data import listing
-from data.pairs import PicturePairs
-from data.pictures import IMAGE_SUFFIXES
+from data.labels import IGNORE
+from data.readers import listing
+from data.readers.pairs import PicturePairs
+from data.readers.pictures import IMAGE_SUFFIXES
 
 _CONTENT = {"images": "pictures", "labels": "label PNGs", "splits": "lists"}
 
@@ -23,7 +24,7 @@ class ImageLabelFolder(PicturePairs):
     a listed name lacks its image or label, or a name is listed twice.
     """
 
-    def __init__(self, root: Path, split: str, num_classes: int, ignore_label: int = 255):
+    def __init__(self, root: Path, split: str, num_classes: int, ignore_label: int = IGNORE):
         if not (1 <= num_classes <= 256 and 0 <= ignore_label <= 255):
             raise ValueError(
                 f"num_classes={num_classes} and ignore_label={ignore_label}: labels have 8 bits, "

@@ -1,18 +1,11 @@
 """Folders, lists of names, and the files they name; errors say what is missing and where."""
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from data import source
-
-
-def some(items: Iterable[object], most: int = 5) -> str:
-    """The first items with commas between them, and how many more there are."""
-    items = list(items)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+from engine.words import some
 
 
 def check_folder(folder: Path, content: str) -> None:

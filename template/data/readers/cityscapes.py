@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data import listing
-from data.pairs import PicturePairs
+from data.labels import IGNORE
+from data.readers import listing
+from data.readers.pairs import PicturePairs
+from engine.words import some
 
 CLASS_NAMES = (
     "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign",
@@ -22,7 +24,6 @@ NUM_CLASSES = len(CLASS_NAMES)
 # cityscapesscripts/helpers/labels.py (github.com/mcordts/cityscapesScripts), columns id, trainId.
 IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 LAST_ID = 33  # the others from 0 on (ego vehicle, parking, caravan, ...) are ignored
-IGNORE = 255
 _UNKNOWN = 254  # an id that the table does not have
 
 _IMAGE, _LABEL = "_leftImg8bit.png", "_gtFine_labelIds.png"
@@ -44,7 +45,7 @@ class Cityscapes(PicturePairs):
         for ending, lack in ((_LABEL, images - labels), (_IMAGE, labels - images)):
             if lack:
                 raise ValueError(
-                    f"{root}, split {split}: no *{ending} for {listing.some(sorted(lack))}; "
+                    f"{root}, split {split}: no *{ending} for {some(sorted(lack))}; "
                     "unpack both archives (leftImg8bit_trainvaltest, gtFine_trainvaltest) whole"
                 )
         names = sorted(images)
@@ -75,7 +76,7 @@ def _names(folder: Path, split: str, ending: str) -> set[str]:
         there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise ValueError(
             f"{folder / split} is missing; unpack it there, or choose another split (there are: "
-            f"{listing.some(there) or 'none'})"
+            f"{some(there) or 'none'})"
         )
     cities = sorted(entry.name for entry in (folder / split).iterdir() if entry.is_dir())
     names = {

@@ -1,6 +1,7 @@
 """The demo data set: scanned handwritten digits lying on photographs, to be segmented.
 
-    python -m data.scenes datasets/demo [--train N] [--val N] [--size S] [--seed K] [--preview PNG]
+    python -m data.demo.scenes datasets/demo [--train N] [--val N] [--size S] [--seed K]
+        [--preview PNG]
 
 It is made once, without a network, from real data that scikit-learn ships: 1,797 scans of
 handwritten digits (8x8, https://doi.org/10.24432/C50P49) and two photographs. Training and
@@ -21,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from data.labels import IGNORE
+
 CLASS_NAMES = ("background", *"0123456789")
 NUM_CLASSES = len(CLASS_NAMES)
-IGNORE_LABEL = 255
 # What each split may use. The scans come sorted by writer, so most of val's writers are new.
 SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of load_digits
 COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
@@ -79,7 +81,7 @@ class Scene(NamedTuple):
     """One sample, and what it was made from (so that a test can check the splits)."""
 
     image: np.ndarray  # uint8 [size, size, 3]
-    label: np.ndarray  # uint8 [size, size], class ids and IGNORE_LABEL
+    label: np.ndarray  # uint8 [size, size], class ids and IGNORE
     scans: tuple[int, ...]  # rows of load_digits
     photo: tuple[int, int, int, int]  # which photograph, left column, top row, side of the crop
 
@@ -99,7 +101,7 @@ def scene(settings: Settings, split: str, index: int) -> Scene:
             continue
         used.append(scan)
         class_id = _scans()[1][scan] + 1
-        label[place] = np.where(digit, class_id, np.where(ring, IGNORE_LABEL, label[place]))
+        label[place] = np.where(digit, class_id, np.where(ring, IGNORE, label[place]))
         owner[place] = np.where(digit, len(used), np.where(ring, 0, owner[place]))
         _paint(rng, canvas[place], ink, float(rng.uniform(*settings.contrast)))
     return Scene(np.rint(canvas * 255).astype(np.uint8), label, tuple(used), photo)

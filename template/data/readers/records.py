@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from data import listing, pictures, source
+from data import source
+from data.readers import pictures
+from engine.words import some
 
 META, INDEX = "pack.json", "index.bin"
 VERSION = 1
@@ -123,7 +125,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
         raise ValueError(
             f"{path} is missing; pack the split with python -m data.pack, or choose another "
-            f"(packed in {folder.parent}: {listing.some(there) or 'none'})"
+            f"(packed in {folder.parent}: {some(there) or 'none'})"
         )
     try:
         meta = json.loads(path.read_text())

@@ -11,9 +11,9 @@ Hariharan et al. 2011, "Semantic Contours from Inverse Detectors", which others 
 
 from pathlib import Path
 
-from data import listing
-from data.pairs import PicturePairs
-from data.pictures import IMAGE_SUFFIXES
+from data.readers import listing
+from data.readers.pairs import PicturePairs
+from data.readers.pictures import IMAGE_SUFFIXES
 
 NUM_CLASSES = 21
 CLASS_NAMES = (

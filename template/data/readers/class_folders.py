@@ -11,8 +11,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from data import listing, pictures, source
-from data.pictures import IMAGE_SUFFIXES
+from data import source
+from data.readers import listing, pictures
+from data.readers.pictures import IMAGE_SUFFIXES
+from engine.words import some
 
 SPLITS = ("train", "val")
 _SIZES = 10_000  # most files whose sizes go into a fingerprint: each is a question to the server
@@ -84,7 +86,7 @@ def _classes(root: Path, split: str) -> list[str]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
-        there = listing.some(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        there = some(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
         raise ValueError(
             f"{root / split} is missing; put a folder for each class there (folders of {root}: "
             f"{there or 'none'})"
@@ -98,7 +100,7 @@ def _classes(root: Path, split: str) -> list[str]:
         if differ := sorted(set(classes[split]) ^ set(others)):
             raise ValueError(
                 f"{root / split} and {root / name} hold different classes: only one of the two "
-                f"has {listing.some(differ)}; labels would not agree, so make them the same"
+                f"has {some(differ)}; labels would not agree, so make them the same"
             )
     return classes[split]
 

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from data import listing, pictures
+from data.labels import IGNORE
+from data.readers import listing, pictures
+from engine.words import some
 
 
 class PicturePairs:
@@ -32,7 +34,7 @@ class PicturePairs:
         images: list[str],
         labels: list[str],
         num_classes: int,
-        ignore_label: int = 255,
+        ignore_label: int = IGNORE,
         table: np.ndarray | None = None,
         way_out: str = "map the values, or raise num_classes",
     ):
@@ -100,7 +102,7 @@ class PicturePairs:
             values = np.unique(label[wrong]).tolist()
             raise ValueError(
                 f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
-                f"class ({np.count_nonzero(wrong)} such pixels, values {listing.some(values)}); "
+                f"class ({np.count_nonzero(wrong)} such pixels, values {some(values)}); "
                 f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
                 f"{self._way_out}"
             )

@@ -1,0 +1,146 @@
+"""What happens after a step. train.py lists the actions; each is called as action(step, result).
+
+An action says with `due(step)` whether it acts after a step, and with `settles` whether it needs
+to know first that the step was applied. It returns why the run must end, or None. All ranks have
+the same list and call the same actions at the same steps: an action may hold collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import tensorflow as tf
+
+from engine import early_stop, ema
+from engine.checkpoint import Best
+from engine.health import Ending
+from engine.stop import DONE
+from engine.telemetry import Telemetry
+from evaluation import Evaluator
+from run import Run
+
+Result = Mapping[str, tf.Tensor]  # what the train step returns
+
+
+class Action(Protocol):
+    settles: bool
+
+    def due(self, step: int) -> bool: ...
+
+    def __call__(self, step: int, result: Result) -> Ending | None: ...
+
+
+class Sync:
+    """Brings the moving statistics of batch norm together, every so many steps."""
+
+    settles = False
+
+    def __init__(self, run: Run, sync: Callable[[], None]) -> None:
+        # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
+        self._every = 1 if run.config.deterministic else run.config.bn_sync_every
+        self._sync = sync
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        self._sync()
+
+
+class Log:
+    """A progress line, and the same figures for tools."""
+
+    settles = True
+
+    def __init__(self, run: Run, telemetry: Telemetry) -> None:
+        self._run, self._telemetry = run, telemetry
+
+    def due(self, step: int) -> bool:
+        return step % self._run.config.log_every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        config, state = self._run.config, self._run.state
+        figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
+        if config.precision == "float16":
+            figures["loss_scale"] = float(state.loss_scale.value)
+            figures["skipped"] = int(state.skipped)
+        self._telemetry.step(step, config.global_batch_size, figures, result["losses"].numpy())
+        if config.log_gradients:
+            paths = [v.path for v in state.model.trainable_variables]
+            self._telemetry.gradients(step, paths, result["layers"].numpy())
+
+
+class Save:
+    """A checkpoint every so many steps, before an evaluation, and after the last step."""
+
+    settles = True
+
+    def __init__(
+        self, run: Run, sync: Callable[[], None], telemetry: Telemetry, saved_at: int | None
+    ) -> None:
+        self._run, self._sync, self._telemetry = run, sync, telemetry
+        self._saved_at = saved_at  # the step whose checkpoint is there already
+
+    def due(self, step: int) -> bool:
+        config = self._run.config
+        every = (config.checkpoint_every, config.eval_every)
+        return step == config.num_steps or any(n and step % n == 0 for n in every)
+
+    def __call__(self, step: int, result: Result | None = None) -> None:
+        if step == self._saved_at:
+            return
+        with self._telemetry.not_training():
+            self._sync()
+            self._run.checkpoints.save(step, self._run.state.variables, self._run.config)
+        self._saved_at = step
+
+
+class Evaluate:
+    """The score of the weights, or of their average where one is kept; when to give up.
+
+    It comes after Save: whatever goes wrong in an evaluation, what was trained is on disk.
+    """
+
+    settles = True
+
+    def __init__(
+        self, run: Run, evaluator: Evaluator, sync: Callable[[], None], telemetry: Telemetry
+    ) -> None:
+        self._run, self._evaluator = run, evaluator
+        self._sync, self._telemetry = sync, telemetry
+        self._best = run.checkpoints.best()
+        self.figures: dict[str, float] = {}  # of the newest evaluation
+
+    def due(self, step: int) -> bool:
+        config = self._run.config
+        every = config.eval_every
+        return step == config.num_steps or bool(every and step % every == 0)
+
+    def __call__(self, step: int, result: Result | None = None) -> Ending | None:
+        run = self._run
+        with self._telemetry.not_training():
+            self._sync()
+            with ema.averaged(run.model, run.optimizer):
+                self.figures, pictures = self._evaluator.run()
+            score = self.figures[run.task.main_metric]
+            run.checkpoints.add_score(step, score)
+            self._telemetry.evaluation(step, self.figures, run.task.main_metric, pictures)
+        if not math.isnan(score) and (self._best is None or score > self._best.score):
+            self._best = Best(score, step)
+        return self.given_up(step)
+
+    def given_up(self, step: int) -> Ending | None:
+        """An ending where no better score is to be expected."""
+        config, best = self._run.config, self._best
+        best_step = best.step if best else 0
+        if step >= config.num_steps or not early_stop.given_up(
+            step, best_step, config.eval_every, config.early_stop_evals
+        ):
+            return None
+        above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
+        message = (
+            f"no {self._run.task.main_metric} {above} in {config.early_stop_evals} evaluations"
+        )
+        return Ending(DONE, "early stop", f"stopped early: {message}", save=False)

@@ -1,0 +1,31 @@
+"""How a run ends: its exit codes, the exception that carries one to every rank, the last message.
+
+Imports nothing heavy: a wrong flag is told before TensorFlow is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Exit codes of a run; 1 is also what Python gives an uncaught exception.
+DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+class Stop(Exception):
+    """The run ends here, on every rank, with this exit code; `message` is for a person."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def launch_rank() -> int:
+    """This process's rank as its launcher told it, before Horovod is up; 0 when run alone."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,12 @@
+"""Words of messages that several places need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def some(things: Iterable[object], most: int = 5) -> str:
+    """The first `most` things with commas between them, and how many more there are."""
+    things = list(things)
+    more = f" and {len(things) - most} more" if len(things) > most else ""
+    return ", ".join(map(str, things[:most])) + more

@@ -1,0 +1,72 @@
+"""What a run is made of, put together the same way for every command and every test."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import keras
+
+from config import Config
+from data.source import Source
+from engine import batch_norm, schedule
+from engine import optimizer as optimizers
+from engine import world as world_lib
+from engine.checkpoint import Checkpoints
+from engine.state import State
+from engine.world import World
+from tasks import base as tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Made by `assemble`. What depends on a rank's share of the data is made by who needs it."""
+
+    config: Config
+    world: World
+    task: tasks.Task
+    train_source: Source
+    val_source: Source
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    state: State
+    checkpoints: Checkpoints
+
+
+def assemble(config: Config, world: World) -> Run:
+    """Task, data, model, and optimizer with all its variables; every rank must call it.
+
+    The device is chosen before (`world.set_up`). Weights are those of a new run with this seed,
+    and may differ between ranks until they are broadcast.
+
+    Raises:
+      Stop: on all ranks, when a part cannot be made, or their data differ.
+    """
+    world_lib.set_numbers(config)
+    with world.together("preparing the data"):
+        task = tasks.load(config)
+        if world.local_rank == 0:
+            task.prepare()
+    with world.together("opening the data"):
+        train_source, val_source = task.sources()
+    world.check_same(train_source.fingerprint() + val_source.fingerprint(), "the data files")
+    with world.together("building the model"):
+        model = task.build_model()
+        if config.bn_sync == "full":
+            model = batch_norm.synchronize(model)
+        optimizer = optimizers.build(config, model)
+    state = State(model, optimizer, config.precision)
+    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)
+    return Run(config, world, task, train_source, val_source, model, optimizer, state, checkpoints)
+
+
+def describe(run: Run) -> str:
+    """What is trained, on how many samples and at which rate, for a person."""
+    config = run.config
+    rate = config.base_lr * schedule.scale_factor(config, run.world.size)
+    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    return (
+        f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
+        f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
+        f"{config.global_batch_size}, {config.optimizer}, {config.lr_policy} from {rate:g}{scaling}"
+    )

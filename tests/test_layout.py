@@ -1,0 +1,54 @@
+"""Who imports whom: arrows point down only, and there is no circle."""
+
+import ast
+from pathlib import Path
+
+from hosts import ROOT
+
+PROJECT = ROOT / "template"
+# From the top: a file may import what stands below it, or beside it in its own folder.
+FLOORS = ["train", "actions", "evaluation", "run", "step", "tasks", "data", "engine", "config"]
+
+
+def modules() -> dict[str, Path]:
+    files = [p for p in PROJECT.rglob("*.py") if p.relative_to(PROJECT).parts[0] in parts()]
+    return {".".join(p.relative_to(PROJECT).with_suffix("").parts): p for p in files}
+
+
+def parts() -> set[str]:
+    return {*FLOORS, *(f"{floor}.py" for floor in FLOORS)}
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of the project that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & known.keys()
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(path, known) for name, path in known.items()}
+
+
+def test_every_file_has_its_floor():
+    top = {p.stem for p in PROJECT.glob("*.py")}
+    assert top <= set(FLOORS), f"say on which floor these are: {top - set(FLOORS)}"
+
+
+def test_nothing_imports_what_is_above_it():
+    floor = {name: FLOORS.index(name.split(".")[0]) for name in modules()}
+    up = [(a, b) for a, below in graph().items() for b in below if floor[b] < floor[a]]
+    assert not up
+
+
+def test_there_is_no_circle():
+    left = graph()
+    assert len(left) > 50
+    while ends := {name for name, below in left.items() if not below & left.keys()}:
+        left = {name: below for name, below in left.items() if name not in ends}
+    assert not left, f"these import each other in a circle: {sorted(left)}"
