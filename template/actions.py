@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from engine import early_stop, ema
 from engine.checkpoint import Best
-from engine.health import Ending
-from engine.stop import DONE
+from engine.health import Ending, StopSignal
+from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
 from evaluation import Evaluator
 from run import Run
@@ -66,6 +66,8 @@ class Log:
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)
+        if "keras_loss" in result:  # what the model adds to the task's loss
+            figures["keras_loss"] = float(result["keras_loss"])
         self._telemetry.step(step, config.global_batch_size, figures, result["losses"].numpy())
         if config.log_gradients:
             paths = [v.path for v in state.model.trainable_variables]
@@ -106,9 +108,14 @@ class Evaluate:
     settles = True
 
     def __init__(
-        self, run: Run, evaluator: Evaluator, sync: Callable[[], None], telemetry: Telemetry
+        self,
+        run: Run,
+        evaluator: Evaluator,
+        sync: Callable[[], None],
+        telemetry: Telemetry,
+        stop_signal: StopSignal,
     ) -> None:
-        self._run, self._evaluator = run, evaluator
+        self._run, self._evaluator, self._stop_signal = run, evaluator, stop_signal
         self._sync, self._telemetry = sync, telemetry
         self._best = run.checkpoints.best()
         self.figures: dict[str, float] = {}  # of the newest evaluation
@@ -123,10 +130,13 @@ class Evaluate:
         with self._telemetry.not_training():
             self._sync()
             with ema.averaged(run.model, run.optimizer):
-                self.figures, pictures = self._evaluator.run()
+                found = self._evaluator.run(lambda: self._stop_signal.asked)
+            if found is None:  # rerun, it evaluates this checkpoint first
+                return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
+            self.figures = found.figures
             score = self.figures[run.task.main_metric]
             run.checkpoints.add_score(step, score)
-            self._telemetry.evaluation(step, self.figures, run.task.main_metric, pictures)
+            self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
         return self.given_up(step)

@@ -2,50 +2,121 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 from data.pipeline import EvaluationFeed
 from engine import metrics
-from engine.world import World
+from engine.world import say
+from run import Run
+from tasks import base as tasks
+from tasks import check
 from tasks.base import Example, Task
+
+_SECONDS_BETWEEN_VOTES = 5.0
+
+
+class Evaluation(NamedTuple):
+    figures: dict[str, float]  # `loss` and what the task's `metrics` returns
+    pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0 of a task that draws
 
 
 class Evaluator:
     """Holds what does not change from one evaluation to the next."""
 
-    def __init__(self, world: World, task: Task, model: keras.Model, feed: EvaluationFeed) -> None:
-        self._world, self._task, self._feed = world, task, feed
-        self._step = make_step(task, model, feed.spec)
+    def __init__(self, run: Run, feed: EvaluationFeed) -> None:
+        self._world, self._task = run.world, run.task
+        self._source, self._feed = run.val_source, feed
+        self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
+        self._step = make_step(run.task, run.model, feed.spec)
 
-    def run(self) -> tuple[dict[str, float], np.ndarray | None]:
-        """Every rank must call it.
+    def try_out(self) -> None:
+        """One example through all of it: a mistake shows before the first training step.
 
-        Returns:
-          Figures by name: `loss` and what the task's `metrics` returns.
-          Pictures of the first batch, uint8 [n, height, width, 3], on rank 0; None on the others,
-          and where the task draws none.
+        Raises:
+          Stop: on all ranks, with a sentence about what the task's functions return.
+        """
+        with self._world.together("evaluating one sample"):
+            batch = check.read_example(self._task, self._source, training=False)
+            with check.told("evaluating one sample"):
+                outputs, sums = self._step(batch)
+            try:
+                self._figures({name: value.numpy() for name, value in sums.items()})
+            except ValueError as error:  # one sample may be too few for a figure
+                if not isinstance(error.__cause__, ZeroDivisionError):
+                    raise
+            if self._draw:
+                with check.told("draw"):
+                    check.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+
+    def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
+        """Every rank must call it. None: some rank was told to stop.
+
         Raises:
           Stop: on all ranks, when a sample cannot be read.
         """
-        sums, shown = metrics.zeros(self._step), None
-        with self._world.together("reading the validation data"):
-            for batch in self._feed:
+        sums, shown, error = metrics.zeros(self._step), None, None
+        batches, ballot = iter(self._feed), Ballot()
+        for _ in range(self._feed.rounds):  # as many as the rank with most batches has
+            batch = None
+            try:
+                batch = next(batches, None)
+            except ValueError as caught:
+                error = caught
+            if batch is not None:
                 outputs, more = self._step(batch)
                 sums = {name: sums[name] + more[name].numpy() for name in sums}
                 shown = shown or (batch, outputs)
+            if ballot.any(stop_asked()):
+                return None
+        with self._world.together("reading the validation data"):
+            if error:
+                raise error
         sums = metrics.add_over_ranks(sums)
-        figures = {"loss": float(sums["loss"] / max(sums["weight"], 1))}
-        return figures | self._task.metrics(sums), self._draw(*shown) if shown else None
+        with self._world.together("computing the figures"):
+            figures = self._figures(sums)
+        return Evaluation(figures, self._pictures(*shown) if shown and self._draw else None)
 
-    def _draw(self, batch: Example, outputs: Any) -> np.ndarray | None:
-        draw = getattr(self._task, "draw", None)
-        if not self._world.is_chief or draw is None:
+    def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        weight = float(sums["weight"])
+        loss = float(sums["loss"]) / weight if weight else float("nan")
+        return {"loss": loss} | check.metrics(self._task, sums)
+
+    def _pictures(self, batch: Example, outputs: Any) -> np.ndarray | None:
+        """What only shows may fail: it is told, and the run goes on."""
+        try:
+            return check.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+        except Exception as error:
+            say(self._world, f"note: no pictures: draw failed: {type(error).__name__}: {error}")
             return None
-        return draw(batch["inputs"], batch["targets"], outputs)
+
+
+class Ballot:
+    """Asks now and then whether any rank was told to stop; all ranks must call it equally often.
+
+    A long evaluation ends within seconds so, and a short one pays for few questions.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._rounds, self._left = time.monotonic(), 1, 1
+
+    def any(self, wanted: bool) -> bool:
+        self._left -= 1
+        if self._left:
+            return False
+        now = time.monotonic()
+        own = [float(wanted), (now - self._start) / self._rounds]
+        votes = hvd.allreduce(tf.constant(own, tf.float64), op=hvd.Max, name="evaluation.votes")
+        asked, seconds_a_round = votes.numpy()
+        self._rounds = self._left = int(np.clip(_SECONDS_BETWEEN_VOTES / seconds_a_round, 1, 1000))
+        self._start = now
+        return bool(asked)
 
 
 def make_step(task: Task, model: keras.Model, spec: Any):
@@ -53,9 +124,10 @@ def make_step(task: Task, model: keras.Model, spec: Any):
 
     @tf.function(input_signature=[spec], autograph=False)
     def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
-        outputs = model(batch["inputs"], training=False)
-        losses, weights = task.loss(outputs, batch["targets"])
-        sums = task.sums(outputs, batch["targets"])
+        with check.told("the model, called in evaluation,"):
+            outputs = model(batch["inputs"], training=False)
+        losses, weights = check.loss(task, outputs, batch["targets"])
+        sums = check.sums(task, outputs, batch["targets"])
         sums["loss"] = tf.reduce_sum(tf.cast(losses * weights, tf.float64))
         sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         return outputs, sums

@@ -16,6 +16,7 @@ from engine.checkpoint import Checkpoints
 from engine.state import State
 from engine.world import World
 from tasks import base as tasks
+from tasks import check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,18 @@ def assemble(config: Config, world: World) -> Run:
       Stop: on all ranks, when a part cannot be made, or their data differ.
     """
     world_lib.set_numbers(config)
-    with world.together("preparing the data"):
+    with world.together("preparing the data"), check.told("preparing the data"):
         task = tasks.load(config)
-        if world.local_rank == 0:
-            task.prepare()
-    with world.together("opening the data"):
+        prepare = tasks.optional(task, "prepare")
+        if prepare and world.local_rank == 0:
+            prepare()
+    with world.together("opening the data"), check.told("sources"):
         train_source, val_source = task.sources()
     world.check_same(train_source.fingerprint() + val_source.fingerprint(), "the data files")
     with world.together("building the model"):
-        model = task.build_model()
+        with check.told("build_model"):
+            model = task.build_model()
+        check.build(model, check.read_example(task, train_source, training=True))
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
         optimizer = optimizers.build(config, model)

@@ -8,19 +8,20 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from config import Config
-from engine import agreement, gradients, health, reduction, schedule
+from engine import agreement, gradients, health, keras_losses, reduction
 from engine import optimizer as optimizers
 from engine.state import State
 from engine.world import World, raw
-from tasks.base import Example, Task
+from tasks import check
+from tasks.base import Example, Task, make_schedule
 
 
 def make_train_step(config: Config, world: World, task: Task, state: State, spec: Any):
     """Returns the function of (batch, votes) that does one step; all ranks must call it together.
 
     The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The
-    second sum is known only when the ranks have added up their parts, which is after the backward
-    pass. So each number is divided where it is known:
+    second sum is known only when the ranks have added up their parts, which can go on beside the
+    backward pass. So each number is divided where it is known:
 
       backward pass, on each rank:  gradient of  loss_sum * scale / positions
       reduction:                    sum over ranks
@@ -31,50 +32,63 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     the backward pass small, for float16) and `scale` the loss scale, 1 but for float16. What is
     left is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks' shares.
 
+    Losses that the model adds by itself are not divided by `count`. Where there are any, the
+    backward pass waits for the sums of all ranks and takes the whole loss at once.
+
     Args:
       spec: of a batch: nested tensors [micro-batches, samples, ...].
     Raises:
-      Stop: on all ranks, when their traced steps would not run the same collectives.
+      Stop: on all ranks, when the step cannot be made, or their steps would run other collectives.
     """
     model, optimizer = state.model, state.optimizer
     variables = model.trainable_variables
     values = [raw(v) for v in variables]
-    learning_rate = schedule.make(config, world.size)
+    # What a forward pass in training changes: moving statistics, seeds, a layer's own counters.
+    untrained = [raw(v) for v in model.non_trainable_variables]
+    learning_rate = make_schedule(task, config, world.size)
+    samples = tf.nest.flatten(spec)[0].shape[1]  # of this rank in a micro-batch
     connected: list[bool] = []  # which variables the loss depends on; known once it is traced
 
-    def forward(micro: Example) -> tuple[tf.Tensor, tf.Tensor]:
-        outputs = model(micro["inputs"], training=True)
-        losses, weights = task.loss(outputs, micro["targets"])
+    def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
+        with keras_losses.means(model, samples), check.told("the model, called in training,"):
+            outputs = model(micro["inputs"], training=True)
+        losses, weights = check.loss(task, outputs, micro["targets"], samples)
         loss_sum, count = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
         positions = tf.size(losses, tf.int64)
-        a_sample = positions // tf.shape(losses, tf.int64)[0]
         scale = tf.cast(state.loss_scale.value, losses.dtype)
-        target = loss_sum * scale / tf.cast(a_sample * config.global_batch_size, losses.dtype)
-        return target, tf.stack([tf.cast(x, tf.float64) for x in (loss_sum, count, positions)])
+        global_positions = positions // samples * config.global_batch_size
+        targets = [loss_sum * scale / tf.cast(global_positions, losses.dtype)]
+        added = keras_losses.total(model, losses.dtype)
+        if added is not None:
+            added *= samples / config.global_batch_size
+            targets.append(added * scale)
+        sums = [loss_sum, count, positions, 0.0 if added is None else added]
+        return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     signature = [spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)]
 
     @tf.function(input_signature=signature, autograph=False)
     def train_step(batch: Example, votes: tf.Tensor) -> dict[str, tf.Tensor]:
+        before = [v.read_value() for v in untrained]
+        scale = tf.cast(state.loss_scale.value, tf.float64)
+
         # Forward and backward on this rank's share, then one sum over the ranks.
-        with tf.GradientTape() as tape:
-            target, sums = gradients.accumulate(
+        with reduction.LocalTape() as tape:
+            targets, sums = gradients.accumulate(
                 forward, batch, config.accumulation_steps, variables
             )
+            sums, votes, losses = add_totals(world, sums, votes)
+            loss_sum, count, positions, added = tf.unstack(sums)
+            to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
+            target, factor = targets[0], to_mean / scale
+            if len(targets) > 1:
+                target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
         tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
         grads = tape.gradient(target, values, use_generic_names=True)
         connected[:] = [g is not None for g in grads]
 
-        own_loss = tf.math.divide_no_nan(sums[0], sums[1])
-        own_loss = tf.one_hot(world.rank, world.size, own_loss, tf.zeros([], tf.float64))
-        totals = tf.concat([sums, votes, own_loss], 0)
-        totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
-        sums, votes, losses = tf.split(totals, [3, health.NUM_VOTES, world.size])
-        loss_sum, count, positions = tf.unstack(sums)
-
         # Means over the global batch, and a verdict that is the same on every rank.
-        scale = tf.cast(state.loss_scale.value, tf.float64)
-        grads = gradients.unscale(grads, tf.math.divide_no_nan(positions, count * scale))
+        grads = gradients.unscale(grads, factor)
         layers = gradients.layer_figures(grads) if config.log_gradients else None
         l2 = optimizers.l2_weight(config)
         grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
@@ -84,20 +98,41 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         rate = learning_rate(state.step)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
-        tf.cond(finite & readable, lambda: optimizer.apply(*zip(*pairs)), lambda: None)
+
+        def leave_no_trace() -> None:
+            for variable, value in zip(untrained, before):
+                variable.assign(value)
+
+        tf.cond(finite & readable, lambda: optimizer.apply(*zip(*pairs)), leave_no_trace)
         state.advance(finite, readable)
-        return {
+        result = {
             "step": state.step.read_value(),
             "loss": tf.math.divide_no_nan(loss_sum, count),
             "lr": rate,
             "grad_norm": norm,
             "finite": finite,
+            "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
+            "loss_scale": scale,
             "votes": votes,
             "losses": losses,
             "layers": layers,
         }
+        return result | ({"keras_loss": added} if len(targets) > 1 else {})
 
-    traced = train_step.get_concrete_function()
+    with world.together("making the step"), check.told("the step"):
+        traced = train_step.get_concrete_function()
+        check.check_variables(model, variables, untrained)
     agreement.check_gradients(world, variables, connected)
     agreement.check_collectives(world, traced)
     return train_step
+
+
+def add_totals(
+    world: World, sums: tf.Tensor, votes: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Sums and votes added over the ranks, and each rank's own mean loss, in one collective."""
+    own_loss = tf.math.divide_no_nan(sums[0], sums[1])
+    own_loss = tf.one_hot(world.rank, world.size, own_loss, tf.zeros([], tf.float64))
+    totals = tf.stop_gradient(tf.concat([sums, votes, own_loss], 0))
+    totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
+    return tf.split(totals, [sums.shape[0], health.NUM_VOTES, world.size])

@@ -33,6 +33,7 @@ from engine.world import World, say
 from evaluation import Evaluator
 from run import Run, assemble, describe
 from step import make_train_step
+from tasks import base as tasks
 
 
 def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
@@ -91,14 +92,18 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
         world.rank,
         world.size,
     )
-    evaluator = Evaluator(world, run.task, run.model, eval_feed)
+    evaluator = Evaluator(run, eval_feed)
+    if not config.benchmark:
+        evaluator.try_out()
     telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
     sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight)
     save = Save(run, sync, telemetry, saved_at=first_step if found else None)
-    evaluate = Evaluate(run, evaluator, sync, telemetry)
+    evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal)
     actions: list[Action] = [Sync(run, sync), Log(run, telemetry)]
     if not config.benchmark:
         actions += [save, evaluate]
+    more = tasks.optional(run.task, "actions")
+    actions += more(run) if more else []
 
     # 8. Steps.
     monitor = health.Health(world, config.precision, feed, stop_signal)

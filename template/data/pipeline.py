@@ -103,6 +103,7 @@ class EvaluationFeed:
         size: int,
     ) -> None:
         starts = range(rank * batch_size, len(source), size * batch_size)
+        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
         self._source = source
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (

@@ -16,11 +16,13 @@ import tensorflow as tf
 
 from engine.world import raw
 
-# What a forward pass gives: the scalar to differentiate, and a vector of sums for the log.
-Forward = Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
+# What a forward pass gives: scalars to differentiate, and a vector of sums for the log.
+Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
 
 
-def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]):
+def accumulate(
+    forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
 
     Only one micro-batch's activations are alive at a time. The gradients are summed here, on
@@ -29,44 +31,47 @@ def accumulate(forward: Forward, batch: Any, steps: int, variables: Sequence[ker
     Args:
       batch: nested tensors [steps, micro-batch, ...].
     Returns:
-      The same as `forward`: scalar to differentiate, vector of sums; both summed over steps.
+      The same as `forward`: scalars to differentiate, vector of sums; both summed over steps.
     """
     if steps == 1:
         return forward(tf.nest.map_structure(lambda t: t[0], batch))
     values = [raw(v) for v in variables]
-    connected = []  # positions of the variables that have a gradient; found when traced
+    connected: list[list[int]] = []  # by target: positions of the variables with a gradient
 
     @tf.function(autograph=False)
     def one(index: tf.Tensor):
-        with tf.GradientTape() as tape:
-            target, sums = forward(tf.nest.map_structure(lambda t: t[index], batch))
-        grads = tape.gradient(target, values)
-        connected[:] = [i for i, g in enumerate(grads) if g is not None]
-        return target, sums, [tf.convert_to_tensor(grads[i]) for i in connected]
+        with tf.GradientTape(persistent=True) as tape:
+            targets, sums = forward(tf.nest.map_structure(lambda t: t[index], batch))
+        grads = [tape.gradient(target, values) for target in targets]
+        connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
+        there = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
+        return targets, sums, there
 
     def body(index, total):
         return index + 1, tf.nest.map_structure(tf.add, total, one(index))
 
-    _, (target, sums, grads) = tf.while_loop(
+    _, (targets, sums, grads) = tf.while_loop(
         lambda index, _: index < steps,
         body,
         (tf.constant(1), one(tf.constant(0))),
         parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
     )
 
+    # The loop's own gradient would run it backwards and keep every micro-batch's activations:
+    # what a target's gradients are is known already, so they are attached to it.
     @tf.custom_gradient
     def attach(*reads: tf.Tensor):
-        known = dict(zip(connected, grads))
+        def backward(*upstreams: tf.Tensor):
+            total: list[tf.Tensor | None] = [None] * len(reads)
+            for upstream, at, known in zip(upstreams, connected, grads):
+                for i, g in zip(at, known):
+                    part = g * tf.cast(upstream, g.dtype)
+                    total[i] = part if total[i] is None else total[i] + part
+            return total
 
-        def backward(upstream: tf.Tensor):
-            return [
-                known[i] * tf.cast(upstream, known[i].dtype) if i in known else None
-                for i in range(len(reads))
-            ]
+        return [tf.identity(target) for target in targets], backward
 
-        return tf.identity(target), backward
-
-    return attach(*[tf.convert_to_tensor(v) for v in values]), sums
+    return list(attach(*[tf.convert_to_tensor(v) for v in values])), sums
 
 
 def unscale(

@@ -63,11 +63,12 @@ class Telemetry:
                 tf.summary.scalar(f"train/{name}", value)
             for rank, loss in enumerate(losses):
                 tf.summary.scalar(f"loss_by_rank/{rank}", loss)
+        added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = _minutes((self._num_steps - step) * samples / rate)
         say(
             self._world,
-            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
-            f"{rate:.0f} samples/s  ETA {eta}",
+            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
+            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}",
         )
 
     def median_speed(self) -> float | None:

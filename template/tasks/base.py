@@ -18,8 +18,9 @@ import tensorflow as tf
 
 from config import Config
 from data.source import Source
+from engine import schedule
 
-_OPTIONAL = ("draw",)
+_OPTIONAL = ("prepare", "draw", "actions", "schedule")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor or nested tensors. Shapes must be fixed, apart from the batch's.
@@ -33,7 +34,7 @@ class Task(Protocol):
     main_metric: str
 
     def prepare(self) -> None:
-        """Runs once on every host before the data is opened: make or unpack it. Often empty.
+        """Runs once on every host before the data is opened: make or unpack it. Optional.
 
         Raises: ValueError or OSError with a message for a person.
         """
@@ -67,7 +68,9 @@ class Task(Protocol):
         ...
 
     def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Losses and weights, float tensors of one shape [batch, ...], in float32 or float64.
+        """Losses and weights, float tensors of one shape [batch, ...].
+
+        A loss for each example (or pixel, or word), not their mean: the run takes that.
 
         The run's loss is sum(losses * weights) / sum(weights) over the global batch, whatever
         rank they are on. Weight 0 leaves a position out (an ignored pixel, padding).
@@ -75,17 +78,44 @@ class Task(Protocol):
         ...
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
-        """Metric counts of one evaluation batch; they are added over batches and ranks."""
+        """Metric counts of one evaluation batch; they are added over batches and ranks.
+
+        Any names but "loss" and "weight", which hold the sums of the loss.
+        """
         ...
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Figures from the added sums; logged as eval_NAME."""
+        """Figures from the added sums; logged as eval_NAME. `loss` is there without being named."""
         ...
 
     def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
         """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch.
 
         Optional: a task without it is complete, and draws nothing.
+        """
+        ...
+
+    def actions(self, run: Any) -> list[Any]:
+        """More to do after a step, in this order, after the run's own actions. Optional.
+
+        Each is what actions.py calls an Action: `due(step)` says when, `settles = True` that it
+        looks at weights, and action(step, result) does it. `run` (run.py) holds model, world,
+        config. Every rank calls them; what writes a file asks `run.world.is_chief` first. For
+        example, a job every 100 steps:
+
+            class Histogram:
+                settles = True
+                def __init__(self, run): self.run = run
+                def due(self, step): return step % 100 == 0
+                def __call__(self, step, result): ...
+        """
+        ...
+
+    def schedule(self, config: Config) -> Callable[[tf.Tensor], tf.Tensor]:
+        """A learning-rate policy of one's own in place of --lr_policy. Optional.
+
+        Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; it is multiplied
+        by what --lr_scaling says.
         """
         ...
 
@@ -110,6 +140,21 @@ def load(config: Config) -> Task:
     if not isinstance(getattr(task, "main_metric", None), str):
         raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
     return task
+
+
+def optional(task: Task, name: str) -> Callable | None:
+    """One of the functions that a task may leave out; None where it does."""
+    inherited = getattr(type(task), name, None) is vars(Task)[name]
+    return None if inherited else getattr(task, name, None)
+
+
+def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Schedule:
+    """Step -> learning rate: the task's own policy where it has one, else --lr_policy."""
+    own = optional(task, "schedule")
+    if own is None:
+        return schedule.make(config, world_size)
+    policy, factor = own(config), schedule.scale_factor(config, world_size)
+    return lambda step: tf.cast(policy(step), tf.float64) * factor
 
 
 def available() -> list[str]:

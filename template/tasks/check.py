@@ -1,0 +1,224 @@
+"""A task's mistakes, told in a sentence before the first step rather than as a trace after it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from data.source import Source
+from engine.keras_losses import at_least_float32
+from engine.stop import Stop
+from engine.words import some
+from engine.world import raw
+from tasks.base import Example, Task
+
+_PROJECT = Path(__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turns whatever a task's code raises inside into a ValueError: what failed, where and why.
+
+    A ValueError or OSError that the project's own code raised says so itself and stays as it is.
+    """
+    try:
+        yield
+    except Stop:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if _is_own(f.filename)]  # the first is this function
+        if isinstance(error, (ValueError, OSError)) and own and own[-1] is frames[-1]:
+            raise
+        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
+        why = f"{type(error).__name__}: {_sentence(str(error))}"
+        raise ValueError(f"{what} failed: {place}{why}") from error
+
+
+def _is_own(file: str) -> bool:
+    path = Path(file)
+    return path.is_relative_to(_PROJECT) and not {".venv", "site-packages"} & set(path.parts)
+
+
+def _sentence(message: str, most: int = 400) -> str:
+    """A library's message on one line, without colours and without its list of arguments."""
+    message = re.sub(r"\x1b\[[0-9;]*m", "", message).split("Arguments received by")[0]
+    message = " ".join(message.split())
+    return message if len(message) <= most else message[:most] + " ..."
+
+
+def read_example(task: Task, source: Source, training: bool) -> Example:
+    """The source's first sample as an example, its tensors with a batch dimension of 1.
+
+    Raises:
+      ValueError: it cannot be read, or the task makes something else of it than an example.
+    """
+    name = "training_example" if training else "evaluation_example"
+
+    @tf.function(autograph=False)
+    def read() -> Example:
+        sample = source.read(tf.constant(0, tf.int64))
+        if training:
+            return task.training_example(sample, tf.zeros([2], tf.int32))
+        return task.evaluation_example(sample)
+
+    with told(name):
+        try:
+            example = read()
+        except tf.errors.OpError as error:
+            raise ValueError(source.explain(0) or _sentence(error.message)) from None
+    if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
+        there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
+    return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def build(model: Any, example: Example) -> None:
+    """Makes all variables of the model, also those that only its first calls would make.
+
+    Raises:
+      ValueError: it is no Keras model, cannot be called with the example's inputs, or has nothing
+        to train.
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
+    inputs = example["inputs"]
+    if isinstance(model, keras.Functional):
+        _check_input_names(model, inputs)
+    if not isinstance(model, keras.Functional) or not model.built:
+        with told("the model, called with the inputs of training_example,"):
+            model(inputs, training=False)
+            # Traced only: it makes what training alone needs, and changes no state.
+            called = tf.function(lambda x: model(x, training=True), autograph=False)
+            called.get_concrete_function(inputs)
+    if not model.trainable_variables:
+        raise ValueError(f"the model {model.name} has no variable to train")
+
+
+def _check_input_names(model: keras.Functional, inputs: Any) -> None:
+    wanted = list(model._inputs_struct) if isinstance(model._inputs_struct, dict) else []
+    wanted = wanted or [tensor.name for tensor in model.inputs]
+    if isinstance(inputs, Mapping) and not set(wanted) <= set(inputs):
+        raise ValueError(
+            f"the model's inputs are {sorted(wanted)}, training_example's are {sorted(inputs)}: "
+            'give both the same names, keras.Input(..., name="...") and keys of "inputs"'
+        )
+    if isinstance(model._inputs_struct, dict) and not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"the model's inputs are a dict of {sorted(wanted)}, training_example's are not: make "
+            '"inputs" a dict with these keys'
+        )
+
+
+def check_variables(
+    model: keras.Model, trained: Sequence[keras.Variable], untrained: Sequence[tf.Variable]
+) -> None:
+    """Raises ValueError where the traced step found other variables than the model had before."""
+    now = model.trainable_variables
+    made = {id(v): v for v in [*now, *model.non_trainable_variables]}
+    known = {id(v) for v in trained}
+    raws = {id(v) for v in untrained}
+    new = [v.path for i, v in made.items() if i not in known and id(raw(v)) not in raws]
+    changed = [v.path for v in trained if id(v) not in {id(x) for x in now}]
+    changed += [v.path for v in now if id(v) not in known and v.path not in new]
+    if new:
+        raise ValueError(
+            f"the model makes variables only when it trains: {some(new)}. Make them in its "
+            "__init__ or build, so that they are trained, saved and the same on every rank"
+        )
+    if changed:
+        raise ValueError(
+            f"`trainable` was changed after the model was built, of {some(changed)}: set it in "
+            "build_model"
+        )
+
+
+def loss(
+    task: Task, outputs: Any, targets: Any, samples: int | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What the task's loss gives for `samples` examples (None: any number), in float32 at least.
+
+    Raises:
+      ValueError: it is not a pair of float tensors of one shape, samples first.
+    """
+    with told("the task's loss"):
+        pair = task.loss(outputs, targets)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(
+            f"the task's loss must return two tensors, a loss and a weight for each example; it "
+            f"returns {_describe(pair)}. Not the mean: that is taken over all ranks"
+        )
+    with told("the task's loss"):
+        losses, weights = (tf.convert_to_tensor(part) for part in pair)
+    shapes = f"losses {losses.shape} and weights {weights.shape}"
+    if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
+        raise ValueError(f"the task's loss must return a loss for each example, not {shapes}")
+    if losses.shape.as_list() != weights.shape.as_list():
+        raise ValueError(
+            f"the task's loss returns {shapes}: make them of one shape, else one would be spread "
+            "over the other"
+        )
+    if not losses.dtype.is_floating:
+        raise ValueError(f"the task's loss returns losses of {losses.dtype.name}: make them floats")
+    losses = at_least_float32(losses)
+    return losses, tf.cast(weights, losses.dtype)
+
+
+def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+    """What the task's `sums` gives, as int64 and float64: totals outgrow smaller numbers.
+
+    Raises:
+      ValueError: they are not numbers by name, or have the names of the loss's own sums.
+    """
+    with told("the task's sums"):
+        found = dict(task.sums(outputs, targets))
+        found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
+    if taken := {"loss", "weight"} & set(found):
+        raise ValueError(f"the task's sums use the name {some(taken)}, which is the loss's own")
+    for name, value in found.items():
+        if not (value.dtype.is_floating or value.dtype.is_integer):
+            raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
+    return {
+        name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
+        for name, value in found.items()
+    }
+
+
+def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The task's figures from its sums, with its main metric among them.
+
+    Raises:
+      ValueError: they are not figures by name, or the main metric is missing.
+    """
+    with told("the task's metrics"):
+        figures = task.metrics(sums)
+        figures = {str(name): float(value) for name, value in figures.items()}
+    if task.main_metric not in {*figures, "loss"}:
+        raise ValueError(
+            f'main_metric = "{task.main_metric}" is not among the figures of `metrics`: '
+            f"{sorted(figures)}"
+        )
+    return figures
+
+
+def pictures(drawn: Any) -> np.ndarray:
+    """What `draw` returned. Raises ValueError where it is not uint8 [n, height, width, 3]."""
+    fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
+    if fine and drawn.ndim == 4 and drawn.shape[-1] == 3:
+        return drawn
+    shape = f"{drawn.dtype} {list(drawn.shape)}" if hasattr(drawn, "dtype") else _describe(drawn)
+    raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {shape}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tf.Tensor):
+        return f"one tensor of shape {value.shape}"
+    return f"a {type(value).__name__}"
