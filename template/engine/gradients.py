@@ -131,7 +131,11 @@ def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
 
 
 def is_kernel(variable: keras.Variable) -> bool:
-    """Kernels are decayed; biases, batch norm's gamma and beta, embeddings are not."""
+    """Kernels are decayed: variables whose name ends with "kernel", as all Keras layers call them.
+
+    So are depthwise_kernel, pointwise_kernel and recurrent_kernel. Biases, gamma, beta, embeddings
+    and a weight that a layer of one's own calls otherwise are not.
+    """
     return variable.name.endswith("kernel")
 
 
@@ -140,21 +144,35 @@ class LossScale(tf.Module):
 
     The scale halves when a step's reduced gradients are not finite and doubles after
     `GROWTH_STEPS` sound steps. It is fed by reduced values only, so it agrees on all ranks.
+    `skipped_in_a_row` counts the steps that were not finite since the last sound one: many, or a
+    scale at `MIN_SCALE`, mean that the run does not train.
     """
 
     GROWTH_STEPS = 1000
+    MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**24
 
     def __init__(self, precision: str) -> None:
         super().__init__(name="loss_scale")
         self.dynamic = precision == "float16"
         self.value = tf.Variable(2.0**15 if self.dynamic else 1.0, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
+        self.skipped_in_a_row = tf.Variable(
+            0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"
+        )
 
-    def update(self, finite: tf.Tensor) -> None:
+    def update(self, finite: tf.Tensor, counted: tf.Tensor) -> None:
+        """After a step; `finite`, `counted`: bool scalars, the same on all ranks.
+
+        A batch that is not counted (one that a rank could not read) changes nothing: its
+        gradients say nothing about the scale.
+        """
+        in_a_row = tf.where(finite, tf.constant(0, tf.int64), self.skipped_in_a_row + 1)
+        self.skipped_in_a_row.assign(tf.where(counted, in_a_row, self.skipped_in_a_row))
         if not self.dynamic:
             return
         sound = tf.where(finite, self.sound_steps + 1, 0)
         grow = sound >= self.GROWTH_STEPS
         factor = tf.where(finite, tf.where(grow, 2.0, 1.0), 0.5)
-        self.value.assign(tf.clip_by_value(self.value * factor, 2.0**-10, 2.0**24))
-        self.sound_steps.assign(tf.where(grow, 0, sound))
+        scale = tf.clip_by_value(self.value * factor, self.MIN_SCALE, self.MAX_SCALE)
+        self.value.assign(tf.where(counted, scale, self.value))
+        self.sound_steps.assign(tf.where(counted, tf.where(grow, 0, sound), self.sound_steps))

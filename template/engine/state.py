@@ -42,4 +42,4 @@ class State:
         counted = tf.cast(readable, tf.int64)
         self.step.assign_add(counted)
         self.skipped.assign_add(tf.cast(~finite, tf.int64) * counted)
-        self.loss_scale.update(finite)
+        self.loss_scale.update(finite, readable)

@@ -50,3 +50,24 @@ def test_warm_up_is_linear_and_then_joins_the_policy():
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
 def test_scaling_by_the_number_of_ranks(rule, factor):
     assert rate(0, size=9, lr_scaling=rule) == pytest.approx(BASE * factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["poly", "cosine"])
+def test_the_last_rate_is_scaled_too(policy):
+    scaled = {"lr_policy": policy, "end_lr": END, "lr_scaling": "linear", "size": 4}
+    assert rate(N, **scaled) == rate(10 * N, **scaled) == pytest.approx(4 * END, rel=1e-12)
+    assert rate(77, **scaled) == pytest.approx(4 * rate(77, **scaled | {"size": 1}), rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["poly", "cosine", "step", "constant"])
+def test_a_run_shorter_than_its_warm_up_ends_within_it(policy):
+    for step in (0, 99, N - 1):
+        warm, cold = rate(step, warmup_steps=5 * N, lr_policy=policy), rate(step, lr_policy=policy)
+        assert warm == pytest.approx(cold * (step + 1) / (5 * N), rel=1e-12)
+
+
+def test_rates_are_made_in_float64_inside_a_graph_too():
+    config = dataclasses.replace(Config(), num_steps=3, base_lr=0.1, power=1.0)
+    made = tf.function(schedule.make(config, 1), autograph=False)
+    found = made(tf.constant(1, tf.int64))
+    assert found.dtype == tf.float64 and float(found) == pytest.approx(0.1 * 2 / 3, rel=1e-15)
