@@ -19,7 +19,8 @@ class Lamb(keras.optimizers.Lamb):
 
     with t = 1 at the first update; the ratio of norms is 1 where one of them is 0 (the paper's phi
     is the identity). Weights named to `exclude_from_weight_decay` have no decay and a ratio of 1,
-    as in the first author's own code: a bias that starts near 0 would otherwise hardly move.
+    as in the first author's code (github.com/fastalgo/imagenet_resnet50_lamb): a bias near 0 would
+    otherwise hardly move.
 
     Keras's Lamb decays before the update and outside the ratio, and gives every weight a ratio.
     """
