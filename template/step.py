@@ -73,7 +73,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         scale = tf.cast(state.loss_scale.value, tf.float64)
 
         # Forward and backward on this rank's share, then one sum over the ranks.
-        with reduction.LocalTape() as tape:
+        with tf.GradientTape() as tape:
             targets, sums = gradients.accumulate(
                 forward, batch, config.accumulation_steps, variables
             )

@@ -106,7 +106,7 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
     actions += more(run) if more else []
 
     # 8. Steps.
-    monitor = health.Health(world, config.precision, feed, stop_signal)
+    monitor = health.Health(world, config, feed, stop_signal)
     ending = None if config.benchmark else begin(evaluate, first_step, config.num_steps)
     result = None
     for step in range(first_step + 1, config.num_steps + 1):

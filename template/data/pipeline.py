@@ -5,6 +5,7 @@ Nothing here remembers where it was: the batches of step k are made from k alone
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -125,4 +126,11 @@ class EvaluationFeed:
 def explain(source: Source, ids: list[int], error: tf.errors.OpError) -> str:
     """What is wrong with the first bad sample among `ids`, for a person."""
     reasons = (source.explain(i) for i in ids)
-    return next((r for r in reasons if r), error.message.splitlines()[0])
+    return next((r for r in reasons if r), said(error))
+
+
+def said(error: tf.errors.OpError) -> str:
+    """TensorFlow's message in a line, without the names of its nodes."""
+    line = re.sub(r"\{\{.*?\}\} ?", "", error.message.splitlines()[0])
+    failed = re.search(r"assertion failed: \[(.*)\]", line)
+    return failed[1] if failed else line

@@ -7,14 +7,20 @@ so every rank learns of it at the same step, at no extra cost.
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
+from config import Config
+from engine.gradients import LossScale
 from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
 from engine.world import World
+
+# float16: from the first loss scale to its floor there are 25 halvings.
+MOST_SKIPS = 20
 
 # Positions in the vector of votes.
 DATA_FAILED, STOP_ASKED = 0, 1
@@ -51,10 +57,10 @@ class Ending(NamedTuple):
 class Health:
     """This rank's votes, and what the ranks' votes and totals say about the run."""
 
-    def __init__(self, world: World, precision: str, feed: Feed, stop_signal: StopSignal) -> None:
+    def __init__(self, world: World, config: Config, feed: Feed, stop_signal: StopSignal) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
-        # A gradient that is not finite is expected now and then: the step was skipped.
-        self._float16 = precision == "float16"
+        self._num_steps = config.num_steps
+        self._float16 = config.precision == "float16"
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
@@ -77,16 +83,33 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
-        if not result["finite"] and not self._float16:
-            message = (
-                f"diverged at step {int(result['step'])}: loss {float(result['loss']):g}, gradient "
-                f"norm {float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. "
-                "Checkpoints are as they were. Try a lower --base_lr, --warmup_steps, --clip_norm"
-            )
-            return Ending(DIVERGED, "diverged", message, save=False)
+        if not result["finite"] and not (self._float16 and self._may_recover(result)):
+            return Ending(DIVERGED, "diverged", _figures(result), save=False)
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
+
+    def _may_recover(self, result: Result) -> bool:
+        """float16: whether a smaller loss scale may still give gradients that are finite."""
+        step, skipped = int(result["step"]), int(result["skipped_in_a_row"])
+        if float(result["loss_scale"]) <= LossScale.MIN_SCALE or skipped >= MOST_SKIPS:
+            return False
+        # A run whose second half was skipped has not trained, however short it is.
+        return step < self._num_steps or skipped <= self._num_steps // 2
+
+
+def _figures(result: Result) -> str:
+    """What a person needs to see of a step whose gradients are not finite."""
+    skipped = int(result["skipped_in_a_row"])
+    scale = f", loss scale {float(result['loss_scale']):g}" if skipped > 1 else ""
+    row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
+    loss = float(result["loss"])
+    labels = ", and look for labels that are no class" if math.isnan(loss) else ""
+    return (
+        f"diverged at step {int(result['step'])}{row}: loss {loss:g}, gradient norm "
+        f"{float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. Checkpoints are "
+        f"as they were. Try a lower --base_lr, --warmup_steps, --clip_norm{labels}"
+    )
 
 
 def votes(data_failed: bool, stop_asked: bool) -> tf.Tensor:

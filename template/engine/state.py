@@ -29,6 +29,7 @@ class State:
         """Every variable by a name that is unique and the same on every rank."""
         named = {"step": self.step, "skipped": self.skipped}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
+        named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
         for part, variables in (
             ("model", self.model.variables),
             ("optimizer", self.optimizer.variables),

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from data.pipeline import said
 from data.source import Source
 from engine.keras_losses import at_least_float32
 from engine.stop import Stop
@@ -74,7 +75,7 @@ def read_example(task: Task, source: Source, training: bool) -> Example:
         try:
             example = read()
         except tf.errors.OpError as error:
-            raise ValueError(source.explain(0) or _sentence(error.message)) from None
+            raise ValueError(source.explain(0) or said(error)) from None
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
@@ -91,9 +92,10 @@ def build(model: Any, example: Example) -> None:
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
     inputs = example["inputs"]
-    if isinstance(model, keras.Functional):
+    functional = hasattr(model, "_inputs_struct")  # built, and knows its inputs
+    if functional:
         _check_input_names(model, inputs)
-    if not isinstance(model, keras.Functional) or not model.built:
+    else:
         with told("the model, called with the inputs of training_example,"):
             model(inputs, training=False)
             # Traced only: it makes what training alone needs, and changes no state.
@@ -103,7 +105,7 @@ def build(model: Any, example: Example) -> None:
         raise ValueError(f"the model {model.name} has no variable to train")
 
 
-def _check_input_names(model: keras.Functional, inputs: Any) -> None:
+def _check_input_names(model: keras.Model, inputs: Any) -> None:
     wanted = list(model._inputs_struct) if isinstance(model._inputs_struct, dict) else []
     wanted = wanted or [tensor.name for tensor in model.inputs]
     if isinstance(inputs, Mapping) and not set(wanted) <= set(inputs):

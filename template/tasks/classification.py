@@ -29,9 +29,6 @@ class Task:
             raise ValueError(f"--model={config.model}: classification has {sorted(MODELS)}")
         self.mirror = config.data_format not in ("", "digits")  # a mirrored digit is none
 
-    def prepare(self) -> None:
-        pass
-
     def sources(self) -> tuple[Source, Source]:
         return tuple(open_source(self.config, s, default="digits") for s in ("train", "val"))
 
@@ -40,15 +37,21 @@ class Task:
         size = self.config.image_size
         crop = crops.random_resized if size >= LARGE else crops.shifted
         image = crop(sample["image"], key, size, self.mirror)
-        return {"inputs": self._inputs(image, key), "targets": _label(sample)}
+        return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         size = self.config.image_size
         image = crops.centred(sample["image"], size, share=0.875 if size >= LARGE else 1.0)
-        return {"inputs": self._inputs(image, tf.zeros([2], tf.int32)), "targets": _label(sample)}
+        return {
+            "inputs": self._inputs(image, tf.zeros([2], tf.int32)),
+            "targets": self._label(sample),
+        }
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
+
+    def _label(self, sample: dict[str, tf.Tensor]) -> tf.Tensor:
+        return losses.require_classes(tf.cast(sample["label"], tf.int64), self.config.num_classes)
 
     def build_model(self) -> keras.Model:
         config = self.config
@@ -89,10 +92,6 @@ class Task:
         tiles += [np.zeros_like(tiles[0])] * (-len(tiles) % COLUMNS)
         rows = [np.concatenate(tiles[i : i + COLUMNS], 1) for i in range(0, len(tiles), COLUMNS)]
         return np.concatenate(rows)[None]
-
-
-def _label(sample: dict[str, tf.Tensor]) -> tf.Tensor:
-    return tf.cast(sample["label"], tf.int64)
 
 
 def _tile(image: np.ndarray, label: int, prediction: int) -> np.ndarray:
