@@ -1,0 +1,392 @@
+"""Run on real ranks by test_small_runs.py: what a run promises when something is unusual."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import run as run_lib
+from engine.sampler import Sampler
+from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
+from small_runs import CLASSES, FEATURES, Small, StopSignal, fit, folder, numbers
+
+
+def state(ended, step):
+    """Variables of a checkpoint by name."""
+    with np.load(ended.folder / "checkpoints" / f"step-{step:08d}" / "state.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+def check_equal(one, other, but=()):
+    assert one.keys() == other.keys()
+    for name in one:
+        if not any(part in name for part in but):
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+# ---- Losses that the model adds ----------------------------------------------------------------
+
+
+class AddsLosses(Small):
+    """Regularizers of every kind, and a layer that adds a loss of its own."""
+
+    def build_model(self):
+        class Centred(keras.layers.Layer):
+            def call(self, x):
+                self.add_loss(0.3 * tf.reduce_mean(tf.square(x)))
+                return x
+
+        x = keras.Input((FEATURES,))
+        y = keras.layers.Dense(
+            5,
+            activation="tanh",
+            kernel_regularizer=keras.regularizers.L2(0.1),
+            bias_regularizer=keras.regularizers.L1(0.2),
+            activity_regularizer=keras.regularizers.L2(0.05),
+        )(x)
+        y = keras.layers.Dense(CLASSES)(Centred()(y))
+        return keras.Model(x, y)
+
+
+def reference(world, ended, steps, lr):
+    """Plain steps on the whole global batch, in one process: the task's loss and the model's."""
+    source = numbers(1, 60)
+    order = Sampler(60, 12, 1, 1, 0, 1)
+    model, figures = ended, []
+    for step in range(steps):
+        ids = [int(order.sample(p)[0]) for p in order.local_positions(tf.constant(step))]
+        batch = [source.read(tf.constant(i)) for i in ids]
+        x, y = (tf.stack([b[name] for b in batch]) for name in ("x", "y"))
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(tf.cast(x, tf.float64) @ model[0] + model[1])
+            logits = hidden @ model[2] + model[3]
+            task = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            added = 0.1 * tf.reduce_sum(model[0] ** 2) + 0.2 * tf.reduce_sum(tf.abs(model[1]))
+            added += 0.05 * tf.reduce_sum(hidden**2) / 12
+            added += 0.3 * tf.reduce_mean(hidden**2)
+            loss = tf.reduce_mean(task) + added
+        figures.append((float(tf.reduce_mean(task)), float(added)))
+        for variable, gradient in zip(model, tape.gradient(loss, model)):
+            variable.assign_sub(lr * gradient)
+    return figures
+
+
+def check_losses_that_the_model_adds_count_once(world):
+    settings = {"precision": "float64", "momentum": 0.0, "lr_policy": "constant", "num_steps": 4}
+    start = fit(world, AddsLosses, **settings | {"base_lr": 1e-300, "num_steps": 1})
+    model = [tf.Variable(v) for v in start.weights()]
+    figures = reference(world, model, 4, 0.05)
+    for micro_batches in (1, 2, 3):
+        ended = fit(world, AddsLosses, **settings, accumulation_steps=micro_batches)
+        assert ended.code == DONE, ended.message
+        for ours, theirs in zip(ended.weights(), model):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+        if world.is_chief:
+            logged = [(r["loss"], r["keras_loss"]) for r in ended.records if "loss" in r]
+            np.testing.assert_allclose(logged, figures, rtol=1e-10)
+
+
+def check_a_run_without_such_losses_logs_none(world):
+    ended = fit(world)
+    assert not world.is_chief or "keras_loss" not in ended.records[0]
+
+
+# ---- A step that is not applied leaves no trace ------------------------------------------------
+
+
+class Normalized(Small):
+    """Batch norm and Keras's dropout: a forward pass moves statistics and a seed."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.BatchNormalization()(keras.layers.Dense(5, activation="tanh")(x))
+        y = keras.layers.Dropout(0.3)(y)
+        return keras.Model(x, keras.layers.Dense(CLASSES, dtype="float32")(y))
+
+
+def position_of(step):
+    """The sample at the first position of a step (counted from 1)."""
+    order = Sampler(60, 12, 1, 1, 0, 1)
+    return int(order.sample(tf.constant((step - 1) * 12, tf.int64))[0])
+
+
+def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
+    bad = position_of(4)
+
+    class Unreadable(Normalized):
+        def training_example(self, sample, key):
+            example = super().training_example(sample, key)
+            fine = tf.debugging.Assert(sample["id"] != bad, ["sample", sample["id"], "is torn"])
+            with tf.control_dependencies([fine]):
+                return tf.nest.map_structure(tf.identity, example)
+
+        def sources(self):
+            train, val = super().sources()
+            train._arrays["id"] = np.arange(60)
+            return train, val
+
+    settings = {"num_steps": 9, "checkpoint_every": 3, "deterministic": False}
+    ended = fit(world, Unreadable, **settings)
+    assert ended.code == WRONG_USE and f"sample {bad} is torn" in ended.message, ended.message
+    good = fit(world, Normalized, **settings)
+    assert good.code == DONE
+    if world.is_chief:
+        assert ended.checkpoints == ["step-00000003"]
+        check_equal(state(ended, 3), state(good, 3))
+    # What the model holds is what was saved: nothing moved in the step that was not applied.
+    names = [n for n in state(ended, 3) if n.startswith("model/")]
+    for name, value in zip(names, ended.weights()):
+        np.testing.assert_array_equal(value, state(ended, 3)[name], err_msg=name)
+
+
+def check_a_gradient_that_is_not_finite_leaves_no_trace(world):
+    bad = position_of(2)
+
+    class Huge(Normalized):
+        def training_example(self, sample, key):
+            example = super().training_example(sample, key)
+            factor = tf.where(sample["id"] == bad, 1e5, 1.0)  # beyond float16
+            return {"inputs": example["inputs"] * factor, "targets": example["targets"]}
+
+        def sources(self):
+            train, val = super().sources()
+            train._arrays["id"] = np.arange(60)
+            return train, val
+
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.BatchNormalization()(keras.layers.Dense(5)(x))
+            y = keras.layers.Dropout(0.3)(y)
+            return keras.Model(x, keras.layers.Dense(CLASSES, dtype="float32")(y))
+
+    ended = fit(world, Huge, num_steps=5, precision="float16", base_lr=0.01)
+    assert ended.code == DONE, ended.message
+    assert all(np.isfinite(w).all() for w in ended.weights())
+    if world.is_chief:
+        assert ended.summary["skipped_steps"] >= 1
+        one, two = (r for r in ended.records if r["step"] in (1, 2))
+        assert two["skipped"] == one["skipped"] + 1
+
+    # In float32 such a step ends the run; statistics stay those of the step before.
+    class Broken(Huge):
+        def training_example(self, sample, key):
+            example = super(Huge, self).training_example(sample, key)
+            factor = tf.where(sample["id"] == bad, np.inf, 1.0)
+            return {
+                "inputs": example["inputs"] * tf.cast(factor, tf.float32),
+                "targets": example["targets"],
+            }
+
+    ended = fit(world, Broken, num_steps=2)
+    assert ended.code == DIVERGED and "diverged at step 2" in ended.message, ended.message
+    assert all(np.isfinite(w).all() for w in ended.weights())
+
+
+# ---- float16 that does not train ---------------------------------------------------------------
+
+
+def check_float16_that_only_skips_ends_as_diverged(world):
+    class Half(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Dense(CLASSES, dtype="float32")(keras.layers.Dense(5)(x))
+            return keras.Model(x, y)
+
+    for steps in (60, 10):
+        ended = fit(world, Half, precision="float16", base_lr=1e30, num_steps=steps)
+        assert ended.code == DIVERGED, (steps, ended.code)
+        words = ("steps in a row skipped", "loss scale", "learning rate")
+        assert all(word in ended.message for word in words), ended.message
+        if world.is_chief:
+            assert ended.summary["exit_reason"] == "diverged"
+    ended = fit(world, Half, precision="float16", num_steps=10)
+    assert ended.code == DONE, ended.message
+
+
+def check_a_loss_of_bfloat16_is_added_up_in_float32(world):
+    """Logits of bfloat16, as a model without a float32 head gives them."""
+    exact = fit(world, num_steps=2)
+    ended = fit(world, precision="bfloat16", num_steps=2)
+    assert ended.code == DONE, ended.message
+    if world.is_chief:
+        np.testing.assert_allclose(ended.losses, exact.losses, rtol=2e-2)
+        # A sum in bfloat16 has two or three digits: float32's mean of 12 losses has more.
+        assert all(np.float32(x).view(np.uint32) & 0xFFFF for x in ended.losses), ended.losses
+
+
+# ---- Evaluation --------------------------------------------------------------------------------
+
+
+def check_a_failing_evaluation_loses_no_training(world):
+    class Torn(Small):
+        def sources(self):
+            train, val = super().sources()
+            val._arrays["id"] = np.arange(20)
+            return train, val
+
+        def evaluation_example(self, sample):
+            fine = tf.debugging.Assert(sample["id"] != 13, ["sample 13 is torn"])
+            with tf.control_dependencies([fine]):
+                return {"inputs": tf.identity(sample["x"]), "targets": sample["y"]}
+
+    ended = fit(world, Torn, eval_every=2, num_steps=6)
+    assert ended.code == WRONG_USE and "sample 13 is torn" in ended.message, ended.message
+    assert ended.checkpoints == ["step-00000002"]
+    # Mended and started again, the evaluation is made up for, and training goes on from there.
+    again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
+    assert again.code == DONE
+    if world.is_chief:
+        evaluated = [r["step"] for r in again.records if "eval_loss" in r]
+        trained = [r["step"] for r in again.records if "loss" in r]
+        assert evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], (evaluated, trained)
+
+
+def check_what_only_shows_may_fail(world):
+    class Draws(Small):
+        calls = 0
+
+        def draw(self, inputs, targets, outputs):
+            Draws.calls += 1
+            if Draws.calls > 1:  # not when it is tried out
+                raise RuntimeError("no fonts here")
+            return np.zeros((1, 4, 4, 3), np.uint8)
+
+    ended = fit(world, Draws, eval_every=2)
+    assert ended.code == DONE, ended.message
+    assert ended.checkpoints[-1] == "step-00000003"
+
+
+def check_a_score_that_is_no_number_is_never_the_best(world):
+    class Fickle(Small):
+        calls = 0
+
+        def metrics(self, sums):
+            # The first call is the try-out, the second the first evaluation.
+            Fickle.calls += 1
+            return {"accuracy": float("nan") if Fickle.calls == 2 else 0.1 * Fickle.calls}
+
+    ended = fit(world, Fickle, eval_every=1, num_steps=5, keep=1)
+    assert ended.code == DONE, ended.message
+    run_dir = ended.folder
+    checkpoints = run_lib.Checkpoints(run_dir / "checkpoints", 1, world)
+    assert checkpoints.best().step == 5, checkpoints.best()
+
+
+def check_the_evaluations_loss_with_small_weights(world):
+    class Light(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses, weights * 1e-3
+
+    plain, light = fit(world), fit(world, Light)
+    if world.is_chief:
+        np.testing.assert_allclose(light.losses, plain.losses, rtol=1e-5)
+        np.testing.assert_allclose(
+            light.summary["eval_loss"], plain.summary["eval_loss"], rtol=1e-5
+        )
+
+
+def check_counts_beyond_float32_are_exact(world):
+    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
+
+    class Counts(Small):
+        def sums(self, outputs, targets):
+            big = tf.constant(2.0**24, tf.float32)
+            one = tf.cast(tf.size(targets) > 0, tf.float32)
+            return {"hits": big, "samples": one}
+
+        def metrics(self, sums):
+            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
+
+    ended = fit(world, Counts)
+    assert not world.is_chief or ended.summary["eval_total"] == 3 * (2**24 + 1)
+
+
+class StopsAt(StopSignal):
+    """Asks the last rank to stop at its n-th question (a step or a part of an evaluation)."""
+
+    def __init__(self, world, question):
+        self._mine, self._left = world.rank == world.size - 1, question
+
+    @property
+    def asked(self):
+        self._left -= 1
+        return self._mine and self._left <= 0
+
+
+def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
+    settings = {"eval_every": 2, "num_steps": 6, "run_dir": folder(world) / "run"}
+    ended = fit(world, Small, StopsAt(world, 3), **settings)  # two steps, then the evaluation
+    assert ended.code == PREEMPTED and "saved at step 2" in ended.message, ended.message
+    assert ended.checkpoints == ["step-00000002"]
+    again = fit(world, **settings)
+    assert again.code == DONE
+    if world.is_chief:
+        assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6]
+    whole = fit(world, eval_every=2, num_steps=6)
+    for ours, theirs in zip(again.weights(), whole.weights()):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def check_a_stop_saves_the_step_it_names(world):
+    for question in (1, 3):
+        ended = fit(world, Small, StopsAt(world, question), num_steps=9)
+        step = question + 1  # the step that was under way when the votes were counted
+        assert ended.code == PREEMPTED, ended.message
+        assert ended.checkpoints == [f"step-{step:08d}"], ended.checkpoints
+        assert f"saved at step {step}" in ended.message
+
+
+def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
+    bad = position_of(2)
+
+    class Broken(Small):
+        def training_example(self, sample, key):
+            example = super().training_example(sample, key)
+            factor = tf.where(sample["id"] == bad, np.inf, 1.0)
+            return {
+                "inputs": example["inputs"] * tf.cast(factor, tf.float32),
+                "targets": example["targets"],
+            }
+
+        def sources(self):
+            train, val = super().sources()
+            train._arrays["id"] = np.arange(60)
+            return train, val
+
+    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9)
+    assert ended.code == DIVERGED and not ended.checkpoints, (ended.code, ended.message)
+
+
+# ---- State that is not trained -----------------------------------------------------------------
+
+
+def check_state_that_drifts_apart_is_named_at_the_first_save(world):
+    class Remembers(keras.layers.Layer):
+        """Keeps a mean of what it saw, each rank of its own share: nothing brings it together."""
+
+        def build(self, shape):
+            self.seen = self.add_weight(shape=(), trainable=False, name="seen")
+
+        def call(self, x, training=False):
+            if training:
+                self.seen.assign(tf.reduce_mean(x))
+            return x
+
+    class Task(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Dense(CLASSES)(Remembers(name="memory")(x))
+            return keras.Model(x, y)
+
+    ended = fit(world, Task, checkpoint_every=2, num_steps=6)
+    if world.size == 1:
+        assert ended.code == DONE, ended.message
+    else:
+        assert ended.code not in (DONE, DIVERGED) and "memory/seen" in ended.message
+        assert ended.checkpoints == []
+
+
+def check_batch_norm_that_is_not_synced_may_differ(world):
+    assert fit(world, Normalized, bn_sync="none").code == DONE
