@@ -22,7 +22,8 @@ class Sampler:
     """Order of `num_samples` samples, in global batches of `global_batch_size`.
 
     A batch is split first into `micro_batches` equal parts, then each part over the ranks, so
-    that a micro-batch too is the same set of samples for any number of ranks.
+    that a micro-batch too is the same set of samples for any number of ranks. `seed` is any
+    number in [0, 2**64).
     """
 
     num_samples: int
@@ -72,15 +73,59 @@ class Sampler:
 
         Returns:
           int64 scalar in [0, num_samples): each value once an epoch.
-          int32 [2]: a key for tf.random.stateless_* functions, unique to (seed, epoch, sample).
+          int32 [2]: a key for tf.random.stateless_* functions that belongs to (seed, epoch,
+            sample): 64 bits drawn by hash, so that two are equal only by chance.
         """
         epoch, offset = position // self.num_samples, position % self.num_samples
-        index = tf.random.experimental.index_shuffle(
-            offset,
-            seed=tf.stack([tf.constant(self.seed, tf.int64), epoch]),
-            max_index=tf.constant(self.num_samples - 1, tf.int64),
+        index = self.order(epoch, offset)
+        return index, self._draw(epoch, index, 2, tf.int32)
+
+    def order(self, epoch: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
+        """Sample ids at `offsets` of an epoch; all offsets together give every id once.
+
+        The epochs of a seed, and the seeds, are unrelated permutations: at least 2**24 of them,
+        drawn by hash, so that an order may come back by chance, after thousands of epochs.
+
+        Args:
+          epoch: int64 scalar.
+          offsets: int64 scalar or vector of places in the epoch, in [0, num_samples).
+
+        Returns int64 like `offsets`.
+        """
+        # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
+        # leave most of the key constant. No sample has the id num_samples: a draw of its own.
+        key = self._draw(epoch, tf.constant(self.num_samples, tf.int64), 3, tf.uint32)
+        return _permute(offsets, key, self.num_samples)
+
+    def _draw(self, epoch: tf.Tensor, number: tf.Tensor, words: int, dtype: tf.DType) -> tf.Tensor:
+        """Up to four random 32-bit words that belong to (seed, epoch, number).
+
+        Philox (Salmon et al. 2011) is made for this: any key, any counter, however regular, give
+        words that look independent. The seed is the 64-bit key, the rest the 128-bit counter.
+        """
+        return tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[words],
+            key=tf.constant([self.seed], tf.uint64),
+            counter=tf.cast(tf.stack([number, epoch]), tf.uint64),
+            alg=tf.random.Algorithm.PHILOX.value,
+            dtype=dtype,
         )
-        key = tf.constant([self.seed, 0x5EED], tf.int32)
-        key = tf.random.experimental.stateless_fold_in(key, epoch, alg="philox")
-        key = tf.random.experimental.stateless_fold_in(key, index, alg="philox")
-        return index, key
+
+
+def _permute(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
+    """Entries of a permutation of [0, total): int64 [] or [n]; key: uint32 [3]."""
+
+    def shuffled(index: tf.Tensor, last: int) -> tf.Tensor:
+        # tf.random.experimental.index_shuffle is this op with 4 rounds, too few: orders of two
+        # epochs then look alike.
+        return tf.raw_ops.RandomIndexShuffle(
+            index=index, seed=key, max_index=tf.constant(last, tf.int64), rounds=8
+        )
+
+    last = total - 1
+    if last < 2**16 or last & (last - 1):
+        return shuffled(index, last)
+    # The op computes on ceil(log2(last)) bits: for a power of two that is one bit too few to hold
+    # `last` itself, and two places would give one id. Shuffle one more entry, then skip it.
+    ids = shuffled(index, total)
+    return tf.where(ids == total, shuffled(tf.constant(total, tf.int64), total), ids)

@@ -1,12 +1,27 @@
-"""The order of samples: the same for any number of ranks, each sample once an epoch."""
+"""The order of samples: the same for any number of ranks, each sample once an epoch, and random.
 
+"Unrelated" is measured in standard deviations of what two random orders would give.
+"""
+
+import functools
 import itertools
 
+import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import strategies as st
 
 from engine.sampler import Sampler, share
+
+# 1,281,167: ImageNet. A cipher's weak spots are at powers of two.
+SIZES = [6_000, 10_582, 50_000, 65_536, 1_281_167]
+# Seeds that a mix of too few bits takes for one.
+SEEDS = [0, 1, 256, 257, 2**31, 2**32 + 1, 2**64 - 1]
+# Nothing below is that far off by chance: fewer than 1,000 pairs, normal tails.
+SIGMAS = 5
+
+properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def local_ids(step, rank, size, *, n=23, batch=10, micro=1, seed=3):
@@ -38,19 +53,137 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_in_another_order():
     assert len({tuple(epoch) for epoch in epochs}) == 10
 
 
-def test_keys_differ_by_sample_epoch_and_seed():
-    pairs = [p for step in range(5) for p in local_ids(step, 0, 1)]
-    assert len({key for _, key in pairs}) == len(pairs)
-    assert {k for _, k in local_ids(0, 0, 1, seed=4)}.isdisjoint(k for _, k in pairs)
+@functools.cache
+def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarray:
+    """Ids at the first `places` places (all) of an epoch."""
+    offsets = tf.range(n if places is None else places, dtype=tf.int64)
+    return Sampler(n, 1, 1, seed, 0, 1).order(tf.constant(epoch, tf.int64), offsets).numpy()
 
 
-def test_shares_are_even_and_cover_everything():
-    for total in range(1, 30):
-        for size in range(1, total + 1):
-            edges = [share(total, rank, size) for rank in range(size)]
-            lengths = [last - first for first, last in edges]
-            assert sum(lengths) == total and max(lengths) - min(lengths) <= 1
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Of the ids at one place."""
+    return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
+
+
+def near(a: np.ndarray, b: np.ndarray) -> float:
+    """Share of ids that lie within 1 % of n of their old place; 2 % for random orders."""
+    places = np.argsort(a) - np.argsort(b)
+    reach = len(a) // 100
+    chance = (2 * reach + 1) / len(a) - reach * (reach + 1) / len(a) ** 2
+    share_of_ids = (np.abs(places) <= reach).mean()
+    return (share_of_ids - chance) / np.sqrt(chance / len(a))
+
+
+def meetings(a: np.ndarray, b: np.ndarray, batch: int = 32) -> float:
+    """Pairs of ids that share a batch in both orders."""
+    n = len(a)
+    batches = np.argsort(a) // batch * n + np.argsort(b) // batch
+    counts = np.unique(batches, return_counts=True)[1]
+    together = (counts * (counts - 1) // 2).sum()
+    rest = n % batch
+    pairs = n // batch * (batch * (batch - 1) // 2) + rest * (rest - 1) // 2
+    expected = pairs**2 / (n * (n - 1) / 2)
+    return (together - expected) / np.sqrt(expected)
+
+
+statistics = pytest.mark.parametrize("statistic", [correlation, near, meetings])
+sizes = pytest.mark.parametrize("n", SIZES)
+
+
+@sizes
+@statistics
+def test_two_epochs_are_unrelated(n, statistic):
+    orders = [order(n, 1, epoch) for epoch in ([0, 1, 2] if n > 10**6 else range(8))]
+    far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
+    assert np.max(np.abs(far_off)) < SIGMAS, far_off
+
+
+@sizes
+@statistics
+def test_two_seeds_are_unrelated(n, statistic):
+    orders = [order(n, seed, 0) for seed in ([1, 257, 2**32 + 1] if n > 10**6 else SEEDS)]
+    far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
+    assert np.max(np.abs(far_off)) < SIGMAS, far_off
+
+
+@sizes
+def test_an_epoch_keeps_nothing_of_the_order_of_the_files(n):
+    for epoch in range(2):
+        ids = order(n, 1, epoch)
+        assert abs(correlation(ids, np.arange(n))) < SIGMAS
+        assert abs(correlation(ids[1:], ids[:-1])) < SIGMAS
+
+
+@pytest.mark.parametrize("n", [10_582, 65_536])
+def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds(n):
+    epochs = [order(n, 1, epoch, 20).tobytes() for epoch in range(300)]
+    seeds = [order(n, seed, 0, 20).tobytes() for seed in range(300)]
+    assert len({*epochs, *seeds}) == 300 + 300 - 1  # epoch 0 of seed 1 is in both
+
+
+@properties
+@hypothesis.given(
+    n=st.integers(1, 3_000)
+    | st.builds(lambda bits, more: 2**bits + more, st.integers(4, 20), st.integers(-1, 2)),
+    seed=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**40),
+)
+@hypothesis.example(n=2**16 + 1, seed=1, epoch=0)
+@hypothesis.example(n=2**18 + 1, seed=1, epoch=0)
+@hypothesis.example(n=2**20 + 1, seed=1, epoch=0)
+def test_an_epoch_holds_each_id_once_for_any_size(n, seed, epoch):
+    assert np.array_equal(np.sort(order.__wrapped__(n, seed, epoch)), np.arange(n))
+
+
+@properties
+@hypothesis.given(st.data())
+def test_ranks_share_a_batch_for_any_sizes(data):
+    size = data.draw(st.integers(1, 9), "ranks")
+    micro = data.draw(st.integers(1, 5), "micro-batches")
+    batch = micro * data.draw(st.integers(size, 40), "micro-batch")
+    step = data.draw(st.integers(0, 2**40), "step")
+    ranks = [Sampler(50, batch, micro, 1, rank, size) for rank in range(size)]
+    parts = [np.reshape(r.local_positions(tf.constant(step, tf.int64)), [micro, -1]) for r in ranks]
+    assert np.array_equal(
+        np.concatenate(parts, axis=1).ravel(), np.arange(step * batch, (step + 1) * batch)
+    )
+    assert [p.shape[1] for p in parts] == [r.local_micro_size for r in ranks]
+    assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
+
+
+@properties
+@hypothesis.given(total=st.integers(1, 10**9), size=st.integers(1, 300))
+def test_shares_are_even_and_cover_everything(total, size):
+    edges = [share(total, rank, size) for rank in range(size)]
+    lengths = [last - first for first, last in edges]
+    assert edges[0][0] == 0 and edges[-1][1] == total and max(lengths) - min(lengths) <= 1
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
+
+
+@functools.cache
+def keys(seed: int, epoch: int, n: int = 1_000) -> np.ndarray:
+    """The random keys of an epoch by sample id, bool [n, 64]."""
+    sampler = Sampler(n, 1, 1, seed, 0, 1)
+    positions = tf.range(epoch * n, (epoch + 1) * n, dtype=tf.int64)
+    dataset = tf.data.Dataset.from_tensor_slices(positions).map(sampler.sample).batch(n)
+    ids, pairs = next(iter(dataset))
+    assert pairs.dtype == tf.int32 and pairs.shape == [n, 2]
+    assert np.array_equal(ids, order(n, seed, epoch))
+    ordered = np.ascontiguousarray(pairs.numpy()[np.argsort(ids)])
+    return np.unpackbits(ordered.view(np.uint8), axis=1).astype(bool)
+
+
+def test_keys_of_draws_are_all_different():
+    every = np.concatenate([keys(seed, epoch) for seed in SEEDS for epoch in range(2)])
+    assert len(np.unique(every, axis=0)) == len(every)
+
+
+def test_keys_of_samples_epochs_and_seeds_are_unrelated_in_every_bit():
+    one = keys(1, 0)
+    others = [keys(1, 1), *(keys(seed, 0) for seed in SEEDS if seed != 1), np.roll(one, 1, axis=0)]
+    for bits in (one, *(one ^ other for other in others)):
+        far_off = (bits.mean(axis=0) - 0.5) * 2 * np.sqrt(len(bits))
+        assert np.max(np.abs(far_off)) < SIGMAS, far_off
 
 
 @pytest.mark.parametrize(
