@@ -1,7 +1,4 @@
-"""How a run ends: its exit codes, the exception that carries one to every rank, the last message.
-
-Imports nothing heavy: a wrong flag is told before TensorFlow is imported.
-"""
+"""How a run ends: exit codes, and the one message about it. Imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import sys
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
+# Where launchers tell a process its rank: horovodrun, mpirun, other PMIx launchers, srun.
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 

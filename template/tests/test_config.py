@@ -1,42 +1,43 @@
-"""Flags: every field is one, limits are checked, and a written config reads back the same."""
+"""Flags: every field is one, limits are checked, and what contradicts itself is refused."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import config as config_lib
+import settings
+from engine.stop import RANK_VARIABLES
+
+TEMPLATE = Path(config_lib.__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
-def no_default_cfg(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def project(tmp_path, monkeypatch):
+    """An empty project, which is the working folder too."""
+    folder = tmp_path.resolve()
+    monkeypatch.setattr(config_lib, "PROJECT", folder)
+    monkeypatch.chdir(folder)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def parse(*flags):
+    return config_lib.parse(["train.py", *flags])
+
+
+def refused(*flags):
+    with pytest.raises(ValueError) as error:
+        parse(*flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_defaults_are_the_fields_defaults():
-    assert config_lib.parse(["train.py"]) == config_lib.Config()
-
-
-def test_default_cfg_is_read_where_no_flagfile_is_named(tmp_path):
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "default.cfg").write_text("--flagfile=configs/a.cfg\n--seed=5\n")
-    (tmp_path / "configs" / "a.cfg").write_text("--num_steps=7\n")
-    config = config_lib.parse(["train.py", "--keep=2"])
-    assert (config.seed, config.num_steps, config.keep) == (5, 7, 2)
-    config = config_lib.parse(["train.py", "--flagfile=configs/a.cfg"])
-    assert (config.seed, config.num_steps) == (config_lib.Config().seed, 7)
-
-
-def test_a_written_config_reads_back_the_same(tmp_path):
-    flags = ["--task=segmentation", "--base_lr=0.1", "--deterministic", "--lr_boundaries=0.1,0.9"]
-    config = config_lib.parse(["train.py", *flags, "--run_dir=a folder, with commas"])
-    config_lib.write(config, tmp_path / "config.cfg")
-    assert config_lib.parse(["train.py", f"--flagfile={tmp_path / 'config.cfg'}"]) == config
-
-
-def test_later_flags_win_over_the_flagfile(tmp_path):
-    (tmp_path / "a.cfg").write_text("# a comment\n--seed=5\n--num_steps=7\n")
-    config = config_lib.parse(["train.py", f"--flagfile={tmp_path / 'a.cfg'}", "--seed=6"])
-    assert (config.seed, config.num_steps) == (6, 7)
+    assert parse() == config_lib.Config()
 
 
 @pytest.mark.parametrize(
@@ -44,31 +45,197 @@ def test_later_flags_win_over_the_flagfile(tmp_path):
     [
         ("--base_lr=-0.1", ["base_lr", "-0.1", "greater than 0"]),
         ("--base_lr=nan", ["base_lr", "nan"]),
-        ("--num_steps=ten", ["num_steps", "ten"]),
+        ("--num_steps=ten", ["num_steps=ten", "whole number", "at least 1"]),
         ("--num_steps=0", ["num_steps", "at least 1"]),
+        ("--num_steps=100000000", ["num_steps", "less than 100000000"]),
+        ("--num_steps=", ["num_steps=", "whole number"]),
+        ("--num_steps", ["--num_steps needs a value"]),
+        ("--seed=2147483648", ["seed", "less than 2147483648"]),
         ("--lr_policy=polly", ["lr_policy", "polly", "poly"]),
-        ("--learning_rate=1", ["learning_rate", "--help"]),
-        ("--warmup_steps=2000", ["warmup_steps=2000", "num_steps=1000"]),
+        ("--benchmark=maybe", ["benchmark=maybe", "true or false"]),
+        ("--nobenchmark=true", ["--nobenchmark takes no value"]),
+        ("--run_dir=a\nb", [r"run_dir=a\nb", "one line"]),
+        ("--run_dir= a", ["run_dir= a", "spaces"]),
+        ("--run_dir=", ["--run_dir= is empty"]),
+        ("--resume=", ["--resume= is empty", "never"]),
         ("--accumulation_steps=5", ["global_batch_size=32", "accumulation_steps=5"]),
         ("--end_lr=1", ["end_lr=1", "base_lr=0.01"]),
         ("--label_smoothing=1", ["label_smoothing", "less than 1"]),
+        ("--momentum=1", ["momentum", "less than 1"]),
         ("--ema_decay=1", ["ema_decay", "less than 1"]),
+        ("--cycle_time_ms=-0.5", ["cycle_time_ms=-0.5", "or -1"]),
         ("--init_skip_mismatched", ["--init_from"]),
+        ("--init_ema", ["--init_ema", "--init_from"]),
         ("--class_weights=1,two", ["class_weights='1,two'", "1,2.5,1"]),
         ("--class_weights=1,-1", ["class_weights", "from 0 up"]),
         ("--class_weights=1,2", ["class_weights", "2 weights", "num_classes=11"]),
         ("train", ["'train'", "--name=value"]),
+        ("--", ["'--'", "--name=value"]),
+        ("--undefok=seeds", ["--undefok", "--help"]),
     ],
 )
 def test_a_bad_flag_is_named_with_its_value_and_limits(flag, words):
-    with pytest.raises(ValueError) as error:
-        config_lib.parse(["train.py", flag])
-    assert all(word in str(error.value) for word in words), error.value
-    assert "\n" not in str(error.value)
+    message = refused(flag)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rate", "--base_lr?"),
+        ("lr", "--base_lr?"),
+        ("batch_size", "--global_batch_size or --batch_per_rank?"),
+        ("epochs", "--num_steps?"),
+        ("output_dir", "--run_dir?"),
+        ("model_dir", "--run_dir?"),
+        ("logdir", "--run_dir?"),
+        ("data", "--data_dir?"),
+        ("base-lr", "--base_lr?"),
+        ("momentun", "--momentum?"),
+        ("nobenchmrk", "--nobenchmark"),
+        ("flagfiles", "--flagfile?"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest(typed, meant):
+    message = refused(f"--{typed}=1")
+    assert f"--{typed}" in message and meant in message and "--help" in message, message
+
+
+def test_every_name_of_elsewhere_leads_to_a_flag():
+    there_are = {field.name for field in dataclasses.fields(config_lib.Config)} | {"flagfile"}
+    for meant, names in settings._ELSEWHERE.items():
+        assert {name.removeprefix("--") for name in meant.split(" or ")} <= there_are
+        assert not set(names.split()) & there_are
+
+
+def test_a_value_may_be_the_next_word():
+    config = parse("--num_steps", "5", "-fusion_threshold_mb", "-1", "--benchmark", "--seed=2")
+    assert (config.num_steps, config.benchmark, config.seed) == (5, True, 2)
+    assert "needs a value" in refused("--run_dir", "--benchmark")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--deterministic", "--autotune"], ["--autotune", "--deterministic"]),
+        (["--deterministic", "--pack_bytes=9"], ["--deterministic", "--pack_bytes"]),
+        (["--pack_bytes=9", "--gradient_groups=2"], ["--pack_bytes", "--gradient_groups"]),
+        (["--compression=bf16", "--gradient_groups=2"], ["bf16", "grouping"]),
+        (["--early_stop_evals=2", "--eval_every=0"], ["early_stop_evals=2", "eval_every=0"]),
+    ],
+)
+def test_settings_that_contradict_each_other(flags, words):
+    message = refused(*flags)
+    assert all(word in message for word in words), message
 
 
 def test_step_policy_boundaries():
-    with pytest.raises(ValueError, match=r"0\.9,0\.5"):
-        config_lib.parse(["train.py", "--lr_policy=step", "--lr_boundaries=0.9,0.5"])
+    assert "0.9,0.5" in refused("--lr_policy=step", "--lr_boundaries=0.9,0.5")
     config = dataclasses.replace(config_lib.Config(), num_steps=100, lr_boundaries="0.3,0.6")
     assert config_lib.boundaries(config) == [30, 60]
+
+
+def test_batch_per_rank_becomes_the_global_batch_size(project):
+    given = parse("--batch_per_rank=6", "--accumulation_steps=3")
+    config = config_lib.for_ranks(given, 4)
+    assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
+    assert config_lib.for_ranks(config, 7) == config  # on other ranks it stays the same run
+    config_lib.write(config, project / "config.cfg", given)
+    assert parse("--flagfile=config.cfg") == config
+    comment = "# --global_batch_size=24 was given as --batch_per_rank=6 on 4 rank(s)\n"
+    assert comment in (project / "config.cfg").read_text()
+    config_lib.write(given, project / "given.cfg")
+    assert parse("--flagfile=given.cfg") == given
+    assert "batch_per_rank=6" in refused("--batch_per_rank=6", "--accumulation_steps=4")
+    with pytest.raises(ValueError, match="global_batch_size=4000000000: must be"):
+        config_lib.for_ranks(parse("--batch_per_rank=2000000000"), 2)
+
+
+def test_of_the_two_batch_sizes_the_later_counts(project):
+    (project / "global.cfg").write_text("--global_batch_size=10\n")
+    (project / "each.cfg").write_text("--flagfile=global.cfg\n--batch_per_rank=3\n")
+    (project / "both.cfg").write_text("--batch_per_rank=3\n--global_batch_size=10\n")
+
+    def sizes(*flags):
+        config = parse(*flags)
+        return config.global_batch_size, config.batch_per_rank
+
+    assert sizes("--flagfile=global.cfg") == (10, 0)
+    assert sizes("--flagfile=each.cfg") == (0, 3)
+    assert sizes("--flagfile=global.cfg", "--batch_per_rank=5") == (0, 5)
+    assert sizes("--flagfile=each.cfg", "--global_batch_size=8") == (8, 0)
+    assert sizes("--flagfile=each.cfg", "--batch_per_rank=0") == (10, 0)
+    assert sizes("--batch_per_rank=5", "--flagfile=global.cfg") == (10, 0)
+    assert "leave one out" in refused("--batch_per_rank=3", "--global_batch_size=10")
+    assert "both.cfg, line 2" in refused("--flagfile=both.cfg")
+
+
+def test_a_warm_up_longer_than_the_run_is_a_note():
+    (note,) = config_lib.notes(parse("--warmup_steps=50", "--num_steps=20"))
+    assert "--warmup_steps=50" in note and "--num_steps=20" in note
+    assert config_lib.notes(parse("--warmup_steps=20", "--num_steps=20")) == []
+
+
+def test_settings_without_effect_are_a_note():
+    flags = ["--optimizer=adam", "--momentum=0.5", "--lr_policy=step", "--end_lr=0.1"]
+    (note,) = config_lib.notes(parse(*flags, "--bn_sync=full", "--bn_sync_every=3"))
+    for said in ("momentum=0.5 (--optimizer=adam)", "end_lr=0.1", "bn_sync_every=3"):
+        assert said in note
+    assert "power" not in note
+    assert config_lib.notes(config_lib.Config()) == []
+
+
+def test_help_has_every_flag_under_its_heading(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--help")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
+    places = [shown.index(f"{field.name} ") for field in dataclasses.fields(config_lib.Config)]
+    assert len(places) == len(set(places))
+    text = " ".join(shown.split())
+    assert "--[no]autotune search for the best" in text
+    assert "schedule (one of poly, cosine, step, constant; default poly)" in text
+    assert "learning rate after warm-up (greater than 0; default 0.01)" in text
+    assert text.index("Optimizer: --optimizer") < text.index("Loss: --label_smoothing")
+
+
+def test_rank_0_alone_says_what_is_wrong(capsys, monkeypatch):
+    assert config_lib.from_command_line(["train.py", "--seed=3"]).seed == 3
+    for rank, said in (("1", ""), ("0", "error: --seed=x: must be")):
+        monkeypatch.setenv("HOROVOD_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            config_lib.from_command_line(["train.py", "--seed=x"])
+        assert end.value.code == 2
+        shown = capsys.readouterr()
+        assert not shown.out and shown.err.startswith(said) and bool(shown.err) == bool(said)
+
+
+def python(command, code):
+    """Runs bash's `command`, in which $PYTHON runs `code` with the project's modules."""
+    program = f"import sys; sys.path.insert(0, {str(TEMPLATE)!r}); import config; {code}"
+    return subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
+    code = (
+        "slow = {'tensorflow', 'keras', 'numpy', 'horovod'} & set(sys.modules);"
+        "print(sorted(slow)); config.from_command_line(sys.argv)"
+    )
+    ended = python('"$@" --lr=1', code)
+    assert ended.returncode == 2 and ended.stdout == "[]\n"
+    assert (
+        ended.stderr == "error: there is no flag --lr: did you mean --base_lr? (--help lists all)\n"
+    )
+
+
+def test_help_into_a_closed_pipe_leaves_no_trace():
+    ended = python(
+        '"$@" --help | true; exit ${PIPESTATUS[0]}', "config.from_command_line(sys.argv)"
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,135 @@
+"""What settings mean together: what contradicts itself, and what a person may not expect."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from config import Config
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for settings that contradict each other."""
+    for part in (_check_batch, _check_reduction, _check_schedule, _check_start):
+        part(config)
+    class_weights(config)
+
+
+def _check_batch(config: Config) -> None:
+    name = "batch_per_rank" if config.batch_per_rank else "global_batch_size"
+    if getattr(config, name) % config.accumulation_steps:
+        raise ValueError(
+            f"--{name}={getattr(config, name)} is not a multiple of "
+            f"--accumulation_steps={config.accumulation_steps}: micro-batches must be of one size"
+        )
+
+
+def _check_reduction(config: Config) -> None:
+    if config.compression == "bf16" and (config.pack_bytes or config.gradient_groups):
+        raise ValueError("--compression=bf16 carries each gradient alone: leave out grouping")
+    if config.pack_bytes and config.gradient_groups:
+        raise ValueError("--pack_bytes and --gradient_groups are two ways to group: choose one")
+    if config.deterministic and (config.pack_bytes or config.gradient_groups > 1):
+        raise ValueError(
+            "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
+            "--gradient_groups"
+        )
+    if config.deterministic and config.autotune:
+        raise ValueError(
+            "--autotune changes how gradients are added up while it measures: leave it out with "
+            "--deterministic"
+        )
+    if -1 < config.cycle_time_ms < 0:
+        raise ValueError(f"--cycle_time_ms={config.cycle_time_ms}: must be from 0 up, or -1")
+
+
+def _check_schedule(config: Config) -> None:
+    if config.lr_policy in ("poly", "cosine") and config.end_lr > config.base_lr:
+        raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
+    if config.early_stop_evals and not config.eval_every:
+        raise ValueError(
+            f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
+            "makes none"
+        )
+    if config.lr_policy == "step":
+        boundaries(config)
+
+
+def _check_start(config: Config) -> None:
+    for name in ("init_ema", "init_skip_mismatched"):
+        if getattr(config, name) and not config.init_from:
+            raise ValueError(f"--{name} says what to take from --init_from: name one")
+    if not config.run_dir:
+        raise ValueError("--run_dir= is empty: name a folder")
+    if not config.resume:
+        raise ValueError("--resume= is empty: write auto, never or a path")
+
+
+def class_weights(config: Config) -> list[float]:
+    """Each class's weight in the loss; an empty list where all count alike."""
+    if not config.class_weights:
+        return []
+    try:
+        weights = [float(part) for part in config.class_weights.split(",")]
+    except ValueError:
+        weights = [math.nan]
+    if not all(0 <= w < math.inf for w in weights) or not any(weights):
+        raise ValueError(
+            f"--class_weights={config.class_weights!r} must be numbers from 0 up, not all 0, with "
+            "commas between them: 1,2.5,1"
+        )
+    if len(weights) != config.num_classes:
+        raise ValueError(
+            f"--class_weights={config.class_weights!r} has {len(weights)} weights for "
+            f"--num_classes={config.num_classes}"
+        )
+    return weights
+
+
+def boundaries(config: Config) -> list[int]:
+    """Steps at which the step policy lowers the rate, from fractions of num_steps."""
+    try:
+        fractions = [float(part) for part in config.lr_boundaries.split(",")]
+    except ValueError:
+        fractions = [math.nan]
+    if not all(0 < f < 1 for f in fractions) or fractions != sorted(set(fractions)):
+        raise ValueError(
+            f"--lr_boundaries={config.lr_boundaries!r} must be rising fractions between 0 and 1, "
+            "with commas between them: 0.5,0.75"
+        )
+    return [round(f * config.num_steps) for f in fractions]
+
+
+def notes(config: Config) -> list[str]:
+    """What a person may not expect of these settings, a sentence each; most runs have none."""
+    found = []
+    if config.warmup_steps > config.num_steps:
+        found.append(
+            f"--warmup_steps={config.warmup_steps} is more than --num_steps={config.num_steps}: "
+            "the learning rate does not reach --base_lr"
+        )
+    # What leaves a setting without effect.
+    unused = {
+        "momentum": config.optimizer != "sgd" and f"--optimizer={config.optimizer}",
+        "power": config.lr_policy != "poly" and f"--lr_policy={config.lr_policy}",
+        "end_lr": config.lr_policy not in ("poly", "cosine") and f"--lr_policy={config.lr_policy}",
+        "lr_boundaries": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
+        "lr_gamma": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
+        "pack_count": not config.pack_bytes and "--pack_bytes=0",
+        "bn_sync_every": (
+            (config.deterministic and "--deterministic")
+            or (config.bn_sync in ("full", "none") and f"--bn_sync={config.bn_sync}")
+        ),
+        "init_from": config.resume not in ("auto", "never") and f"--resume={config.resume}",
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    ignored = [
+        f"--{name}={getattr(config, name)} ({why})"
+        for name, why in unused.items()
+        if why and getattr(config, name) != defaults[name]
+    ]
+    if ignored:
+        found.append(f"without effect here: {', '.join(ignored)}")
+    return found

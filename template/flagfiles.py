@@ -1,0 +1,114 @@
+"""Flags as they were given, on the command line and in flagfiles, in order, each with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+_FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
+_COMMENTS = ("#", "//")
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """One flag, `--name=value` or `--name` (value None); `file` is None on the command line."""
+
+    name: str
+    value: str | None
+    file: Path | None = None
+    line: int = 0
+
+    def error(self, text: str) -> ValueError:
+        """The error about this flag in one line, with the flagfile's name and line in front."""
+        text = text.replace("\n", "\\n").replace("\r", "\\r")
+        return ValueError(f"{_shown(self.file)}, line {self.line}: {text}" if self.file else text)
+
+
+def expand(
+    words: Sequence[str], project: Path, default: Path, switches: Collection[str]
+) -> list[Given]:
+    """All flags of a command line, with those of a flagfile in the place of --flagfile.
+
+    A flagfile on the command line is looked for in the working folder, then in the project; one
+    that is named in a flagfile in the project, then beside that flagfile.
+
+    Args:
+      words: the command line without the program's name.
+      default: the flagfile to begin with where the command line names none, if there is such a file.
+      switches: names of flags that take no value; any other may have it as the next word.
+    Raises:
+      ValueError: what is no flag, a flagfile that cannot be read or that comes back to itself.
+    """
+    flags, found = _of_words(words, switches), []
+    if default.exists() and all(flag.name != "flagfile" for flag in flags):
+        flags.insert(0, Given("flagfile", str(default)))
+    for flag in flags:
+        if flag.name == "flagfile":
+            found += _of_file(flag, (Path.cwd(), project), project, ())
+        else:
+            found.append(flag)
+    return found
+
+
+def _of_words(words: Sequence[str], switches: Collection[str]) -> list[Given]:
+    found, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        match = _FLAG.fullmatch(word)
+        if not match:
+            raise ValueError(f"unexpected argument {word!r}: flags are written --name=value")
+        name, value = match["name"], match["value"]
+        if value is None and name not in switches and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        found.append(Given(name, value))
+    return found
+
+
+def _of_file(
+    flag: Given, folders: Sequence[Path], project: Path, opened: tuple[Path, ...]
+) -> list[Given]:
+    """The flags in the flagfile that `flag` names; `opened` are the files that led here."""
+    path = _find(flag, folders)
+    if path.resolve() in opened:
+        raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
+    try:
+        # Bytes that are no UTF-8 may stand in the name of a folder: they are kept as they are.
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.strip()
+        if not line or line.startswith(_COMMENTS):
+            continue
+        match = _FLAG.fullmatch(line)
+        if not match:
+            where = Given("", None, path, number)
+            raise where.error(f"{line!r} is no flag: write --name=value, one a line")
+        inner = Given(match["name"], match["value"], path, number)
+        if inner.name == "flagfile":
+            deeper = (*opened, path.resolve())
+            found += _of_file(inner, (project, path.parent), project, deeper)
+        else:
+            found.append(inner)
+    return found
+
+
+def _find(flag: Given, folders: Sequence[Path]) -> Path:
+    if not flag.value:
+        raise flag.error("--flagfile= names no file: write --flagfile=FILE")
+    name = os.path.expanduser(flag.value)
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
+    looked = " or ".join(dict.fromkeys(str(f) for f in folders))
+    where = "" if os.path.isabs(name) else f" in {looked}"
+    raise flag.error(f"--flagfile={flag.value}: there is no such file{where}")
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working folder where it lies in there."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
