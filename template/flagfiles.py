@@ -37,7 +37,7 @@ def expand(
 
     Args:
       words: the command line without the program's name.
-      default: the flagfile to begin with where the command line names none, if there is such a file.
+      default: the flagfile that is read, if it is there, where the command line names none.
       switches: names of flags that take no value; any other may have it as the next word.
     Raises:
       ValueError: what is no flag, a flagfile that cannot be read or that comes back to itself.
