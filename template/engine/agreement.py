@@ -7,14 +7,16 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from engine.stop import BUG, Stop
 from engine.words import some
-from engine.world import World
+from engine.world import World, raw
 
 
 def check_gradients(
@@ -35,6 +37,52 @@ def check_gradients(
                 "others: every rank's loss must depend on the same variables (multiply by 0 "
                 "rather than leave out)",
             )
+
+
+def check_not_lost(
+    world: World, variables: Sequence[keras.Variable], had: Sequence[bool], got: Sequence[bool]
+) -> None:
+    """Raises Stop on all ranks when the reduction lost a gradient on any of them.
+
+    Args:
+      had: for each variable, whether this rank's tape had a gradient.
+      got: the same, of what the reduction returned.
+    """
+    lost = [v.path for v, before, after in zip(variables, had, got, strict=True) if before > after]
+    everyone = world.gather_objects(lost, "agreement.not_lost")
+    ranks = [rank for rank, theirs in enumerate(everyone) if theirs]
+    if ranks:
+        raise Stop(
+            BUG,
+            f"the reduction lost the gradients of {some(everyone[ranks[0]])} (rank {some(ranks)}): "
+            "they would never be trained. Leave out --gradient_groups and --pack_bytes",
+        )
+
+
+def check_same_state(
+    world: World, named: Mapping[str, keras.Variable | tf.Variable], what: str
+) -> None:
+    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both.
+
+    Args:
+      named: the same names on every rank.
+      what: stands in the message, and names the exchange.
+    """
+    digests = {name: _digest(raw(variable)) for name, variable in named.items()}
+    whole = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
+    # One short digest a rank where all is well; each variable's only where it is not.
+    if len(set(world.gather_objects(whole, f"agreement.state.{what}"))) == 1:
+        return
+    everyone = world.gather_objects(digests, f"agreement.variables.{what}")
+    first = everyone[0]
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    odd = [n for n in names if any(theirs.get(n) != first.get(n) for theirs in everyone)]
+    ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]
+    raise Stop(
+        BUG,
+        f"{what}: {some(odd)} on rank {some(ranks)} differ from rank 0's: every rank must change "
+        "what is not trained in the same way",
+    )
 
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
@@ -70,3 +118,8 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
 def _shape(shape: tf.compat.v1.TensorShapeProto) -> str:
     sizes = ["?" if d.size < 0 else str(d.size) for d in shape.dim]
     return f"[{', '.join(sizes)}]"
+
+
+def _digest(variable: tf.Variable) -> str:
+    value = np.ascontiguousarray(variable.numpy())
+    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()

@@ -11,22 +11,31 @@ N ranks compute what one would.
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import control_flow_v2_func_graphs
 
+from engine.words import some
 from engine.world import raw
+
+_BRANCH_OR_LOOP = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+)
+# For each outermost graph, how often each name was given out.
+_given: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
     """The moving means and the moving variances of every batch norm, in one order."""
-    found = {"moving_mean": [], "moving_variance": []}
-    for variable in model.non_trainable_variables:
-        if variable.name in found:
-            found[variable.name].append(raw(variable))
-    return found["moving_mean"], found["moving_variance"]
+    layers = [layer for layer in _batch_norms(model) if layer.moving_mean is not None]
+    return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
 
 
 def make_sync(model: keras.Model, mode: str, weight: float) -> Callable[[], None]:
@@ -35,41 +44,64 @@ def make_sync(model: keras.Model, mode: str, weight: float) -> Callable[[], None
     One allreduce carries the statistics of all layers.
 
     Args:
+      model: built, and synchronized for full.
       mode: mean: mean over ranks of the moving means and of the moving variances.
         moments: means weighted by share of the batch; to the variances the variance between
         the ranks' means is added (law of total variance). full and none: nothing to do.
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
+    Raises:
+      ValueError: a batch norm would not do what `mode` says; the message names it.
     """
+    _check(model, mode)
     means, variances = moving_statistics(model)
     if mode in ("full", "none") or not means or hvd.size() == 1:
         return lambda: None
     if mode == "mean":
         weight = 1.0 / hvd.size()
+    sizes = [m.shape.num_elements() for m in means]
 
     @tf.function(autograph=False)
     def sync() -> None:
-        second = variances
+        # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
+        mean, second = _joined(means), _joined(variances)
         if mode == "moments":
-            second = [v + tf.square(m) for m, v in zip(means, variances)]
-        mean, second = _weighted_sum([means, second], weight)
+            second += tf.square(mean)
+        both = tf.stack([mean, second]) * weight
+        mean, second = tf.unstack(hvd.allreduce(both, op=hvd.Sum, name="batch_norm.moving"))
         if mode == "moments":
-            second = [s - tf.square(m) for m, s in zip(mean, second)]
-        for variable, value in zip([*means, *variances], [*mean, *second]):
-            variable.assign(value)
+            second = tf.maximum(second - tf.square(mean), 0.0)
+        for variables, values in ((means, mean), (variances, second)):
+            for variable, value in zip(variables, tf.split(values, sizes)):
+                variable.assign(tf.cast(value, variable.dtype))
 
     return sync
 
 
-def _weighted_sum(groups: Sequence[Sequence[tf.Tensor]], weight: float) -> list[list[tf.Tensor]]:
-    """Sum over ranks of weight * tensor, of all tensors in one collective; same nesting."""
-    flat = [tf.convert_to_tensor(t) for group in groups for t in group]
-    # float64 on the way: E[x^2] - E[x]^2 loses the digits it needs in float32.
-    joined = tf.concat([tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat], axis=0)
-    summed = hvd.allreduce(joined * weight, op=hvd.Sum, name="batch_norm.moving")
-    parts = tf.split(summed, [t.shape.num_elements() for t in flat])
-    parts = [tf.cast(tf.reshape(p, t.shape), t.dtype) for p, t in zip(parts, flat)]
-    size = len(groups[0])
-    return [parts[:size], parts[size:]]
+def synchronize(model: keras.Model) -> keras.Model:
+    """Makes every batch norm of a built model, at any depth, a `SyncBatchNormalization`, in place.
+
+    The layers stay the same objects with the same variables and names, so that subclassed models,
+    wrappers and shared layers keep them. Returns the model.
+
+    Raises:
+      ValueError: a layer is of a class derived from Keras's batch norm; the message names it.
+    """
+    derived = [
+        f"{_name(layer)} ({type(layer).__name__})"
+        for layer in _batch_norms(model)
+        if not _is_exchangeable(layer)
+    ]
+    if derived:
+        raise ValueError(
+            f"--bn_sync=full cannot synchronize {some(derived)}, which may compute batch "
+            "statistics in its own way: derive it from engine.batch_norm.SyncBatchNormalization "
+            "or use another --bn_sync"
+        )
+    for layer in _batch_norms(model):
+        if type(layer) is keras.layers.BatchNormalization:
+            # Keras's own __setattr__ would track the class as if it were a part of the layer.
+            object.__setattr__(layer, "__class__", SyncBatchNormalization)
+    return model
 
 
 @keras.saving.register_keras_serializable(package="engine")
@@ -77,8 +109,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch norm over the global batch: forward, backward and moving statistics.
 
     Equal to one process that holds the whole global batch, also when the ranks' shares differ in
-    size; on one rank it is Keras's layer. One small allreduce forward and one backward. Every
-    rank must run it in training at the same time, on inputs of any batch size but zero.
+    size; on one rank it is Keras's layer. One small allreduce forward and one backward for each
+    call. Every rank must make the same calls in training, on inputs of any batch size but zero.
     """
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -86,23 +118,57 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
         of the raw inputs in float32 would cancel.
+
+        Raises:
+          ValueError: the layer is called in a branch or a loop of the graph.
         """
         mean, variance = super()._moments(inputs, mask)
         if hvd.size() == 1:
             return mean, variance
+        dtype, shape = mean.dtype, self.moving_mean.shape
+        mean, variance = (tf.reshape(tf.cast(t, tf.float64), shape) for t in (mean, variance))
+        # Keras's masked moments divide by count + epsilon, so that one without positions is 0.
+        extra = 0.0 if mask is None else keras.config.epsilon()
+        count = self._count(inputs, mask)
+        total = mean * (count + extra)
+        # Sum of squares from the squared distances to the mean: sum x^2 = sum (x - m)^2 + ...
+        square = variance * (count + extra) + 2 * mean * total - count * tf.square(mean)
+        sums = sum_over_ranks(tf.stack([count, total, square]), self._collective())
+        count, total, square = tf.unstack(sums)
+        mean = total / (count + extra)
+        distance = square - 2 * mean * total + count * tf.square(mean)
+        variance = tf.maximum(distance / (count + extra), 0.0)
+        return tf.cast(mean, dtype), tf.cast(variance, dtype)
+
+    def _count(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+        """Positions of each channel that count on this rank, float64 [channels]."""
         if mask is None:
-            count = tf.size(inputs, tf.int64) // tf.size(mean, tf.int64)
-        else:
-            count = tf.math.count_nonzero(mask)
-        count = tf.cast(count, tf.float64)[None]
-        mean64, variance64 = tf.cast(mean, tf.float64), tf.cast(variance, tf.float64)
-        sums = [count, count * mean64, count * (variance64 + tf.square(mean64))]
-        name = f"{self.moving_mean.path}.batch"
-        sums = sum_over_ranks(tf.concat(sums, axis=0), name)
-        count, mean64, square = tf.split(sums, [1, mean.shape[0], mean.shape[0]])
-        mean64, square = mean64 / count, square / count
-        variance64 = tf.maximum(square - tf.square(mean64), 0.0)
-        return tf.cast(mean64, mean.dtype), tf.cast(variance64, variance.dtype)
+            channels = self.moving_mean.shape[0]
+            count = tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64)
+            return tf.fill([channels], count)
+        weights = tf.broadcast_to(tf.cast(mask, tf.float64)[..., None], tf.shape(inputs))
+        return tf.reduce_sum(weights, self._reduction_axes)
+
+    def _collective(self) -> str:
+        """A name that no other call in the same step has, and that is the same on every rank."""
+        name, graphs = f"{self.moving_mean.path}.batch", _graphs()
+        if not graphs:
+            return name  # outside a graph calls come one after the other
+        # vectorized_map runs its body under this scope, for all its elements at once.
+        together = "loop_body" in tf.get_current_name_scope().split("/")
+        if together or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in graphs):
+            error = ValueError(
+                f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
+                "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
+                "time steps), where ranks may take other turns: use another --bn_sync"
+            )
+            error._keras_call_info_injected = True  # or Keras adds ten lines of call arguments
+            raise error
+        # Paths repeat in subclassed models, and a shared layer is called more than once. Counted
+        # in the outermost graph, numbers begin anew when one rank alone traces its step again.
+        calls = _given.setdefault(graphs[-1], collections.Counter())
+        calls[name] += 1
+        return f"{name}.{calls[name]}"
 
 
 def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -122,24 +188,44 @@ def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
     return summed(tensor)
 
 
-def synchronize(model: keras.Model) -> keras.Model:
-    """A copy of a functional or sequential model, its batch norms synchronized, weights copied.
+def _check(model: keras.Model, mode: str) -> None:
+    for layer in _batch_norms(model):
+        if mode == "full" and not isinstance(layer, SyncBatchNormalization) and layer.trainable:
+            raise ValueError(
+                f"--bn_sync=full: {_name(layer)} was made after the others were synchronized: "
+                "make all layers when the model is built"
+            )
+        if mode != "full" and layer.synchronized and hvd.size() > 1:
+            raise ValueError(
+                f"{_name(layer)} has synchronized=True, which Keras does over tf.distribute and "
+                "not over these ranks: use --bn_sync=full"
+            )
 
-    Raises:
-      ValueError: the model is subclassed, so its layers cannot be exchanged from outside.
-    """
 
-    def exchange(layer: keras.layers.Layer) -> keras.layers.Layer:
-        if type(layer) is keras.layers.BatchNormalization:
-            return SyncBatchNormalization.from_config(layer.get_config())
-        return layer.__class__.from_config(layer.get_config())
+def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    # Keras has no public list of layers at any depth: model.layers is the first level only.
+    layers = model._flatten_layers()
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
-    try:
-        copy = keras.models.clone_model(model, clone_function=exchange, recursive=True)
-    except ValueError:
-        raise ValueError(
-            f"--bn_sync=full cannot exchange the layers of {type(model).__name__}, a subclassed "
-            "model: use engine.batch_norm.SyncBatchNormalization in it"
-        ) from None
-    copy.set_weights(model.get_weights())
-    return copy
+
+def _name(layer: keras.layers.Layer) -> str:
+    return layer.path or layer.name  # a layer has its path once it is built
+
+
+def _is_exchangeable(layer: keras.layers.BatchNormalization) -> bool:
+    plain = type(layer) is keras.layers.BatchNormalization
+    # Frozen ones normalize with their moving statistics, which are the same everywhere.
+    return plain or isinstance(layer, SyncBatchNormalization) or not layer.trainable
+
+
+def _graphs() -> list[tf.Graph]:
+    """The graph that is being traced and those around it, outermost last; none outside of any."""
+    graphs, graph = [], tf.compat.v1.get_default_graph()
+    while isinstance(graph, func_graph.FuncGraph):
+        graphs.append(graph)
+        graph = graph.outer_graph
+    return graphs
+
+
+def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    return tf.concat([tf.cast(v, tf.float64) for v in variables], axis=0)

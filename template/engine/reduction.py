@@ -1,16 +1,16 @@
 """How gradients travel: grouping and packing, and the knobs of Horovod that flags turn.
 
-What tf_cnn_benchmarks' all-reduce offered on one machine, flag by flag; docs/reduction.md has
-the table. Knobs are environment variables that Horovod reads when it starts.
+What tf_cnn_benchmarks' all-reduce offered on one machine, flag by flag; NUMBERS.md has the table.
+Knobs are environment variables that Horovod reads when it starts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -58,24 +58,76 @@ def check_backend(config: Config) -> None:
 
 def distribute(
     tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
-) -> hvd.DistributedGradientTape | BFloat16Tape:
-    """The tape whose `gradient(..., use_generic_names=True)` returns sums over all ranks.
+) -> RankSumTape:
+    """The tape whose `gradient` returns sums over all ranks, for gradients of `variables`.
 
     Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
     the global count, comes after (`gradients.unscale`).
     """
-    if config.compression == "bf16":
-        return BFloat16Tape(tape)
-    groups: Any = config.gradient_groups or None
-    if config.deterministic:
-        # One group is one message with a fixed layout: fusion by arrival time would change
-        # which bytes share a ring chunk, and with it the order of additions.
-        groups = 1
-    elif config.pack_bytes:
-        groups = pack(variables, config.pack_bytes, config.pack_count)
+    return RankSumTape(tape, config, variables)
+
+
+class RankSumTape:
+    """Gradients of all ranks summed by hvd.DistributedGradientTape, grouped as flags say.
+
+    The rank's own gradients are taken first and handed to Horovod's tape: only then is it known
+    which variables have one, and Horovod fails on a group without any.
+
+    Attributes:
+      connected: for each variable, whether it has a gradient on this rank; after `gradient`.
+    """
+
+    def __init__(
+        self, tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
+    ) -> None:
+        self._tape, self._config = tape, config
+        self._sizes = [_bytes(v) for v in variables]
+        self.connected: list[bool] = []
+
+    def gradient(
+        self, target: tf.Tensor, sources: Sequence[tf.Variable], use_generic_names: bool = True
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The sums, None where a variable has no gradient. `sources` are the raw variables."""
+        own = self._tape.gradient(target, sources)
+        self.connected = [g is not None for g in own]
+        if self._config.compression == "bf16":
+            return [
+                g if g is None else _sum_as_bfloat16(tf.convert_to_tensor(g), f"grad_{i}")
+                for i, g in enumerate(own)
+            ]
+        tape = _horovod_tape(own, self._config, self._groups())
+        places = [_Place(i) for i in range(len(own))]
+        return tape.gradient(target, places, use_generic_names=use_generic_names)
+
+    def _groups(self) -> int | list[list[_Place]] | None:
+        """What Horovod's tape takes: a number of messages, or the places that share one."""
+        there = [i for i, connected in enumerate(self.connected) if connected]
+        if self._config.deterministic:
+            # One group is one message with a fixed layout: fusion by arrival time would change
+            # which bytes share a ring chunk, and with it the order of additions.
+            return min(1, len(there)) or None
+        if self._config.pack_bytes:
+            packs = pack(
+                [self._sizes[i] for i in there], self._config.pack_bytes, self._config.pack_count
+            )
+            return [[_Place(there[i]) for i in members] for members in packs]
+        return min(self._config.gradient_groups, len(there)) or None
+
+
+def _horovod_tape(
+    own: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    config: Config,
+    groups: int | list[list[_Place]] | None,
+) -> tf.GradientTape:
+    class Known(tf.GradientTape):
+        """Horovod derives its tape from this class: it reduces what this `gradient` returns."""
+
+        def gradient(self, target, sources, output_gradients=None):
+            return own
+
     device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
     return hvd.DistributedGradientTape(
-        tape,
+        Known(),
         device_dense=device,
         device_sparse=device,
         op=hvd.Sum,
@@ -85,28 +137,34 @@ def distribute(
     )
 
 
-class BFloat16Tape:
-    """Sums gradients over ranks with bfloat16 on the wire: half the bytes, float32's range.
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands for the variable at a place of the list, in what Horovod's tape asks of one.
 
-    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank is sent its part of
-    each gradient by all the others, adds them in float32, and sends the sum to all. That moves
-    the bytes of a ring allreduce, and rounds the sum once instead of at every hop.
+    Horovod puts gradients into groups by their variables' names. In a subclassed Keras model those
+    repeat, and of two gradients of one name the first would be lost.
     """
 
-    def __init__(self, tape: tf.GradientTape) -> None:
-        self._tape = tape
+    number: int
 
-    def gradient(
-        self, target: tf.Tensor, sources: Sequence[tf.Variable], use_generic_names: bool = True
-    ) -> list[tf.Tensor | None]:
-        grads = self._tape.gradient(target, sources)
-        return [
-            g if g is None else _sum_as_bfloat16(tf.convert_to_tensor(g), f"grad_{i}")
-            for i, g in enumerate(grads)
-        ]
+    @property
+    def name(self) -> str:
+        return f"variable_{self.number}"
+
+    def ref(self) -> _Place:
+        return self
+
+    def deref(self) -> _Place:
+        return self
 
 
 def _sum_as_bfloat16(gradient: tf.Tensor, name: str) -> tf.Tensor:
+    """Sum over ranks with bfloat16 on the wire: half the bytes, float32's range.
+
+    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank is sent its part
+    of the gradient by all the others, adds them in float32, and sends the sum to all. That moves
+    the bytes of a ring allreduce, and rounds the sum once instead of at every hop.
+    """
     size = hvd.size()
     if size == 1:
         return gradient
@@ -121,15 +179,13 @@ def _sum_as_bfloat16(gradient: tf.Tensor, name: str) -> tf.Tensor:
     return tf.reshape(tf.cast(everyones[:count], gradient.dtype), gradient.shape)
 
 
-def pack(
-    variables: Sequence[keras.Variable], max_bytes: int, max_count: int
-) -> list[list[tf.Variable]]:
-    """Small variables in packs of at most `max_count`, in order; the others travel alone.
+def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]]:
+    """Places of small gradients in packs of at most `max_count`, in order; others travel alone.
 
     The packing of tf_cnn_benchmarks (agg_small_grads_max_bytes, agg_small_grads_max_group):
-    small is a gradient of at most `max_bytes`.
+    small is a gradient of at most `max_bytes`; `sizes` are in bytes.
     """
-    small = [v.value for v in variables if _bytes(v) <= max_bytes]
+    small = [i for i, size in enumerate(sizes) if size <= max_bytes]
     return [small[i : i + max_count] for i in range(0, len(small), max_count)]
 
 
