@@ -13,11 +13,13 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from engine import early_stop, ema
+from config import Config
+from engine import agreement, batch_norm, early_stop, ema
 from engine.checkpoint import Best
 from engine.health import Ending, StopSignal
 from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
+from engine.world import raw
 from evaluation import Evaluator
 from run import Run
 
@@ -74,6 +76,11 @@ class Log:
             self._telemetry.gradients(step, paths, result["layers"].numpy())
 
 
+def evaluation_due(config: Config, step: int) -> bool:
+    every = config.eval_every
+    return step == config.num_steps or bool(every and step % every == 0)
+
+
 class Save:
     """A checkpoint every so many steps, before an evaluation, and after the last step."""
 
@@ -86,17 +93,32 @@ class Save:
         self._saved_at = saved_at  # the step whose checkpoint is there already
 
     def due(self, step: int) -> bool:
-        config = self._run.config
-        every = (config.checkpoint_every, config.eval_every)
-        return step == config.num_steps or any(n and step % n == 0 for n in every)
+        every = self._run.config.checkpoint_every
+        return evaluation_due(self._run.config, step) or bool(every and step % every == 0)
 
     def __call__(self, step: int, result: Result | None = None) -> None:
         if step == self._saved_at:
             return
+        run = self._run
         with self._telemetry.not_training():
             self._sync()
-            self._run.checkpoints.save(step, self._run.state.variables, self._run.config)
+            check_alike(run)
+            run.checkpoints.save(step, run.state.variables, run.config)
         self._saved_at = step
+
+
+def check_alike(run: Run) -> None:
+    """Raises Stop, on all ranks, where state that is not trained differs between them.
+
+    Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
+    statistics of its own. (Weights get the same update everywhere; they are compared at the end.)
+    """
+    own = batch_norm.moving_statistics(run.model) if run.config.bn_sync == "none" else ([], [])
+    apart = {id(variable) for part in own for variable in part}
+    untrained = {id(v) for v in run.model.non_trainable_variables}
+    named = {n: v for n, v in run.state.variables.items() if id(v) in untrained}
+    named = {n: v for n, v in named.items() if id(raw(v)) not in apart}
+    agreement.check_same_state(run.world, named, "state that is not trained")
 
 
 class Evaluate:
@@ -121,9 +143,7 @@ class Evaluate:
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
     def due(self, step: int) -> bool:
-        config = self._run.config
-        every = config.eval_every
-        return step == config.num_steps or bool(every and step % every == 0)
+        return evaluation_due(self._run.config, step)
 
     def __call__(self, step: int, result: Result | None = None) -> Ending | None:
         run = self._run

@@ -21,6 +21,7 @@ import combinations
 import flagfiles
 import settings
 from combinations import boundaries, class_weights, notes
+from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "boundaries",
     "class_weights",
     "for_ranks",
+    "from_command_line",
     "notes",
     "parse",
     "write",
@@ -179,6 +181,16 @@ class Config:
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 _BATCH = ("global_batch_size", "batch_per_rank")
+
+
+def from_command_line(argv: Sequence[str]) -> Config:
+    """As `parse`, for a program's start: rank 0 says what is wrong, and every rank exits with 2."""
+    try:
+        return parse(argv)
+    except ValueError as error:
+        if launch_rank() == 0:
+            complain(str(error))
+        sys.exit(WRONG_USE)
 
 
 def parse(argv: Sequence[str]) -> Config:

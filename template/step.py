@@ -47,7 +47,9 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     untrained = [raw(v) for v in model.non_trainable_variables]
     learning_rate = make_schedule(task, config, world.size)
     samples = tf.nest.flatten(spec)[0].shape[1]  # of this rank in a micro-batch
-    connected: list[bool] = []  # which variables the loss depends on; known once it is traced
+    # Which variables the loss depends on, before and after the reduction; known once it is traced.
+    had: list[bool] = []
+    got: list[bool] = []
 
     def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
         with keras_losses.means(model, samples), check.told("the model, called in training,"):
@@ -84,8 +86,8 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             if len(targets) > 1:
                 target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
         tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
-        grads = tape.gradient(target, values, use_generic_names=True)
-        connected[:] = [g is not None for g in grads]
+        grads = tape.gradient(target, values)
+        had[:], got[:] = tape.connected, [g is not None for g in grads]
 
         # Means over the global batch, and a verdict that is the same on every rank.
         grads = gradients.unscale(grads, factor)
@@ -122,7 +124,8 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     with world.together("making the step"), check.told("the step"):
         traced = train_step.get_concrete_function()
         check.check_variables(model, variables, untrained)
-    agreement.check_gradients(world, variables, connected)
+    agreement.check_gradients(world, variables, had)
+    agreement.check_not_lost(world, variables, had, got)
     agreement.check_collectives(world, traced)
     return train_step
 

@@ -23,15 +23,19 @@ from engine.world import World, say
 
 
 class Telemetry:
-    """The run folder's records. On ranks other than 0 every method does nothing."""
+    """The run folder's records. On ranks other than 0 every method does nothing.
+
+    A record that cannot be written (a full disk) is told once, and the run goes on: what counts
+    is in checkpoints.
+    """
 
     def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
+        """Raises OSError, on rank 0, when the records cannot be opened."""
         self._dir, self._world, self._num_steps = run_dir, world, num_steps
         self._clock = _Clock(first_step)
         self._rates: list[float] = []
+        self._failed: set[str] = set()
         if world.is_chief:
-            for name in ("metrics.jsonl", "gradients.jsonl"):
-                _drop_lines_after(run_dir / name, first_step)
             self._lines = (run_dir / "metrics.jsonl").open("a")
             self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
 
@@ -58,11 +62,8 @@ class Telemetry:
         self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         self._write(record)
-        with self._board.as_default(step):
-            for name, value in record.items():
-                tf.summary.scalar(f"train/{name}", value)
-            for rank, loss in enumerate(losses):
-                tf.summary.scalar(f"loss_by_rank/{rank}", loss)
+        by_rank = {f"loss_by_rank/{rank}": loss for rank, loss in enumerate(losses)}
+        self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = _minutes((self._num_steps - step) * samples / rate)
         say(
@@ -83,13 +84,18 @@ class Telemetry:
         record = {
             path: _finite(dict(zip(names, map(float, row)))) for path, row in zip(layers, figures)
         }
-        with (self._dir / "gradients.jsonl").open("a") as file:
-            norm = float(np.linalg.norm(figures[:, 1]))
-            file.write(json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n")
-        with self._board.as_default(step):
-            for path, row in zip(layers, figures):
-                for name, value in zip(names, row):
-                    tf.summary.scalar(f"gradient_{name}/{path}", value)
+        norm = float(np.linalg.norm(figures[:, 1]))
+        line = json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n"
+        with self._told_once("gradients.jsonl"), (self._dir / "gradients.jsonl").open("a") as file:
+            file.write(line)
+        self._show(
+            step,
+            {
+                f"gradient_{name}/{path}": value
+                for path, row in zip(layers, figures)
+                for name, value in zip(names, row)
+            },
+        )
 
     def evaluation(
         self,
@@ -102,12 +108,12 @@ class Telemetry:
         if not self._world.is_chief:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
-        with self._board.as_default(step):
-            for name, value in figures.items():
-                tf.summary.scalar(f"eval/{name}", value)
-        self._board.flush()
+        self._show(step, {f"eval/{name}": value for name, value in figures.items()})
+        with self._told_once("TensorBoard's files"):
+            self._board.flush()
         if pictures is not None:
-            self._pictures(step, pictures)
+            with self._told_once("predictions.png"):
+                self._pictures(step, pictures)
         say(
             self._world,
             f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
@@ -128,14 +134,32 @@ class Telemetry:
         if self._world.is_chief:
             text = json.dumps(_finite(record), indent=1) + "\n"
             partial = self._dir / ".summary.json.partial"
-            partial.write_text(text)
-            partial.rename(self._dir / "summary.json")
-            self._lines.close()
-            self._board.close()
+            with self._told_once("summary.json"):
+                partial.write_text(text)
+                partial.rename(self._dir / "summary.json")
+            with self._told_once("metrics.jsonl"):
+                self._lines.close()
+            with self._told_once("TensorBoard's files"):
+                self._board.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._lines.write(json.dumps(_finite(record)) + "\n")
-        self._lines.flush()
+        with self._told_once("metrics.jsonl"):
+            self._lines.write(json.dumps(_finite(record)) + "\n")
+            self._lines.flush()
+
+    def _show(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self._told_once("TensorBoard's files"), self._board.as_default(step):
+            for name, value in scalars.items():
+                tf.summary.scalar(name, value)
+
+    @contextlib.contextmanager
+    def _told_once(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, tf.errors.OpError) as error:
+            if what not in self._failed:
+                say(self._world, f"note: {what} cannot be written, the run goes on: {error}")
+            self._failed.add(what)
 
 
 class _Clock:
@@ -151,21 +175,6 @@ class _Clock:
         mean = (now - self._time) / max(step - self._step, 1)
         self._step, self._time = step, now
         return max(mean, 1e-9)
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Steps after the checkpoint that a run goes on from will be logged again."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        path.write_text("".join(kept))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return math.inf  # cut off when the run was killed
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import train
 from engine import agreement, health, optimizer
 from engine.sampler import share
 from engine.state import State
 from shared_checks import PLAIN, differ, rng
+from step import make_train_step
 
 
 class Regression:
@@ -38,7 +38,7 @@ def regression_step(world, config, model=None, features=4):
         "inputs": tf.TensorSpec([*shape, features], tf.float32),
         "targets": tf.TensorSpec([*shape, 1], tf.float32),
     }
-    step = train.make_train_step(config, world, Regression(), state, spec)
+    step = make_train_step(config, world, Regression(), state, spec)
 
     def do(x, y):
         """One step on the global batch x, y."""

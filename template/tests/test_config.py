@@ -201,11 +201,11 @@ def test_help_has_every_flag_under_its_heading(capsys):
 
 
 def test_rank_0_alone_says_what_is_wrong(capsys, monkeypatch):
-    assert command_line.settings(["train.py", "--seed=3"]).seed == 3
+    assert config_lib.from_command_line(["train.py", "--seed=3"]).seed == 3
     for rank, said in (("1", ""), ("0", "error: --seed=x: must be")):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit) as end:
-            command_line.settings(["train.py", "--seed=x"])
+            config_lib.from_command_line(["train.py", "--seed=x"])
         assert end.value.code == 2
         shown = capsys.readouterr()
         assert not shown.out and shown.err.startswith(said) and bool(shown.err) == bool(said)
@@ -225,7 +225,7 @@ def python(command, code):
 def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
     code = (
         "slow = {'tensorflow', 'keras', 'numpy', 'horovod'} & set(sys.modules);"
-        "print(sorted(slow)); command_line.settings(sys.argv)"
+        "print(sorted(slow)); config.from_command_line(sys.argv)"
     )
     ended = python('"$@" --lr=1', code)
     assert ended.returncode == 2 and ended.stdout == "[]\n"
@@ -236,6 +236,6 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
 
 def test_help_into_a_closed_pipe_leaves_no_trace():
     ended = python(
-        '"$@" --help | true; exit ${PIPESTATUS[0]}', "command_line.settings(sys.argv)"
+        '"$@" --help | true; exit ${PIPESTATUS[0]}', "config.from_command_line(sys.argv)"
     )
     assert (ended.returncode, ended.stderr) == (0, "")
