@@ -125,7 +125,7 @@ def _permute(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
     last = total - 1
     if last < 2**16 or last & (last - 1):
         return shuffled(index, last)
-    # The op computes on ceil(log2(last)) bits: for a power of two that is one bit too few to hold
+    # The op computes on ceil(log2(last)) bits: for a power of two that can be one too few to hold
     # `last` itself, and two places would give one id. Shuffle one more entry, then skip it.
     ids = shuffled(index, total)
     return tf.where(ids == total, shuffled(tf.constant(total, tf.int64), total), ids)
