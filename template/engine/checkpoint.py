@@ -1,20 +1,14 @@
-"""Checkpoints: written whole or not at all, verified before use, few kept.
+"""The checkpoints of a run: saved, scored, found and restored by all ranks together.
 
-A checkpoint is a folder `step-XXXXXXXX/` with `state.npz` (every variable by name) and
-`manifest.json` (step, score, settings, SHA-256 of state.npz). It is written under another name,
-flushed to disk and renamed, so a folder of that name is complete. Rank 0 writes and reads; what
-came of it is broadcast, so that all ranks go on or end together.
+Rank 0 writes and reads (engine/checkpoint_files.py has the format); what came of it is broadcast,
+so that all ranks go on or end together. Every method must be called on every rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
-import json
-import os
-import shutil
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +17,25 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
+from engine import checkpoint_files
+from engine.checkpoint_files import Damaged, Manifest, OtherFormat
 from engine.stop import WRONG_USE, Stop
 from engine.world import World, raw, say
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
-_STATE, _MANIFEST = "state.npz", "manifest.json"
-# A change in these makes the resumed run another run than the one that was begun.
-_DEFINING = ("task", "seed", "global_batch_size", "num_steps", "base_lr", "optimizer", "precision")
+# Settings that may change without making it another run: where it is kept, what is watched and
+# kept of it, and how gradients travel, which changes the rounding of their sums at most. Every
+# other setting is named when it changed. Among those are some that look harmless: data_dir (the
+# data may be others), accumulation_steps (batch norm sees micro-batches), compression,
+# deterministic (a promise about the whole run), init_from (it is not read any more).
+_HARMLESS = {
+    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
+    *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
+    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
+    *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
+    "autotune",
+}
 
 
 class Best(NamedTuple):
@@ -38,6 +43,14 @@ class Best(NamedTuple):
 
     score: float
     step: int
+
+
+class Found(NamedTuple):
+    """A sound checkpoint to go on from; `asked` when --resume named this very one."""
+
+    path: Path
+    step: int
+    asked: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,195 +61,211 @@ class Checkpoints:
     keep: int
     world: World
 
-    def add_score(self, step: int, score: float) -> None:
-        """Notes the main metric in the checkpoint of `step`; on rank 0."""
-        path = self.folder / f"step-{step:08d}"
-        if self.world.is_chief and path.exists():
-            (path / _MANIFEST).write_text(json.dumps(manifest(path) | {"score": score}, indent=1))
-            self._prune()
+    def save(self, step: int, variables: Variables, config: Config) -> Path:
+        """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept.
 
-    def save(
-        self, step: int, variables: Variables, config: Config, score: float | None = None
-    ) -> None:
-        """Writes step-XXXXXXXX and deletes what is no longer kept; every rank must call it.
-
-        Args:
-          score: the task's main metric at this step, or None when it was not evaluated; the
-            checkpoint with the highest score is kept besides the newest.
         Raises:
           Stop: on all ranks, when it cannot be written; older checkpoints are untouched.
         """
         error = None
         if self.world.is_chief:
             try:
-                self._write(step, variables, config, score)
-                self._prune()
-            except OSError as caught:
-                error = f"{caught.strerror or caught} ({caught.filename or self.folder})"
-        error = self.world.broadcast_object(error, "checkpoint.save")
-        if error:
-            kept = ", ".join(p.name for p in self._all()) or "none"
-            raise Stop(
-                WRONG_USE,
-                f"checkpoint of step {step} not written: {error}. Kept in {self.folder}: {kept}. "
-                "Free some space or choose another --run_dir, then start again to go on",
-            )
+                arrays = {name: np.asarray(raw(v).numpy()) for name, v in variables.items()}
+                settings = dataclasses.asdict(config)
+                about = (settings, self.world.size, tf.__version__)
+                checkpoint_files.write(self.folder, step, arrays, *about)
+            except (OSError, ValueError, MemoryError) as caught:
+                error = _why(caught, self.folder)
+            self._prune()
+        self._end_on(error, f"checkpoint of step {step} not written", "checkpoint.save")
+        return self._path(step)
 
-    def find(self, resume: str) -> Path | None:
-        """The checkpoint to go on from, the same on every rank; None to start anew.
+    def add_score(self, step: int, score: float) -> None:
+        """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept.
 
+        Args:
+          score: the task's main metric at this step. The checkpoint with the highest one is kept
+            besides the newest; a score that is no finite number is never the best.
         Raises:
-          Stop: `resume` is a path that is not a sound checkpoint.
+          Stop: on all ranks, when it cannot be written; the checkpoint is as it was.
+        """
+        error = None
+        if self.world.is_chief:
+            try:
+                checkpoint_files.set_score(self._path(step), score)
+            except (OSError, ValueError) as caught:
+                error = _why(caught, self.folder)
+            self._prune()
+        self._end_on(error, f"score of step {step} not written", "checkpoint.score")
+
+    def best(self) -> Best | None:
+        """The best of the checkpoints there are; call it after `run_folder.begin`."""
+        found = None
+        if self.world.is_chief:
+            path = checkpoint_files.best(checkpoint_files.candidates(self.folder))
+            about = checkpoint_files.read_manifest(path) if path else None
+            found = Best(about.score, about.step) if about else None
+        return self.world.broadcast_object(found, "checkpoint.best")
+
+    def has_score(self, path: Path) -> bool:
+        """Whether the checkpoint was evaluated, be its score a number or not."""
+        evaluated = False
+        if self.world.is_chief:
+            with contextlib.suppress(Damaged, OtherFormat):
+                evaluated = checkpoint_files.read_manifest(path).evaluated
+        return self.world.broadcast_object(evaluated, "checkpoint.has_score")
+
+    def find(self, resume: str, num_steps: int) -> Found | None:
+        """What to go on from, the same on every rank; None to start anew. Changes nothing on disk.
+
+        Args:
+          resume: auto, never, the path of a checkpoint, or that of a run's folder (its newest
+            sound checkpoint).
+        Raises:
+          Stop: `resume` is a path without a sound checkpoint, the checkpoint is of another format,
+            or its step lies past `num_steps`.
         """
         found, error = None, None
-        if self.world.is_chief and resume == "auto":
-            found = self._newest_sound()
-        elif self.world.is_chief and resume != "never":
-            found, error = Path(resume), fault(Path(resume))
+        if self.world.is_chief and resume != "never":
+            try:
+                found = self._choose(resume)
+                if found and found.step > num_steps:
+                    error = (
+                        f"{found.path} is of step {found.step}, past --num_steps={num_steps}: give "
+                        "more --num_steps, another --run_dir or --resume=never"
+                    )
+            except (OSError, ValueError) as caught:
+                error = _why(caught, self.folder)
         found, error = self.world.broadcast_object((found, error), "checkpoint.find")
         if error:
             raise Stop(WRONG_USE, f"--resume={resume}: {error}")
         return found
 
-    def restore(self, path: Path, variables: Variables, config: Config) -> None:
+    def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
+        It also tells a person which settings make this another run than the one that was begun.
+
         Raises:
-          Stop: on all ranks, when names or shapes do not fit; names the first that does not.
+          Stop: on all ranks, when names, shapes or types do not fit; names the first that does not.
         """
-        with self.world.together(f"restoring {path}"):
+        changed = []
+        with self.world.together(f"restoring {found.path}"):
             if self.world.is_chief:
-                _load(path, variables)
-        changed = _changed_settings(manifest(path)["config"], config) if self.world.is_chief else []
+                _load(found.path, variables)
+                before = checkpoint_files.read_manifest(found.path)
+                normed = any(name.endswith("/moving_mean") for name in variables)
+                changed = changes(before, config, self.world.size, normed)
         if changed:
-            say(self.world, f"note: settings differ from {path.name}'s: {', '.join(changed)}")
+            say(self.world, f"note: another run than {found.path.name}'s: {'; '.join(changed)}")
 
-    def best(self) -> Best | None:
-        """The best among the checkpoints there are (rank 0's view, on every rank)."""
-        path = best(self._all()) if self.world.is_chief else None
-        found = Best(_score(path), manifest(path)["step"]) if path else None
-        return self.world.broadcast_object(found, "checkpoint.best")
-
-    def _write(self, step: int, variables: Variables, config: Config, score: float | None) -> None:
-        final = self.folder / f"step-{step:08d}"
-        partial = self.folder / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        with open(partial / _STATE, "wb") as file:
-            np.savez(file, **{name: raw(v).numpy() for name, v in variables.items()})
-            file.flush()
-            os.fsync(file.fileno())
-        about = {
-            "step": step,
-            "score": score,
-            "config": dataclasses.asdict(config),
-            "ranks": self.world.size,
-            "tensorflow": tf.__version__,
-            "sha256": _sha256(partial / _STATE),
-        }
-        with open(partial / _MANIFEST, "w") as file:
-            json.dump(about, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _flush_folder(self.folder)
-
-    def _prune(self) -> None:
-        paths = self._all()
-        kept = {*paths[-self.keep :], best(paths)}
-        for path in paths:
-            if path not in kept:
-                shutil.rmtree(path)
-
-    def _all(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(p for p in self.folder.glob("step-????????") if p.is_dir())
-
-    def _newest_sound(self) -> Path | None:
-        for path in reversed(self._all()):
-            why = fault(path)
-            if why is None:
-                return path
-            say(self.world, f"note: skipping {why}")
+    def _choose(self, resume: str) -> Found | None:
+        path = Path(resume)
+        asked = resume != "auto" and _is_checkpoint(path)
+        if asked:
+            return Found(path, checkpoint_files.verify(path).step, asked)
+        folder = self.folder if resume == "auto" else path / "checkpoints"
+        newest, passed_over = checkpoint_files.newest_sound(folder)
+        for why in passed_over:
+            say(self.world, f"note: passed over: {why}")
+        if newest:
+            return Found(newest, checkpoint_files.read_manifest(newest).step, asked)
+        if resume != "auto":
+            raise Damaged(
+                "is no checkpoint (step-XXXXXXXX), and no folder of a run with a sound checkpoint "
+                "in checkpoints/"
+            )
         return None
 
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
-def best(paths: Iterable[Path]) -> Path | None:
-    """The checkpoint with the highest score, the oldest of equals; None where none has a score."""
-    scored = [p for p in sorted(paths) if _score(p) is not None]
-    return max(scored, key=_score, default=None)
+    def _prune(self) -> None:
+        """Keeps the newest and the best; what cannot be deleted stays, and is told."""
+        paths = [p for p in checkpoint_files.candidates(self.folder) if p.is_dir()]
+        kept = {*paths[-self.keep :], checkpoint_files.best(paths)}
+        for path in paths:
+            try:
+                if path not in kept:
+                    checkpoint_files.delete(path)
+            except OSError as error:
+                say(self.world, f"note: {path} cannot be deleted: {error.strerror or error}")
+
+    def _end_on(self, error: str | None, what: str, name: str) -> None:
+        error = self.world.broadcast_object(error, name)
+        if error:
+            kept = checkpoint_files.candidates(self.folder) if self.world.is_chief else []
+            there = ", ".join(p.name for p in kept) or "none"
+            raise Stop(
+                WRONG_USE,
+                f"{what}: {error}. Kept in {self.folder}: {there}. "
+                "Free some space or choose another --run_dir, then start again to go on",
+            )
 
 
-def manifest(path: Path) -> dict[str, Any]:
-    return json.loads((path / _MANIFEST).read_text())
+def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[str]:
+    """What makes this another run than the one that `before` was saved by, in words.
+
+    Args:
+      normed: whether the model has batch norm.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    now = dataclasses.asdict(config)
+    # A setting that is newer than the checkpoint had its default's effect.
+    pairs = ((name, before.config.get(name, defaults[name]), new) for name, new in now.items())
+    found = [
+        f"--{name} was {_shown(old)}, is {_shown(new)}"
+        for name, old, new in pairs
+        if old != new and name not in _HARMLESS
+    ]
+    if before.ranks != ranks:
+        were = f"which were {before.ranks}, are {ranks}"
+        if config.lr_scaling != "none":
+            found.append(f"--lr_scaling={config.lr_scaling} multiplies by the ranks, {were}")
+        if normed and config.bn_sync != "full":
+            found.append(f"--bn_sync={config.bn_sync} normalizes on each of the ranks, {were}")
+        if config.deterministic:
+            found.append(f"--deterministic holds for one number of ranks, {were}")
+    return found
 
 
-def fault(path: Path) -> str | None:
-    """What is wrong with the checkpoint, naming the file; None when it is sound."""
-    if not path.is_dir():
-        return f"there is no checkpoint folder {path}"
-    try:
-        expected = manifest(path)["sha256"]
-        if _sha256(path / _STATE) != expected:
-            return f"{path / _STATE} is damaged: its SHA-256 is not the one in {_MANIFEST}"
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
-    except (OSError, ValueError, KeyError) as error:
-        return f"{path / _MANIFEST} cannot be read: {error}"
-    return None
+def _is_checkpoint(path: Path) -> bool:
+    """Or a run's folder. One that a person renamed is known by its manifest."""
+    return checkpoint_files.step_of(path) is not None or (path / "manifest.json").exists()
 
 
 def _load(path: Path, variables: Variables) -> None:
-    try:
-        state = np.load(path / _STATE)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path / _STATE} is damaged: {error}") from None
-    with state:
-        missing = [n for n in variables if n not in state]
-        unknown = [n for n in state.files if n not in variables]
-        if missing or unknown:
-            example = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} is not known"
+    state = checkpoint_files.read(path)
+    other = "Use another --run_dir or --resume=never"
+    missing = [n for n in variables if n not in state]
+    unknown = [n for n in state if n not in variables]
+    if missing or unknown:
+        example = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} is not known"
+        raise ValueError(
+            f"holds {len(state)} variables, the model and optimizer have {len(variables)}; "
+            f"{example}. Was it written by another model or optimizer? {other}"
+        )
+    for name, variable in variables.items():
+        value, shape = state[name], tuple(raw(variable).shape)
+        if value.shape != shape:
             raise ValueError(
-                f"holds {len(state.files)} variables, the model and optimizer have "
-                f"{len(variables)}; {example}. Was it written by another model or optimizer? "
-                "Use another --run_dir or --resume=never"
+                f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. {other}"
             )
-        for name, variable in variables.items():
-            value, shape = state[name], tuple(raw(variable).shape)
-            if value.shape != shape:
-                raise ValueError(
-                    f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. "
-                    "Use another --run_dir or --resume=never"
-                )
-            raw(variable).assign(value)
+        dtype = raw(variable).dtype.name
+        if value.dtype.name != dtype:
+            raise ValueError(
+                f"{name} is {value.dtype.name} in the checkpoint, {dtype} in the model. Use the "
+                f"--precision that it was written with, or {other[4:]}"
+            )
+    for name, variable in variables.items():
+        raw(variable).assign(state[name])
 
 
-def _changed_settings(before: Mapping[str, Any], config: Config) -> list[str]:
-    now = dataclasses.asdict(config)
-    pairs = ((name, before.get(name), now[name]) for name in _DEFINING)
-    return [f"--{name} was {old}, is {new}" for name, old, new in pairs if old != new]
+def _shown(value: Any) -> str:
+    return repr(value) if value == "" else str(value)
 
 
-def _score(path: Path) -> float | None:
-    try:
-        return manifest(path)["score"]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _why(error: Exception, folder: Path) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error} ({error.filename or folder})"
+    return str(error) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from engine import variable_names
 from engine.gradients import LossScale
 
 
@@ -26,17 +27,38 @@ class State:
 
     @property
     def variables(self) -> dict[str, keras.Variable | tf.Variable]:
-        """Every variable by a name that is unique and the same on every rank."""
+        """Every variable by a name that is unique and the same on every rank and in every process.
+
+        model/0003/dense/kernel, its moving average ema/0003/dense/kernel where the optimizer
+        keeps one, optimizer/0007/adam/dense/kernel/momentum; see engine/variable_names.py.
+        """
         named = {"step": self.step, "skipped": self.skipped}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
         named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
-        for part, variables in (
-            ("model", self.model.variables),
-            ("optimizer", self.optimizer.variables),
-        ):
-            # The position makes it unique: two layers may share a path.
-            named |= {f"{part}/{i:04d}/{v.path}": v for i, v in enumerate(variables)}
+        model = self.model.variables
+        names = dict(zip(map(id, model), variable_names.of_model(self.model)))
+        # The position makes it unique: two layers may have been given the same name.
+        places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
+        named |= {f"model/{places[id(v)]}": v for v in model}
+        averages = self._averages()
+        named |= {f"ema/{places[id(v)]}": average for v, average in averages}
+        averaged = {id(average) for _, average in averages}
+        slots = zip(self.optimizer.variables, variable_names.of_optimizer(self.optimizer, names))
+        named |= {
+            f"optimizer/{i:04d}/{name}": v
+            for i, (v, name) in enumerate(slots)
+            if id(v) not in averaged
+        }
         return named
+
+    def _averages(self) -> list[tuple[keras.Variable, keras.Variable]]:
+        """Each averaged variable of the model with its average."""
+        if not (self.optimizer.use_ema and self.optimizer.built):
+            return []
+        pairs = zip(
+            self.optimizer._trainable_variables, self.optimizer._model_variables_moving_average
+        )
+        return [(variable, average) for variable, average in pairs if average is not None]
 
     def advance(self, finite: tf.Tensor, readable: tf.Tensor) -> None:
         """After a step, inside its tf.function: a batch that no rank could read is not counted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,34 +10,41 @@ import keras
 import numpy as np
 
 from config import Config
-from engine import checkpoint
+from engine import checkpoint_files, variable_names
 from engine.world import raw
 
 
 def start(model: keras.Model, config: Config) -> None:
     """Loads --init_from into the model and tells a person what it took from there."""
     path = Path(config.init_from)
-    left = load(model, path, config.init_skip_mismatched)
-    print(f"starting from the weights of {path}", flush=True)
+    left = load(model, path, config.init_skip_mismatched, config.init_ema)
+    what = "averages of the weights" if config.init_ema else "weights"
+    print(f"starting from the {what} of {path}", flush=True)
     if left:
         print(f"note: not there, or of another shape, so left as made: {_some(left)}", flush=True)
 
 
-def load(model: keras.Model, path: Path, skip_mismatched: bool) -> dict[str, str]:
+def load(
+    model: keras.Model, path: Path, skip_mismatched: bool, averages: bool = False
+) -> dict[str, str]:
     """Sets the model's variables to those of the same name; rank 0 alone needs to call it.
+
+    Names are those of engine/variable_names.py, so it does not matter what Keras counted.
 
     Args:
       path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
         newest where none has a score), or a .keras file.
       skip_mismatched: leave a variable as it is where there is none of its name and shape.
+      averages: take the moving averages of the weights; what is not averaged (batch norm's moving
+        statistics) is taken as it was.
     Returns:
       The variables that were left as they were, by name, and why.
     Raises:
-      ValueError: the path holds no weights, none of them fit, or some do not and are not to be
-        skipped; the message names them.
+      ValueError: the path holds no weights, or no averages; none of them fit, or some do not and
+        are not to be skipped. The message names them.
     """
-    there = _unique(_read(path))
-    pairs = list(_unique((v.path, v) for v in model.variables).items())
+    there = _unique(_read(path, averages))
+    pairs = list(_unique(zip(variable_names.of_model(model), model.variables)).items())
     faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
     if len(faults) == len(pairs) or (faults and not skip_mismatched):
         way_out = (
@@ -56,35 +62,56 @@ def load(model: keras.Model, path: Path, skip_mismatched: bool) -> dict[str, str
     return faults
 
 
-def _read(path: Path) -> Iterable[tuple[str, np.ndarray]]:
+def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     if path.suffix == ".keras" and path.is_file():
-        try:
-            saved = keras.models.load_model(path, compile=False)
-        except (zipfile.BadZipFile, KeyError, TypeError) as error:
-            raise ValueError(f"--init_from={path} cannot be read: {error}") from None
-        return [(v.path, raw(v).numpy()) for v in saved.variables]
-    folder = path if path.name.startswith("step-") else _best(path)
-    if why := checkpoint.fault(folder):
+        return _read_keras(path, averages)
+    folder = path if checkpoint_files.step_of(path) is not None else _best(path)
+    if why := checkpoint_files.fault(folder):
         raise ValueError(f"--init_from={path}: {why}")
-    with np.load(folder / "state.npz") as state:
-        # model/0012/conv2d/kernel: the position is of no use in another model.
-        names = [n for n in state.files if n.startswith("model/")]
-        return [(n.split("/", 2)[2], state[n]) for n in names]
+    state = checkpoint_files.read(folder, ("model/", "ema/", "optimizer/"))
+    if averages:
+        # Before its first step an optimizer's averages are zeros.
+        steps = [int(v) for name, v in state.items() if name.endswith("/iteration")]
+        if not any(name.startswith("ema/") for name in state) or not all(steps):
+            raise ValueError(
+                f"--init_from={path}: {folder.name} holds no average of its weights. Leave out "
+                "--init_ema, or name a run that was trained with --ema_decay"
+            )
+        state |= {f"model/{n[4:]}": value for n, value in state.items() if n.startswith("ema/")}
+    # model/0012/conv2d/kernel: the position is of no use in another model.
+    return [(n.split("/", 2)[2], value) for n, value in state.items() if n.startswith("model/")]
+
+
+def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
+    if averages:
+        raise ValueError(
+            f"--init_from={path}: a .keras file holds no average of its weights: leave out "
+            "--init_ema"
+        )
+    try:
+        saved = keras.models.load_model(path, compile=False)
+    except Exception as error:  # what Keras raises at a file is as wide as what files may hold
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"--init_from={path} cannot be read: {why}") from None
+    return zip(variable_names.of_model(saved), [raw(v).numpy() for v in saved.variables])
 
 
 def _best(run_dir: Path) -> Path:
     """The sound checkpoint of a run with the highest score; the newest where none has one."""
-    sound = [p for p in run_dir.glob("checkpoints/step-????????") if not checkpoint.fault(p)]
+    there = checkpoint_files.candidates(run_dir / "checkpoints")
+    faults = {path: checkpoint_files.fault(path) for path in there}
+    sound = [path for path in there if not faults[path]]
     if not sound:
+        example = f". {faults[there[-1]]}" if there else ""
         raise ValueError(
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
-            "folder of a run with a sound checkpoint in checkpoints/"
+            f"folder of a run with a sound checkpoint in checkpoints/{example}"
         )
-    return checkpoint.best(sound) or max(sound)
+    return checkpoint_files.best(sound) or sound[-1]
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
-    """Two layers may share a path: the second is told apart by its number."""
+    """Two variables may share a name: the second is told apart by its number."""
     seen, unique = Counter(), {}
     for name, value in pairs:
         seen[name] += 1

@@ -1,0 +1,335 @@
+"""The format of a checkpoint on disk: written whole or not at all, verified before use.
+
+A checkpoint is a folder step-XXXXXXXX/ with state.npz (every variable by name) and manifest.json:
+format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. It is
+written under another name, flushed to disk and renamed. Folders that begin with a dot are
+checkpoints being written (.partial) or deleted (.deleted), and the one that another of the same
+step is about to replace (.old), which counts as long as the new one is not in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FORMAT = 2
+_STATE, _MANIFEST = "state.npz", "manifest.json"
+_NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")
+_LARGEST_MANIFEST = 1 << 26
+
+
+class Damaged(ValueError):
+    """Not a checkpoint, or not the one that was written; the message names the file."""
+
+
+class OtherFormat(ValueError):
+    """A checkpoint that another version of this code wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
+    `config` holds the settings by name, `dtypes` those of variables that NumPy does not know.
+    """
+
+    step: int
+    config: dict[str, Any]
+    ranks: int
+    tensorflow: str
+    sha256: str
+    dtypes: dict[str, str]
+    score: float | None = None
+    evaluated: bool = False
+
+
+def write(
+    folder: Path,
+    step: int,
+    arrays: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    ranks: int,
+    tensorflow: str,
+) -> Path:
+    """Writes the checkpoint of this step and returns its folder.
+
+    It replaces one of the same step; the score of that one stays where the arrays are the same.
+
+    Raises:
+      OSError, ValueError: it cannot be written; nothing is left of it and nothing else changed.
+    """
+    final = folder / f"step-{step:08d}"
+    partial = folder / f".{final.name}.partial"
+    try:
+        delete(partial)
+        partial.mkdir(parents=True)
+        sha256 = _write_state(partial / _STATE, arrays)
+        dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
+        manifest = Manifest(step, dict(config), ranks, tensorflow, sha256, dtypes)
+        with contextlib.suppress(Damaged, OtherFormat):
+            before = read_manifest(final)
+            if before.sha256 == sha256:
+                manifest = dataclasses.replace(
+                    manifest, score=before.score, evaluated=before.evaluated
+                )
+        _write_manifest(partial, manifest)
+        _install(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def set_score(path: Path, score: float) -> None:
+    """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
+    manifest = read_manifest(path)
+    known = float(score) if math.isfinite(score) else None
+    _write_manifest(path, dataclasses.replace(manifest, score=known, evaluated=True))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The verified manifest of the checkpoint at `path`; its arrays are not looked at.
+
+    Raises:
+      Damaged, OtherFormat: naming the file and what is wrong with it.
+    """
+    return _guarded(path / _MANIFEST, lambda: _parse(path))
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest of a checkpoint that is as it was written.
+
+    Raises:
+      Damaged, OtherFormat: it is not; the message names the file.
+    """
+    try:
+        if not path.is_dir():
+            missing = "is no folder" if path.exists() else "does not exist"
+            raise Damaged(f"{path} is no checkpoint: it {missing}")
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
+    manifest = read_manifest(path)
+    if _guarded(path / _STATE, lambda: _sha256(path / _STATE)) != manifest.sha256:
+        raise Damaged(f"{path / _STATE} is damaged: its SHA-256 is not the one in {_MANIFEST}")
+    return manifest
+
+
+def fault(path: Path) -> str | None:
+    """What is wrong with the checkpoint, naming the file; None when it is sound."""
+    try:
+        verify(path)
+    except (Damaged, OtherFormat) as error:
+        return str(error)
+    return None
+
+
+def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
+    """The arrays whose names begin with one of `prefixes`, as they were written.
+
+    Raises:
+      Damaged, OtherFormat: they cannot be read.
+    """
+    dtypes = read_manifest(path).dtypes
+
+    def load() -> dict[str, np.ndarray]:
+        with open(path / _STATE, "rb") as file, np.load(file, allow_pickle=False) as state:
+            found = {n: state[n] for n in state.files if n.startswith(prefixes)}
+        return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
+
+    return _guarded(path / _STATE, load)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it is no checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    # A dot in front and .old behind come together or not at all.
+    return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What has a checkpoint's name in `folder`, sound or not, by step; of one step .old first."""
+    if not folder.is_dir():
+        return []
+    named = [p for p in folder.iterdir() if step_of(p) is not None]
+    return sorted(named, key=lambda p: (step_of(p), not p.name.startswith(".")))
+
+
+def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest sound checkpoint in `folder`, and what is wrong with each newer one.
+
+    Raises:
+      OtherFormat: a newer one than any that is sound is of another format: passing it over could
+        mean to begin a long run again.
+    """
+    passed_over = []
+    for path in reversed(candidates(folder)):
+        try:
+            verify(path)
+            return path, passed_over
+        except Damaged as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def best(paths: list[Path]) -> Path | None:
+    """The checkpoint with the highest score, the oldest of equals; None where none has a score."""
+    scores = {}
+    for path in sorted(paths, key=step_of):
+        with contextlib.suppress(Damaged, OtherFormat):
+            scores[path] = read_manifest(path).score
+    scored = [path for path, score in scores.items() if score is not None]
+    return max(scored, key=scores.__getitem__, default=None)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder; a kill meanwhile does not leave half of it under its name."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name.lstrip('.')}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def tidy(folder: Path) -> None:
+    """Ends what a kill cut short: half-written and half-deleted ones go, .old ones come back."""
+    for path in list(folder.iterdir()):
+        if path.name.endswith(".old") and step_of(path) is not None:
+            final = path.with_name(path.name[1:].removesuffix(".old"))
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
+        elif re.fullmatch(r"\.step-\d{8,}(\.old)?\.(partial|(partial\.)?deleted)", path.name):
+            shutil.rmtree(path)
+
+
+def _write_state(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
+    """Writes the arrays, NumPy's or not, and returns the file's SHA-256."""
+    for name, array in arrays.items():
+        if not _is_numpys(array.dtype) and not hasattr(ml_dtypes, array.dtype.name):
+            raise ValueError(f"{name} is of type {array.dtype}: a checkpoint holds numbers only")
+    known = {
+        n: a if _is_numpys(a.dtype) else a.view(f"V{a.dtype.itemsize}") for n, a in arrays.items()
+    }
+    with open(path, "wb") as file:
+        np.savez(file, **known)
+        file.flush()
+        os.fsync(file.fileno())
+    return _sha256(path)
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    record = dataclasses.asdict(manifest)
+    about = {"format": FORMAT, **record, "checksum": _checksum(record, FORMAT)}
+    partial = folder / f".{_MANIFEST}.partial"
+    try:
+        with open(partial, "w") as file:
+            json.dump(about, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / _MANIFEST)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _flush_folder(folder)
+
+
+def _install(partial: Path, final: Path) -> None:
+    """Renames; one that is there already is set aside first, so that a kill never loses both."""
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        if not final.is_dir():
+            raise ValueError(f"{final} is in the way: it is no folder")
+        delete(old)
+        final.rename(old)
+    try:
+        partial.rename(final)
+    except BaseException:
+        if old.exists():
+            old.rename(final)
+        raise
+    _flush_folder(final.parent)
+    delete(old)
+
+
+def _guarded(file: Path, read: Callable[[], Any]) -> Any:
+    """What `read` returns; whatever goes wrong becomes a sentence that names the file."""
+    try:
+        if not file.is_file():
+            raise Damaged(f"{file} is no file" if file.exists() else f"{file} is missing")
+        return read()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read: {error.strerror or error}") from None
+    except (Damaged, OtherFormat):
+        raise
+    # Whatever zipfile, json and NumPy raise at bytes that they did not write: BadZipFile, KeyError,
+    # RecursionError, a MemoryError from a header that claims terabytes, ...
+    except Exception as error:
+        raise Damaged(f"{file} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _parse(path: Path) -> Manifest:
+    file = path / _MANIFEST
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise Damaged(f"{file} is damaged: it is larger than any manifest")
+    record = json.loads(file.read_text())
+    if not isinstance(record, dict):
+        raise Damaged(f"{file} is damaged: it holds no JSON object")
+    checksum, number = record.pop("checksum", None), record.pop("format", None)
+    if checksum is None and number is None and {"step", "sha256", "config"} <= record.keys():
+        raise _other_format(path, 1)
+    if checksum != _checksum(record, number):
+        raise Damaged(f"{file} is damaged: its checksum is not that of its content")
+    if number != FORMAT:
+        raise _other_format(path, number)
+    manifest = Manifest(**record)
+    if step_of(path) not in (None, manifest.step):
+        raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
+    return manifest
+
+
+def _checksum(record: Mapping[str, Any], number: Any) -> str:
+    """SHA-256 of the content in one spelling, so that it can be written with line breaks."""
+    text = json.dumps({"format": number, **record}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _other_format(path: Path, number: Any) -> OtherFormat:
+    return OtherFormat(
+        f"{path} is of checkpoint format {number}, and this version reads format {FORMAT}: go on "
+        "with the version that wrote it, or start anew with another --run_dir or --resume=never"
+    )
+
+
+def _is_numpys(dtype: np.dtype) -> bool:
+    """bfloat16 and its like come from ml_dtypes; a file does not say which of them it holds."""
+    return dtype.kind in "biufc"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

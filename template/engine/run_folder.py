@@ -1,0 +1,185 @@
+"""One run in one folder: what lies ahead of where a run begins is set aside, never mixed in.
+
+Nothing is deleted that a later run does not write again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import config as config_lib
+from config import Config
+from engine import checkpoint_files
+from engine.checkpoint import Found
+
+_LOGS = ("metrics.jsonl", "gradients.jsonl")
+_RESULTS = ("summary.json", "report.html", "predictions.png")
+_BOARD = "tensorboard"
+_RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD)
+
+
+def begin(run_dir: Path, found: Found | None, config: Config, evaluates_first: bool) -> str:
+    """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
+
+    For rank 0, right before the first step: a start that is refused must change nothing. A kill
+    at any moment leaves the old run or the new one to go on from, and nothing of both.
+
+    - Anew, or from a checkpoint that is elsewhere: all checkpoints and records are set aside.
+    - Back to an earlier checkpoint (it was asked for): later checkpoints are set aside, and a copy
+      of the records; of these, what was logged up to the checkpoint stays in place too.
+    - On from the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
+      after it are dropped, because the same run logs them again.
+
+    Then summary.json is gone and config.cfg holds `config`.
+
+    Args:
+      found: what `Checkpoints.find` chose.
+      evaluates_first: the run evaluates `found` itself before its first step, so that what an
+        earlier evaluation of that step logged is dropped too.
+    Returns:
+      A line for a person, which says what was set aside; empty when nothing was.
+    Raises:
+      OSError: a file cannot be written or moved.
+    """
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    own = found is not None and found.path.parent.resolve() == folder.resolve()
+    ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
+    note = ""
+    if not own:
+        if ahead or any(_has_content(run_dir / name) for name in (*_LOGS, *_RESULTS)):
+            note = set_aside(run_dir, ahead, _RECORDS)
+            _remove(run_dir, _RECORDS)
+    elif ahead:
+        note = set_aside(run_dir, ahead, _RECORDS if found.asked else ())
+        _remove(run_dir, _RESULTS if found.asked else ())
+    if own:
+        _drop_after(run_dir, found.step, evaluates_first)
+    _remove(run_dir, ("summary.json",))
+    checkpoint_files.tidy(folder)
+    partial = run_dir / ".config.cfg.partial"
+    config_lib.write(config, partial)
+    partial.replace(run_dir / "config.cfg")
+    return note
+
+
+def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:
+    """Moves the checkpoints to RUN_DIR/aside-N/checkpoints and copies the records to aside-N.
+
+    Returns:
+      A line for a person.
+    """
+    aside = _next_free(run_dir)
+    there = [name for name in records if (run_dir / name).exists()]
+    # Records first, as copies: a kill before the last checkpoint is moved leaves the old run
+    # whole as far as its checkpoints go, and that run goes on with its own records.
+    for name in there:
+        copy = shutil.copytree if (run_dir / name).is_dir() else shutil.copy2
+        copy(run_dir / name, aside / name)
+    (aside / "checkpoints").mkdir()
+    # Newest first, for the same reason: what is left at any moment has no gap.
+    for path in reversed(checkpoints):
+        shutil.move(path, aside / "checkpoints" / path.name)
+    steps = sorted({checkpoint_files.step_of(p) for p in checkpoints})
+    span = f" (of steps {steps[0]} to {steps[-1]})" if steps else ""
+    files = f" and {len(there)} records ({', '.join(there)})" if there else ""
+    return f"note: set aside in {aside}: {len(checkpoints)} checkpoints{span}{files}"
+
+
+def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
+    """Rewrites a TensorBoard file without the events that `is_after` says yes to.
+
+    What cannot be parsed (a kill cuts the last event) is kept as it is.
+    """
+    kept, dropped, parsed = [], 0, 0
+    try:
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            parsed += len(record) + 16  # its length, and a checksum of each
+            if is_after(event):
+                dropped += 1
+            else:
+                kept.append(record)
+    except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
+        pass
+    if not dropped:
+        return
+    # TensorBoard takes any file with "tfevents" in its name for one to show.
+    partial = path.with_name("being-rewritten.partial")
+    with tf.io.TFRecordWriter(str(partial)) as writer:
+        for record in kept:
+            writer.write(record)
+    with path.open("rb") as old, partial.open("ab") as new:
+        old.seek(parsed)
+        shutil.copyfileobj(old, new)
+    partial.replace(path)
+
+
+def _is_ahead(path: Path, found: Found) -> bool:
+    """Of a later step, or a damaged one of the same step."""
+    step = checkpoint_files.step_of(path)
+    twin = step == found.step and path.name == f"step-{step:08d}" and path.name != found.path.name
+    return step > found.step or twin
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _next_free(run_dir: Path) -> Path:
+    number = 1
+    while (run_dir / f"aside-{number}").exists():
+        number += 1
+    (run_dir / f"aside-{number}").mkdir()
+    return run_dir / f"aside-{number}"
+
+
+def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
+    """Lines and events of steps after `step`; with `evaluates_first` its evaluation's too."""
+    for name in _LOGS:
+        if (run_dir / name).exists():
+            _drop_lines(run_dir / name, step, evaluates_first)
+
+    def is_after(event: Any) -> bool:
+        shown = any(v.tag.startswith(("eval/", "predictions")) for v in event.summary.value)
+        return event.step > step or (evaluates_first and event.step == step and shown)
+
+    for path in sorted((run_dir / _BOARD).glob("*tfevents*")):
+        drop_events(path, is_after)
+
+
+def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
+    def stays(line: bytes) -> bool:
+        record = _parsed(line)
+        again = evaluates_first and any(key.startswith("eval_") for key in record)
+        return record.get("step", math.inf) <= (step - 1 if again else step)
+
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if stays(line)]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(b"".join(kept))
+    partial.replace(path)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty where a kill cut the line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}

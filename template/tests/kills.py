@@ -1,0 +1,53 @@
+"""Kills a process at each of its moments, to see what it leaves on disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_KILLED = 99
+_CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+
+
+def killed_at_each(
+    root: Path, start: Callable[[Path], None], work: Callable[[Path], None]
+) -> Iterator[Path]:
+    """Folders as `work` leaves them when it is killed before its 1st, 2nd, ... call to the disk.
+
+    Args:
+      start: makes what is in a folder before `work`, which runs in a process of its own.
+    Yields:
+      A folder for each of the calls, and one where `work` came to its end.
+    """
+    code, moment = _KILLED, 0
+    while code == _KILLED:
+        folder = root / str(moment)
+        start(folder)
+        process = os.fork()
+        if not process:
+            _die_at(moment)
+            try:
+                work(folder)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        if code not in (0, _KILLED):
+            raise RuntimeError(f"at moment {moment} the work itself failed")
+        yield folder
+        moment += 1
+
+
+def _die_at(moment: int) -> None:
+    left = moment
+
+    def hook(event: str, _: tuple) -> None:
+        nonlocal left
+        if event in _CHANGES:
+            if left == 0:
+                os._exit(_KILLED)
+            left -= 1
+
+    sys.addaudithook(hook)
