@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint, early_stop, ema, warm_start
+from engine import checkpoint, checkpoint_files, early_stop, ema, warm_start
 from engine.state import State
 from engine.world import World
 from ranks import last_lines, launch
@@ -62,8 +62,9 @@ def test_averages_are_part_of_the_state(tmp_path):
         optimizer.build(network_.trainable_variables)
     steps(model, optimizers[0], 3)
     kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
-    kept.save(3, State(model, optimizers[0], "float32").variables, Config(), None)
-    kept.restore(kept.find("auto"), State(other, optimizers[1], "float32").variables, Config())
+    kept.save(3, State(model, optimizers[0], "float32").variables, Config())
+    found = kept.find("auto", 3)
+    kept.restore(found, State(other, optimizers[1], "float32").variables, Config())
     with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
         for a, b in zip(model.variables, other.variables):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
@@ -86,7 +87,9 @@ def run_dir(tmp_path):
         model = network(start=float(step))
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
-        kept.save(step, State(model, optimizer, "float32").variables, Config(), score)
+        kept.save(step, State(model, optimizer, "float32").variables, Config())
+        if score is not None:
+            kept.add_score(step, score)
     return tmp_path / "run"
 
 
@@ -116,10 +119,102 @@ def test_a_keras_file(tmp_path):
     assert not warm_start.load(model, tmp_path / "model.keras", False) and starts(model) == {5.0}
 
 
-def test_a_keras_file_that_is_damaged_is_named(tmp_path):
-    (tmp_path / "model.keras").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"model.keras"):
-        warm_start.load(network(), tmp_path / "model.keras", False)
+@pytest.mark.parametrize("kept", [0, 7, 0.3, 0.9])
+def test_a_keras_file_that_is_damaged_is_named_in_one_line(kept, tmp_path):
+    """Another file, and the beginning of a right one."""
+    file = tmp_path / "model.keras"
+    network().save(file)
+    whole = file.read_bytes()
+    content = whole[: kept if isinstance(kept, int) else int(kept * len(whole))]
+    file.write_bytes(content or b"damaged")
+    with pytest.raises(ValueError, match=r"--init_from=\S+model.keras cannot be read: .") as error:
+        warm_start.load(network(), file, False)
+    assert "\n" not in str(error.value)
+
+
+def unnamed(start: float, before: int = 0) -> keras.Model:
+    """Layers that Keras names; `before` others were made first, so it names them otherwise."""
+    for _ in range(before):
+        keras.layers.Dense(1), keras.layers.Conv1D(1, 1), keras.random.SeedGenerator()
+    x = keras.Input((4, 3))
+    y = keras.layers.TimeDistributed(keras.layers.Dense(3))(keras.layers.Conv1D(3, 1)(x))
+    y = keras.layers.Bidirectional(keras.layers.GRU(2))(keras.layers.Dropout(0.1)(y))
+    model = keras.Model(x, keras.layers.Dense(2)(keras.layers.Dense(2)(y)))
+    for number, variable in enumerate(model.variables):
+        if variable.trainable:
+            variable.assign(np.full(variable.shape, start + number, np.float32))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "keras"])
+def test_what_keras_counted_does_not_matter(kind, tmp_path):
+    there = unnamed(5.0)
+    if kind == "keras":
+        there.save(tmp_path / "model.keras")
+    else:
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(there.trainable_variables)
+        kept = checkpoint.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
+        kept.save(1, State(there, optimizer, "float32").variables, Config())
+    model = unnamed(70.0, before=3)
+    assert [v.path for v in model.variables] != [v.path for v in there.variables]
+    path = tmp_path / "model.keras" if kind == "keras" else tmp_path
+    assert not warm_start.load(model, path, False)
+    for here, other in zip(model.variables, there.variables):
+        np.testing.assert_array_equal(here.numpy(), other.numpy())
+
+
+def test_a_model_inside_another_is_taken_from_a_file_of_its_own(tmp_path):
+    unnamed(5.0).save(tmp_path / "model.keras")
+    inner = unnamed(70.0)
+    x = keras.Input((4, 3))
+    model = keras.Model(x, keras.layers.Dense(2, name="new")(inner(x)))
+    left = warm_start.load(model, tmp_path / "model.keras", True)
+    assert list(left) == ["new/kernel", "new/bias"]
+    assert inner.trainable_variables[0].numpy().flat[0] == 5.0
+
+
+def averaged_run(folder, count, **average):
+    """A run's checkpoint after so many steps; returns its weights, and those it evaluates."""
+    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1, **average)
+    optimizer.build(model.trainable_variables)
+    steps(model, optimizer, count)
+    kept = checkpoint.Checkpoints(folder / "checkpoints", 1, WORLD)
+    kept.save(count, State(model, optimizer, "float32").variables, Config())
+    own = [v.numpy() for v in model.variables]
+    with ema.averaged(model, optimizer):
+        return own, [v.numpy() for v in model.variables]
+
+
+def test_averages_of_another_run_on_request(tmp_path):
+    own, averages = averaged_run(tmp_path, 3, use_ema=True, ema_momentum=0.5)
+    assert not np.array_equal(own[0], averages[0])
+    for wanted, values in ((False, own), (True, averages)):
+        model = network(start=70.0)
+        assert not warm_start.load(model, tmp_path, False, averages=wanted)
+        for variable, value in zip(model.variables, values):
+            np.testing.assert_array_equal(variable.numpy(), value)
+
+
+@pytest.mark.parametrize(("count", "average"), [(3, {}), (0, {"use_ema": True})])
+def test_averages_that_there_are_none_of_are_refused(count, average, tmp_path):
+    """Where no step was made they are zeros."""
+    averaged_run(tmp_path, count, **average)
+    with pytest.raises(ValueError, match=r"holds no average .*--init_ema.*--ema_decay"):
+        warm_start.load(network(), tmp_path, False, averages=True)
+    network().save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match=r"a .keras file holds no average"):
+        warm_start.load(network(), tmp_path / "model.keras", False, averages=True)
+
+
+def test_a_run_of_another_format_is_named(run_dir):
+    for path in checkpoint_files.candidates(run_dir / "checkpoints"):
+        manifest = path / "manifest.json"
+        record = json.loads(manifest.read_text())
+        del record["checksum"], record["format"]
+        manifest.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"step-00000003 is of checkpoint format 1"):
+        warm_start.load(network(), run_dir, False)
 
 
 def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
