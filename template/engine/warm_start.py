@@ -27,9 +27,10 @@ def start(model: keras.Model, config: Config) -> None:
 def load(
     model: keras.Model, path: Path, skip_mismatched: bool, averages: bool = False
 ) -> dict[str, str]:
-    """Sets the model's variables to those of the same name; rank 0 alone needs to call it.
+    """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    Names are those of engine/variable_names.py, so it does not matter what Keras counted.
+    The states of random layers are no weights: they stay this run's own. Names are those of
+    engine/variable_names.py, so it does not matter what Keras counted.
 
     Args:
       path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
@@ -44,7 +45,9 @@ def load(
         are not to be skipped. The message names them.
     """
     there = _unique(_read(path, averages))
-    pairs = list(_unique(zip(variable_names.of_model(model), model.variables)).items())
+    named = _unique(zip(variable_names.of_model(model), model.variables))
+    weights = {id(v) for v in model.weights}
+    pairs = [(name, v) for name, v in named.items() if id(v) in weights]
     faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
     if len(faults) == len(pairs) or (faults and not skip_mismatched):
         way_out = (

@@ -160,8 +160,17 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     assert [v.path for v in model.variables] != [v.path for v in there.variables]
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
     assert not warm_start.load(model, path, False)
-    for here, other in zip(model.variables, there.variables):
+    for here, other in zip(model.weights, there.weights):
         np.testing.assert_array_equal(here.numpy(), other.numpy())
+
+
+def test_states_of_random_layers_are_the_new_runs_own(tmp_path):
+    unnamed(5.0).save(tmp_path / "model.keras")
+    model = unnamed(70.0)
+    state = next(v for v in model.variables if v.name == "seed_generator_state")
+    state.assign([3, 1])
+    assert not warm_start.load(model, tmp_path / "model.keras", False)
+    assert state.numpy().tolist() == [3, 1]
 
 
 def test_a_model_inside_another_is_taken_from_a_file_of_its_own(tmp_path):
