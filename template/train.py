@@ -10,25 +10,33 @@ Typing the same command again resumes from the newest checkpoint in --run_dir.
 
 from __future__ import annotations
 
+import sys
+
+import config as config_lib
+
+if __name__ == "__main__":
+    # Before TensorFlow's seconds of import: a wrong flag is told at once.
+    config_lib.from_command_line(sys.argv)
+
 import engine.quiet  # noqa: F401
 
 # isort: split
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import tensorflow as tf
 
-import config as config_lib
-from actions import Action, Evaluate, Log, Save, Sync
+from actions import Action, Evaluate, Log, Save, Sync, evaluation_due
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
-from engine import batch_norm, health, reduction, warm_start
+from engine import batch_norm, health, optimizer, reduction, run_folder, warm_start
 from engine import world as world_lib
+from engine.checkpoint import Found
 from engine.health import Ending
 from engine.sampler import Sampler
-from engine.stop import BUG, DONE, PREEMPTED, WRONG_USE, Stop, complain, launch_rank
+from engine.stop import BUG, DONE, PREEMPTED, Stop, complain
 from engine.telemetry import Telemetry
+from engine.words import some
 from engine.world import World, say
 from evaluation import Evaluator
 from run import Run, assemble, describe
@@ -36,26 +44,23 @@ from step import make_train_step
 from tasks import base as tasks
 
 
-def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
+def fit(given: Config, world: World, stop_signal: health.StopSignal) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
-    # 1. One GPU a process, or a share of the cores.
-    world_lib.set_up(world, config)
+    # 1. One GPU a process, or a share of the cores; settings that depend on the ranks.
+    world_lib.set_up(world, given)
     say(world, world_lib.describe(world))
+    with world.together("reading the settings"):
+        config = config_lib.for_ranks(given, world.size)
 
-    # 2. The run's folder, with the settings that make this run again.
-    run_dir = Path(config.run_dir)
-    with world.together("opening the run folder"):
-        if world.is_chief:
-            (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-            config_lib.write(config, run_dir / "config.cfg")
-
-    # 3. Task, data, model, and optimizer with all its variables, on every rank.
+    # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
     state = run.state
     say(world, describe(run))
+    for note in notes(run):
+        say(world, f"note: {note}")
 
-    # 4. The newest sound checkpoint, or another run's weights, chosen and read by rank 0.
-    found = run.checkpoints.find(config.resume)
+    # 3. The newest sound checkpoint, or another run's weights, chosen and read by rank 0.
+    found = run.checkpoints.find(config.resume, config.num_steps)
     if found:
         run.checkpoints.restore(found, state.variables, config)
     elif config.init_from:
@@ -63,13 +68,11 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
             if world.is_chief:
                 warm_start.start(run.model, config)
 
-    # 5. Everything from rank 0, before the first step.
+    # 4. Everything from rank 0, before the first step.
     world.broadcast_variables(list(state.variables.values()))
     first_step = int(state.step)
-    if found:
-        say(world, f"resuming from {found} at step {first_step}")
 
-    # 6. This rank's share of the data, and the step on all ranks together.
+    # 5. This rank's share of the data, the step on all ranks together, and the evaluation.
     with world.together("sharing out the data"):
         sampler = Sampler(
             len(run.train_source),
@@ -79,24 +82,37 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
             world.rank,
             world.size,
         )
+        sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight)
     feed = TrainingFeed(
         run.train_source, sampler, run.task.training_example, first_step, config.num_steps
     )
     train_step = make_train_step(config, world, run.task, state, feed.spec)
-
-    # 7. What happens after a step.
-    eval_feed = EvaluationFeed(
-        run.val_source,
-        run.task.evaluation_example,
-        config.eval_batch_size,
-        world.rank,
-        world.size,
+    evaluator = Evaluator(
+        run,
+        EvaluationFeed(
+            run.val_source,
+            run.task.evaluation_example,
+            config.eval_batch_size,
+            world.rank,
+            world.size,
+        ),
     )
-    evaluator = Evaluator(run, eval_feed)
     if not config.benchmark:
         evaluator.try_out()
-    telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
-    sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight)
+
+    # 6. Nothing refuses the run any more: its folder becomes this run's.
+    run_dir = Path(config.run_dir)
+    make_up = found is not None and left_out(run, found)
+    with world.together("opening the run folder"):
+        if world.is_chief:
+            note = run_folder.begin(run_dir, found, config, make_up, given)
+            if note:
+                say(world, note)
+        telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
+    if found:
+        say(world, f"resuming from {found.path} at step {first_step}")
+
+    # 7. What happens after a step, in this order.
     save = Save(run, sync, telemetry, saved_at=first_step if found else None)
     evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal)
     actions: list[Action] = [Sync(run, sync), Log(run, telemetry)]
@@ -105,9 +121,9 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
     more = tasks.optional(run.task, "actions")
     actions += more(run) if more else []
 
-    # 8. Steps.
+    # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)
-    ending = None if config.benchmark else begin(evaluate, first_step, config.num_steps)
+    ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
     result = None
     for step in range(first_step + 1, config.num_steps + 1):
         if ending:
@@ -123,21 +139,30 @@ def fit(config: Config, world: World, stop_signal: health.StopSignal) -> None:
         if ending:
             break
         for action in due:
-            ending = action(step, result) or ending
+            ending = ending or action(step, result)
 
     # 9. The last checkpoint, the records, the exit code.
     ending = ending or monitor.verdict(result)
-    if ending and ending.save:
+    if ending and ending.save and not config.benchmark:
         save(int(state.step))
     sync()
     finish(run, telemetry, evaluate.figures, ending)
 
 
-def begin(evaluate: Evaluate, step: int, num_steps: int) -> Ending | None:
-    """Before the first step; a run that was given up, or has no step left, is told so."""
-    if step == num_steps:
-        return evaluate(step)
-    return evaluate.given_up(step)
+def notes(run: Run) -> list[str]:
+    """What a person may not expect of these settings."""
+    found = config_lib.notes(run.config)
+    others = optimizer.not_decayed(run.model.trainable_variables) if run.config.weight_decay else []
+    if others:
+        found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
+    return found
+
+
+def left_out(run: Run, found: Found) -> bool:
+    """Whether the run begins with an evaluation: one that is missing, or a finished run's."""
+    if run.config.benchmark or not evaluation_due(run.config, found.step):
+        return False
+    return found.step == run.config.num_steps or not run.checkpoints.has_score(found.path)
 
 
 def finish(
@@ -174,12 +199,7 @@ def finish(
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
-    try:
-        config = config_lib.parse(argv)
-    except ValueError as error:
-        if launch_rank() == 0:
-            complain(str(error))
-        return WRONG_USE
+    config = config_lib.from_command_line(argv)
     stop_signal = health.StopSignal()  # from here on: a run may be told to stop while it starts
     world, code = world_lib.connect(reduction.environment(config)), DONE
     try:

@@ -25,7 +25,13 @@ _BOARD = "tensorboard"
 _RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD)
 
 
-def begin(run_dir: Path, found: Found | None, config: Config, evaluates_first: bool) -> str:
+def begin(
+    run_dir: Path,
+    found: Found | None,
+    config: Config,
+    evaluates_first: bool,
+    given: Config | None = None,
+) -> str:
     """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
 
     For rank 0, right before the first step: a start that is refused must change nothing. A kill
@@ -41,6 +47,7 @@ def begin(run_dir: Path, found: Found | None, config: Config, evaluates_first: b
 
     Args:
       found: what `Checkpoints.find` chose.
+      config: the settings as this number of ranks made them; given: as they were typed.
       evaluates_first: the run evaluates `found` itself before its first step, so that what an
         earlier evaluation of that step logged is dropped too.
     Returns:
@@ -65,7 +72,7 @@ def begin(run_dir: Path, found: Found | None, config: Config, evaluates_first: b
     _remove(run_dir, ("summary.json",))
     checkpoint_files.tidy(folder)
     partial = run_dir / ".config.cfg.partial"
-    config_lib.write(config, partial)
+    config_lib.write(config, partial, given)
     partial.replace(run_dir / "config.cfg")
     return note
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from engine import variable_names
+from engine import ema, variable_names
 from engine.gradients import LossScale
 
 
@@ -40,9 +40,10 @@ class State:
         # The position makes it unique: two layers may have been given the same name.
         places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
         named |= {f"model/{places[id(v)]}": v for v in model}
-        averages = self._averages()
-        named |= {f"ema/{places[id(v)]}": average for v, average in averages}
-        averaged = {id(average) for _, average in averages}
+        averages = ema.average_variables(self.optimizer)
+        trained = self.model.trainable_variables
+        named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
+        averaged = set(map(id, averages))
         slots = zip(self.optimizer.variables, variable_names.of_optimizer(self.optimizer, names))
         named |= {
             f"optimizer/{i:04d}/{name}": v
@@ -50,15 +51,6 @@ class State:
             if id(v) not in averaged
         }
         return named
-
-    def _averages(self) -> list[tuple[keras.Variable, keras.Variable]]:
-        """Each averaged variable of the model with its average."""
-        if not (self.optimizer.use_ema and self.optimizer.built):
-            return []
-        pairs = zip(
-            self.optimizer._trainable_variables, self.optimizer._model_variables_moving_average
-        )
-        return [(variable, average) for variable, average in pairs if average is not None]
 
     def advance(self, finite: tf.Tensor, readable: tf.Tensor) -> None:
         """After a step, inside its tf.function: a batch that no rank could read is not counted."""

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from config import Config
-from engine.world import Stop
+from engine.stop import Stop
 
 PLAIN = dataclasses.replace(
     Config(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0

@@ -23,7 +23,8 @@ from config import Config
 from engine import batch_norm, checkpoint_files, variable_names
 from engine.checkpoint import Checkpoints, changes
 from engine.state import State
-from engine.world import Stop, World
+from engine.stop import Stop
+from engine.world import World
 from kills import killed_at_each
 
 ALONE = World(0, 1, 0, 1)

@@ -16,7 +16,8 @@ import config as config_lib
 from config import Config
 from engine import checkpoint_files, run_folder
 from engine.checkpoint import Checkpoints
-from engine.world import Stop, World
+from engine.stop import Stop
+from engine.world import World
 from kills import killed_at_each
 
 ALONE = World(0, 1, 0, 1)
