@@ -128,7 +128,7 @@ def make_step(task: Task, model: keras.Model, spec: Any):
             outputs = model(batch["inputs"], training=False)
         losses, weights = check.loss(task, outputs, batch["targets"])
         sums = check.sums(task, outputs, batch["targets"])
-        sums["loss"] = tf.reduce_sum(tf.cast(losses * weights, tf.float64))
+        sums["loss"] = tf.reduce_sum(tf.cast(tf.math.multiply_no_nan(losses, weights), tf.float64))
         sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         return outputs, sums
 

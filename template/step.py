@@ -55,7 +55,9 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         with keras_losses.means(model, samples), check.told("the model, called in training,"):
             outputs = model(micro["inputs"], training=True)
         losses, weights = check.loss(task, outputs, micro["targets"], samples)
-        loss_sum, count = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
+        # Weight 0 leaves a position out, also one whose loss is no number.
+        loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights))
+        count = tf.reduce_sum(weights)
         positions = tf.size(losses, tf.int64)
         scale = tf.cast(state.loss_scale.value, losses.dtype)
         global_positions = positions // samples * config.global_batch_size
@@ -94,7 +96,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         layers = gradients.layer_figures(grads) if config.log_gradients else None
         l2 = optimizers.l2_weight(config)
         grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
-        finite = tf.math.is_finite(norm)
+        finite = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)
         readable = votes[health.DATA_FAILED] == 0
 
         rate = learning_rate(state.step)

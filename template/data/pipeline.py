@@ -131,6 +131,7 @@ def explain(source: Source, ids: list[int], error: tf.errors.OpError) -> str:
 
 def said(error: tf.errors.OpError) -> str:
     """TensorFlow's message in a line, without the names of its nodes."""
-    line = re.sub(r"\{\{.*?\}\} ?", "", error.message.splitlines()[0])
-    failed = re.search(r"assertion failed: \[(.*)\]", line)
-    return failed[1] if failed else line
+    failed = re.search(r"assertion failed: \[(.*)\]", error.message)
+    if failed:
+        return failed[1].replace("] [", " ")
+    return re.sub(r"\{\{.*?\}\} ?", "", error.message.splitlines()[0])

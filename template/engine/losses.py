@@ -18,7 +18,7 @@ def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = N
     Raises:
       tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
     """
-    wide = tf.cast(labels, tf.int64)
+    wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
     known = (wide >= 0) & (wide < num_classes)
     if ignored is not None:
         known |= wide == ignored

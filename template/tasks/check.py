@@ -37,7 +37,8 @@ def told(what: str) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if _is_own(f.filename)]  # the first is this function
-        if isinstance(error, (ValueError, OSError)) and own and own[-1] is frames[-1]:
+        by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
+        if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
         why = f"{type(error).__name__}: {_sentence(str(error))}"

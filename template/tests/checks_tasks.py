@@ -199,21 +199,29 @@ def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
     assert ended.code == 3 and "labels that are no class" in ended.message, ended.message
 
 
-def check_variables_made_in_training_only_are_trained_or_refused(world):
+def check_variables_made_in_the_first_call_are_trained_and_in_training_only_refused(world):
     class Lazy(keras.Model):
-        def __init__(self):
+        def __init__(self, always):
             super().__init__()
-            self.head, self.extra = keras.layers.Dense(CLASSES), None
+            self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
 
         def call(self, x, training=False):
-            if training and self.extra is None:
+            if not (training or self.always):
+                return self.head(x)
+            if self.extra is None:
                 self.extra = keras.layers.Dense(FEATURES, name="extra")
-            return self.head(self.extra(x) if training else x)
+            return self.head(self.extra(x))
 
     class Task(Small):
-        def build_model(self):
-            return Lazy()
+        always = True
 
+        def build_model(self):
+            return Lazy(self.always)
+
+    class InTraining(Task):
+        always = False
+
+    refused(world, InTraining, "the model", "failed", "new elements of state")
     ended = fit(world, Task, optimizer="adam")
     assert ended.code == DONE, ended.message
     paths = [v.path for v in ended.model.trainable_variables]
@@ -251,7 +259,7 @@ def check_a_frozen_part_stays_as_it_is(world):
         def build_model(self):
             model = super().build_model()
             model.layers[1].trainable = False
-            self.__class__.before = model.layers[1].get_weights()
+            Task.before = model.layers[1].get_weights()
             return model
 
     ended = fit(world, Task)
