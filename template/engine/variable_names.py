@@ -54,8 +54,7 @@ def _visit(layer: keras.Layer, prefix: str, counts: Counter, names: dict[int, st
         if id(variable) not in below:
             names.setdefault(id(variable), prefix + _renumbered(variable, own_counts))
     for child in children:
-        # What holds no variables takes no number, nor does a shared layer that has its names.
-        if any(id(v) not in names for v in child.variables):
+        if child.variables:  # or it takes no number: one more activation changes no name
             _visit(child, prefix, counts, names)
 
 

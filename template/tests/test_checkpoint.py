@@ -627,6 +627,10 @@ def test_names_as_they_read():
         "bidirectional/backward_lstm/lstm_cell/recurrent_kernel",
     }
     assert expected <= set(found)
+    plain = [keras.layers.Dense(2), keras.layers.ReLU(), keras.layers.Dense(2)]
+    expected = ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"]
+    chain = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0), *plain])
+    assert variable_names.of_model(chain) == expected
     inside = keras.Model(x := keras.Input((8, 3)), keras.layers.Dense(2)(network()(x)))
     assert variable_names.of_model(inside)[:-2] == found, "the same alone and inside another"
     assert {n.split("/")[0] for n in variable_names.of_model(sub())} == {"sub"}
