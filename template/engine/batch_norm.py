@@ -11,8 +11,6 @@ N ranks compute what one would.
 
 from __future__ import annotations
 
-import collections
-import weakref
 from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd
@@ -28,8 +26,6 @@ _BRANCH_OR_LOOP = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,
     control_flow_v2_func_graphs.WhileBodyFuncGraph,
 )
-# For each outermost graph, how often each name was given out.
-_given: weakref.WeakKeyDictionary[tf.Graph, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
@@ -150,13 +146,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return tf.reduce_sum(weights, self._reduction_axes)
 
     def _collective(self) -> str:
-        """A name that no other call in the same step has, and that is the same on every rank."""
-        name, graphs = f"{self.moving_mean.path}.batch", _graphs()
-        if not graphs:
-            return name  # outside a graph calls come one after the other
+        """The name of a call's collective, the same on every rank.
+
+        A layer may be called more than once in a step, and paths repeat in subclassed models:
+        TensorFlow numbers equal names in a graph, and puts the caller's name before those in a
+        function. What runs many times at once under one name is refused.
+        """
         # vectorized_map runs its body under this scope, for all its elements at once.
         together = "loop_body" in tf.get_current_name_scope().split("/")
-        if together or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in graphs):
+        if together or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in _graphs()):
             error = ValueError(
                 f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
                 "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
@@ -164,18 +162,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             )
             error._keras_call_info_injected = True  # or Keras adds ten lines of call arguments
             raise error
-        # Paths repeat in subclassed models, and a shared layer is called more than once. Counted
-        # in the outermost graph, numbers begin anew when one rank alone traces its step again.
-        calls = _given.setdefault(graphs[-1], collections.Counter())
-        calls[name] += 1
-        return f"{name}.{calls[name]}"
+        return f"{self.moving_mean.path}.batch"
 
 
 def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Sum of `tensor` over ranks; its gradient is the sum over ranks of the gradients.
 
-    Horovod's own gradient would take its collective's name from the graph; a name that is said
-    here cannot differ between ranks.
+    Horovod's own gradient would name its collective after a tensor of the backward graph.
     """
 
     @tf.custom_gradient
@@ -219,7 +212,7 @@ def _is_exchangeable(layer: keras.layers.BatchNormalization) -> bool:
 
 
 def _graphs() -> list[tf.Graph]:
-    """The graph that is being traced and those around it, outermost last; none outside of any."""
+    """The graph that is being traced and those around it; none where code runs at once."""
     graphs, graph = [], tf.compat.v1.get_default_graph()
     while isinstance(graph, func_graph.FuncGraph):
         graphs.append(graph)
