@@ -21,7 +21,7 @@ setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
-		--flagfile=configs/demo.cfg $(ARGS) | sed -u "s/^\[0\]<stdout>://"'
+		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[0\]<std[a-z]*>://")'
 
 test: setup ## all tests; ARGS='-k sampler'
 	@$(IN_VENV) pytest $(ARGS)

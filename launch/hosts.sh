@@ -16,8 +16,9 @@
 #
 # The command, Python and the data are at the same paths on every host.
 #
-# Stopping: SIGTERM or SIGUSR1 to this script, as schedulers send them, makes the ranks save and
-# end; the exit code is then 75, and the same command goes on from there. Ctrl-C ends at once.
+# Stopping: Ctrl-C makes the ranks save after their step and end, and so does SIGTERM or SIGUSR1
+# to this script, as schedulers send them. The exit code is then 75; run the same command again to
+# resume. A second Ctrl-C ends all ranks at once, exit code 130.
 # Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else.
 set -euo pipefail
 
@@ -128,22 +129,59 @@ find_pip_mpi() {
 
 # ------------------------------------------------------------------------------ one launch
 
-told=''
+told='' pressed='' checking=''
+
+reach=(ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=10)
+[ -z "$port" ] || reach+=(-p "$port")
+[ -z "$key" ] || reach+=(-i "$key")
 
 # The first host's ranks are told; they tell the others with their next step.
 # shellcheck disable=SC2329 # a signal calls it
-stop_ranks() {
-    told=yes
-    local ssh_words=(ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=10)
-    [ -z "$port" ] || ssh_words+=(-p "$port")
-    [ -z "$key" ] || ssh_words+=(-i "$key")
-    sh "$here/stop.sh" "$LAUNCH_ID" >/dev/null && return 0 # of a trap, plain return ends the script
+tell_ranks() {
+    sh "$here/stop.sh" "$LAUNCH_ID" >/dev/null && return
     local name
     for name in "${names[@]}"; do
-        "${ssh_words[@]}" "$name" sh -s "$LAUNCH_ID" <"$here/stop.sh" >/dev/null 2>&1 && return 0
+        "${reach[@]}" "$name" sh -s "$LAUNCH_ID" <"$here/stop.sh" >/dev/null 2>&1 && return
     done
     echo "hosts.sh: found no rank to tell to stop: ending them" >&2
-    kill -TERM "$job" 2>/dev/null || true
+    kill -TERM "$job" 2>/dev/null
+}
+
+# stop_ranks [WORDS]: the ranks save and end. In the background: ssh may take a while, and the
+# next signal must not wait for it.
+# shellcheck disable=SC2329
+stop_ranks() {
+    [ -z "$told" ] || return 0 # of a trap, plain return ends the script
+    told=yes
+    [ -n "$checking" ] || echo "stopping after this step: saving, then ending${1:-}" >&2
+    tell_ranks &
+}
+
+# Ctrl-C. A terminal's SIGINT that something else passes on as well is still one.
+# shellcheck disable=SC2329
+interrupt() {
+    local now=${EPOCHREALTIME/[.,]/} # microseconds
+    if [ -t 0 ]; then echo >&2; fi   # the terminal shows ^C
+    if [ -n "$checking" ]; then end_at_once; fi
+    if [ -n "$pressed" ] && [ $((now - pressed)) -gt 500000 ]; then end_at_once; fi
+    pressed=${pressed:-$now}
+    stop_ranks '; Ctrl-C again ends at once'
+}
+
+# The launcher first, or it would have something to say about the ranks; bash has, of the launcher.
+# shellcheck disable=SC2329
+end_at_once() {
+    trap '' INT TERM USR1
+    exec 2>/dev/null
+    kill -KILL -- "-$job" 2>/dev/null || true
+    local name
+    for name in "${names[@]}"; do
+        "${reach[@]}" "$name" sh -s "$LAUNCH_ID" KILL <"$here/stop.sh" >/dev/null 2>&1 &
+    done
+    sh "$here/stop.sh" "$LAUNCH_ID" KILL >/dev/null || true
+    wait
+    drain
+    exit 130
 }
 
 # What horovodrun says at its end, in few words; its exit code is always 1, the one that the
@@ -166,6 +204,13 @@ readable() {
     printf '%s' "$held" >&2
 }
 
+# Waits until `readable` has said all, and takes the exit code that it found, if any.
+drain() {
+    for _ in {1..50}; do [ -e "$work/read" ] || sleep 0.1; done
+    [ ! -s "$work/code" ] || code=$(cat "$work/code")
+    rm -rf "$work"
+}
+
 # launch COMMAND...: sets `code`
 launch() {
     local words work
@@ -177,22 +222,21 @@ launch() {
         printf '%q ' "${words[@]}" && echo && return
     fi
     work=$(mktemp -d)
-    # In a session of its own: a signal to this script's whole group is for this script to
-    # handle, horovodrun would give the ranks five seconds.
-    setsid "${words[@]}" 2> >(readable "$work/code" && touch "$work/read") </dev/null &
+    # In a session of its own: a signal to this script's whole group, Ctrl-C too, is for this
+    # script to handle; horovodrun would give the ranks five seconds, mpirun one.
+    setsid "${words[@]}" </dev/null \
+        2> >(trap '' INT && readable "$work/code" && touch "$work/read") &
     job=$!
     trap 'stop_ranks' TERM USR1
-    trap 'kill -INT -- -$job 2>/dev/null || true' INT
+    trap 'interrupt' INT
     code=0
     wait "$job" || code=$?
     while kill -0 "$job" 2>/dev/null; do # a signal ended the wait, not the run
         code=0
         wait "$job" || code=$?
     done
-    for _ in {1..50}; do [ -e "$work/read" ] || sleep 0.1; done
-    [ ! -s "$work/code" ] || code=$(cat "$work/code")
+    drain
     [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
-    rm -rf "$work"
     trap - TERM USR1 INT
 }
 
@@ -201,7 +245,9 @@ if [ -n "$check" ]; then
     for word in "$@"; do
         case $word in --data_dir=* | --run_dir=*) folders+=("$word") ;; esac
     done
+    checking=yes
     launch "$(command -v python || command -v python3)" "$here/doctor.py" "${folders[@]}"
+    checking=''
     if [ "$code" != 0 ]; then exit "$([ -n "$told" ] && echo 75 || echo 1)"; fi
 fi
 launch "$@"

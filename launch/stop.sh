@@ -4,25 +4,27 @@
 #
 #   stop.sh            the ranks of every run on this host
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
+#   stop.sh ID KILL    ends them at once, with all that they started; nothing is saved
 #   ssh HOST sh -s ID <stop.sh
 
-mine='' told=0
-for file in /proc/[0-9]*/environ; do
+signal=${2:-USR1} mine=' ' told=0
+# The environment that a process was started with: variables that end with a zero byte. Without
+# /dev/null, grep would read this script's input where no process is left to look at.
+files=$(grep -lszE '^(HOROVOD_RANK|OMPI_COMM_WORLD_RANK|PMIX_RANK)=' /proc/[0-9]*/environ)
+# shellcheck disable=SC2086 # a list of files
+[ -z "${1:-}" ] || files=$(grep -lszxF "LAUNCH_ID=$1" /dev/null $files)
+for file in $files; do
     pid=${file#/proc/}
-    pid=${pid%/environ}
-    # In the environment that the process was started with, variables end with a zero byte.
-    tr '\0' '\n' 2>/dev/null <"$file" >"/tmp/.stop.$$" || continue
-    grep -qE '^(HOROVOD_RANK|OMPI_COMM_WORLD_RANK|PMIX_RANK)=' "/tmp/.stop.$$" || continue
-    [ -z "${1:-}" ] || grep -qxF "LAUNCH_ID=$1" "/tmp/.stop.$$" || continue
-    mine="$mine $pid "
+    mine="$mine${pid%/environ} "
 done
-rm -f "/tmp/.stop.$$"
 
 for pid in $mine; do
-    # Not what a rank has started itself: it knows nothing of this signal.
-    parent=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
-    case $mine in *" $parent "*) continue ;; esac
-    kill -USR1 "$pid" 2>/dev/null && told=$((told + 1))
+    if [ "$signal" = USR1 ]; then
+        # Not what a rank has started itself: it knows nothing of this signal.
+        parent=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
+        case $mine in *" $parent "*) continue ;; esac
+    fi
+    kill "-$signal" "$pid" 2>/dev/null && told=$((told + 1))
 done
-echo "told $told rank(s) on $(uname -n) to save and stop"
+echo "sent $signal to $told rank(s) on $(uname -n)"
 [ "$told" -gt 0 ]

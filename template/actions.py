@@ -16,7 +16,8 @@ import tensorflow as tf
 from config import Config
 from engine import agreement, batch_norm, early_stop, ema
 from engine.checkpoint import Best
-from engine.health import Ending, StopSignal
+from engine.health import Ending
+from engine.interrupt import StopSignal
 from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
 from engine.world import raw

@@ -13,10 +13,12 @@ from __future__ import annotations
 import sys
 
 import config as config_lib
+from engine import interrupt
 
 if __name__ == "__main__":
-    # Before TensorFlow's seconds of import: a wrong flag is told at once.
+    # Before TensorFlow's seconds of import: a wrong flag is told, and Ctrl-C leaves no trace.
     config_lib.from_command_line(sys.argv)
+    interrupt.end_at_once()
 
 import engine.quiet  # noqa: F401
 
@@ -33,8 +35,9 @@ from engine import batch_norm, health, optimizer, reduction, run_folder, warm_st
 from engine import world as world_lib
 from engine.checkpoint import Found
 from engine.health import Ending
+from engine.interrupt import StopSignal
 from engine.sampler import Sampler
-from engine.stop import BUG, DONE, PREEMPTED, Stop, complain
+from engine.stop import BUG, DONE, PREEMPTED, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
 from engine.words import some
 from engine.world import World, say
@@ -44,7 +47,7 @@ from step import make_train_step
 from tasks import base as tasks
 
 
-def fit(given: Config, world: World, stop_signal: health.StopSignal) -> None:
+def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
     # 1. One GPU a process, or a share of the cores; settings that depend on the ranks.
     world_lib.set_up(world, given)
@@ -200,7 +203,8 @@ def finish(
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
-    stop_signal = health.StopSignal()  # from here on: a run may be told to stop while it starts
+    # From here on: a run may be told to stop while it starts.
+    stop_signal = StopSignal(launch_rank())
     world, code = world_lib.connect(reduction.environment(config)), DONE
     try:
         fit(config, world, stop_signal)

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hosts import ENVIRONMENT, ROOT, Hosts, hosts, run  # noqa: F401
+from terminal import CTRL_C, Terminal
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
 OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222", "--interface", "eth0"]
@@ -35,8 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def stop_at(words: list[str], line: str, number: int, timeout: float) -> tuple[int, str]:
-    """Runs `words` and sends the signal to hosts.sh when `line` is printed."""
+def stop_at(words: list[str], line: str, numbers: list[int], timeout: float) -> tuple[int, str]:
+    """Runs `words` and sends the signals to hosts.sh when `line` is printed, a second apart."""
     env = os.environ | ENVIRONMENT
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     process = subprocess.Popen(words, env=env, text=True, start_new_session=True, **pipes)
@@ -49,7 +51,9 @@ def stop_at(words: list[str], line: str, number: int, timeout: float) -> tuple[i
             if not told and line in text:
                 told = True
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                os.kill(int(children.split()[0]), number)
+                for number in numbers:
+                    os.kill(int(children.split()[0]), number)
+                    time.sleep(1)
         code = process.wait()
     finally:
         timer.cancel()
@@ -67,7 +71,7 @@ def test_three_hosts_train_stop_and_go_on(hosts: Hosts, data, tmp_path, via, num
     """A stop request to the launcher, then the same command again, over the other transport."""
     flags = [f"--data_dir={data}", f"--run_dir={tmp_path}"]
     long = [HOSTS_SH, f"--{via}", *OVER_SSH, *TRAINING, *flags, "--num_steps=20000"]
-    code, output = stop_at(hosts[1].words(*long), "step 2/", number, timeout=240)
+    code, output = stop_at(hosts[1].words(*long), "step 2/", [number], timeout=240)
     assert code == 75, output
     assert "3 ranks on 3 host(s) (node1, node2, node3)" in output
     assert {"gloo": ", Gloo", "mpi": ", MPI"}[via] in output
@@ -86,6 +90,54 @@ def test_three_hosts_train_stop_and_go_on(hosts: Hosts, data, tmp_path, via, num
     assert (summary["exit_reason"], summary["step"]) == ("done", last)
     for host in hosts:
         assert "train.py" not in host.sh("ps ax"), f"left behind on {host.name}"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("via", ["gloo", "mpi"])
+def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, data, tmp_path, via):  # noqa: F811
+    """Both come while the ranks build their model: they are not heard there."""
+    flags = [f"--data_dir={data}", f"--run_dir={tmp_path}", "--num_steps=20000"]
+    words = hosts[1].words(HOSTS_SH, f"--{via}", *OVER_SSH, *TRAINING, *flags)
+    code, output = stop_at(words, "3 ranks on", [signal.SIGINT] * 2, timeout=240)
+    assert code == 130, output
+    assert output.count("stopping after this step") == 1 and "Traceback" not in output
+    for host in hosts:
+        assert "train.py" not in host.sh("ps ax"), f"left behind on {host.name}"
+
+
+SAYS = "stopping after this step: saving, then ending; Ctrl-C again ends at once"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["hosts.sh --gloo", "hosts.sh --mpi", "make train"])
+def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path, how: str):
+    """Once while it trains: saved, 75, which make turns into its own; twice: ended at once."""
+    flags = [f"--data_dir={data}", f"--run_dir={tmp_path}", "--num_steps=20000"]
+    if how == "make train":
+        flags = TRAINING[3:] + flags
+        words = ["make", "-C", "..", "-o", "setup", "train", f"ARGS={' '.join(flags)}"]
+    else:
+        words = [HOSTS_SH, how.split()[1], "-np", "2", *TRAINING, *flags]
+    with Terminal(words, ROOT / "template", ENVIRONMENT) as terminal:
+        terminal.wait_for("step 2/", 200)
+        terminal.press(CTRL_C)
+        assert terminal.wait(60) == (130 if how == "make train" else 75), terminal.shown
+        assert terminal.shown.count(SAYS) == terminal.shown.count("stopping after") == 1
+        saved = re.search(r"saved at step (\d+)", terminal.shown)
+        assert saved, terminal.shown
+        assert not terminal.left_after(10)
+        assert how != "make train" or not re.search(r"\[0\]<\w+>:", terminal.shown)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step-{int(saved[1]):08}"]
+
+    with Terminal(words, ROOT / "template", ENVIRONMENT) as terminal:
+        terminal.wait_for("2 ranks on", 200)
+        terminal.press(CTRL_C)
+        terminal.wait_for(SAYS, 5)
+        time.sleep(0.7)
+        terminal.press(CTRL_C)
+        assert terminal.wait(8) == 130, terminal.shown
+        assert "saved at" not in terminal.shown and "Traceback" not in terminal.shown
+        assert not terminal.left_after(5)
 
 
 @pytest.mark.parametrize("via", ["gloo", "mpi"])

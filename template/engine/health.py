@@ -8,7 +8,6 @@ so every rank learns of it at the same step, at no extra cost.
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from config import Config
 from engine.gradients import LossScale
+from engine.interrupt import StopSignal
 from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
 from engine.world import World
 
@@ -31,18 +31,6 @@ Result = Mapping[str, tf.Tensor]  # what a train step returns
 
 class Feed(Protocol):
     error: str | None  # what is wrong with this rank's data, if anything
-
-
-class StopSignal:
-    """Remembers that SIGTERM or SIGUSR1 came: a preemption notice or a time limit."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._remember)
-
-    def _remember(self, number: int, frame: object) -> None:
-        self.asked = True
 
 
 class Ending(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 
 import config as config_lib
 from config import Config
-from engine import checkpoint
+from engine import checkpoint_files
 from ranks import PROJECT, last_lines, launch
 from tasks import base
 
@@ -109,7 +109,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     task = base.load(config_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
     assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
-    assert checkpoint.fault(tmp_path / "checkpoints" / "step-00000020") is None
+    assert checkpoint_files.fault(tmp_path / "checkpoints" / "step-00000020") is None
 
 
 @pytest.mark.parametrize("flagfile", FLAGFILES)

@@ -1,0 +1,86 @@
+"""Requests to stop: Ctrl-C (SIGINT), a preemption notice (SIGTERM), a time limit (SIGUSR1).
+
+Python runs a signal handler only when the main thread is back from C code, and there a rank may
+be for minutes: in `hvd.init`, in a long step, or in a collective that another rank never enters.
+So a thread hears the signals here. It answers at once, whatever the main thread is doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+# SIGINTs this close together, in seconds, are one Ctrl-C that came in two ways: the terminal
+# sends it to every process, and a launcher may pass it on.
+_ONE_PRESS = 0.5
+_ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
+
+
+def end_at_once() -> None:
+    """Ctrl-C ends this process without a trace, until there is a `StopSignal`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class StopSignal:
+    """Remembers that this process was asked to save and end; a second Ctrl-C ends it at once.
+
+    SIGINT and SIGTERM are answered with a line on standard error by rank 0. SIGUSR1 is not: it
+    comes from hosts.sh or Slurm, which tell by themselves.
+
+    Attributes:
+      asked: whether a stop was asked for.
+      number: the first signal that asked, or None.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Listens from here on. To be called in the main thread."""
+        self.asked = False
+        self.number: int | None = None
+        self._speaks = rank == 0
+        self._pressed: float | None = None  # when the first SIGINT came
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        threading.Thread(target=self._listen, args=(heard,), name="stop", daemon=True).start()
+        # The C part of a handler writes the signal's number there without waiting for Python.
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by `nohup` or a script's `&`: Ctrl-C is not meant for it
+            signal.signal(number, _left_to_the_thread)
+
+    def _listen(self, heard: int) -> None:
+        while True:
+            for number in os.read(heard, 64):
+                self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            return
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._pressed is not None and now - self._pressed > _ONE_PRESS:
+                os._exit(_ENDED_BY_CTRL_C)
+            self._pressed = self._pressed or now
+        if not self.asked:
+            self.number = number
+            self.asked = True
+            self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        if not self._speaks or number == signal.SIGUSR1:
+            return
+        text = "stopping after this step: saving, then ending"
+        if number == signal.SIGINT:
+            text += "; Ctrl-C again ends at once"
+        # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
+        start = "\n" if os.isatty(2) else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{start}{text}\n".encode())
+
+
+def _left_to_the_thread(number: int, frame: object) -> None:
+    pass

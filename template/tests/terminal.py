@@ -1,0 +1,108 @@
+"""A command in a terminal of its own, where Ctrl-C is what it is for a person.
+
+The terminal sends SIGINT to every process of the foreground group: a shell's job, be it `make`
+with all it started or one Python.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CTRL_C = b"\x03"
+
+
+class Terminal:
+    """Runs `words` as a terminal's foreground job. For `with`: at its end nothing is left."""
+
+    def __init__(
+        self, words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.shown = ""  # all that was printed so far
+        self._mark = f"in-terminal-{os.urandom(8).hex()}"
+        self._keyboard, screen = os.openpty()
+        self._process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=os.environ | (env or {}) | {"TEST_TERMINAL": self._mark},
+            stdin=screen,
+            stdout=screen,
+            stderr=screen,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(screen)
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+        os.close(self._keyboard)
+
+    def wait_for(self, pattern: str, timeout: float) -> re.Match[str]:
+        """The first match in all that was printed.
+
+        Raises:
+          AssertionError: it did not come in `timeout` seconds, or the command ended before.
+        """
+        end = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.shown)):
+            assert time.monotonic() < end, f"no {pattern!r} in {timeout} s:\n{self.shown}"
+            assert self._read() or self._process.poll() is None, f"no {pattern!r}:\n{self.shown}"
+        return found
+
+    def press(self, key: bytes) -> None:
+        os.write(self._keyboard, key)
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, as a shell tells it: 128 + the signal where one ended it."""
+        end = time.monotonic() + timeout
+        while self._read() or self._process.poll() is None:
+            assert time.monotonic() < end, f"still runs after {timeout} s:\n{self.shown}"
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+    def processes(self) -> list[int]:
+        """What still runs of all that the command started, whatever session it moved to."""
+        mark, found = f"TEST_TERMINAL={self._mark}".encode(), []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in file.read_bytes().split(b"\0"):
+                    found.append(int(file.parent.name))
+            except OSError:  # it ended, or is a zombie
+                continue
+        return found
+
+    def left_after(self, seconds: float) -> list[str]:
+        """Command lines of what still runs when so many seconds have passed; soon if nothing."""
+        end = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
+
+    def _read(self) -> bool:
+        """Takes what was printed in the next tenth of a second; whether there was any."""
+        if not select.select([self._keyboard], [], [], 0.1)[0]:
+            return False
+        try:
+            data = os.read(self._keyboard, 65536)
+        except OSError:  # Linux: nobody has the terminal open any more
+            time.sleep(0.05)
+            return False
+        self.shown += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
