@@ -20,6 +20,7 @@ import train
 from config import Config
 from data.arrays import Arrays
 from engine import losses
+from engine import world as world_lib
 from engine.stop import DONE, Stop
 from engine.world import World
 
@@ -113,6 +114,8 @@ class Outcome:
 
 def folder(world: World) -> Path:
     """A new folder, the same one on every rank; it is left for the system to clear."""
+    # Threads are chosen before TensorFlow's first operation, which the exchange below may be.
+    world_lib.set_up(world, Config())
     made = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
     return Path(world.broadcast_object(made, "small_runs.folder"))
 
