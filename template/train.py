@@ -126,7 +126,9 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)
-    ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
+    ending = None
+    if not config.benchmark:
+        ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
     result = None
     for step in range(first_step + 1, config.num_steps + 1):
         if ending:
@@ -189,7 +191,8 @@ def finish(
         | {"weights_sha256": sha, "ranks": world.size}
     )
     if ending and ending.code != DONE:
-        saved = f": saved at step {step}; rerun to resume" if ending.code == PREEMPTED else ""
+        stopped = ending.code == PREEMPTED and not config.benchmark
+        saved = f": saved at step {step}; rerun to resume" if stopped else ""
         raise Stop(ending.code, ending.message + saved)
     if ending:
         say(world, ending.message)

@@ -133,7 +133,8 @@ def test_make_train_runs_on_two_ranks(task, forks):
 @pytest.mark.parametrize("task", TASKS)
 def test_a_projects_own_fast_tests(task, forks):
     """All but those that start ranks or draw many scenes: these are the same in every project."""
-    slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes")
+    slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes", "small_runs")
+    slow += ("kinds_of_models", "interrupt", "sampler", "optimizer")
     left_out = " ".join(f"--ignore=tests/test_{name}.py" for name in slow)
     words = "ranks or a_run_ or a_head_of"
     output = shell(f"make -o setup test ARGS=\"-q {left_out} -k 'not ({words})'\"", forks[task])
@@ -155,6 +156,20 @@ def test_your_model_in_15_minutes(forks):
     accuracies = re.findall(r"step 300/300  evaluated: .* accuracy ([\d.]+)", outputs[4])
     assert len(accuracies) == 2 and min(map(float, accuracies)) >= 0.96
     assert "2 passed" in outputs[5]
+
+
+def test_actions_and_a_schedule_of_ones_own(forks, tmp_path):
+    """The README's example, as written."""
+    fork = forks["blank"]
+    (code,) = re.findall(r"^```python\n(.*?)^```", (fork / "README.md").read_text(), re.M | re.S)
+    (fork / "tasks" / "more.py").write_text(
+        f"import tensorflow as tf\n\nfrom tasks import blank\n\n\n{code}"
+    )
+    flags = "--flagfile=configs/blank.cfg --task=more --num_steps=200 --lr_policy=constant"
+    output = shell(f"{sys.executable} train.py {flags} --run_dir={tmp_path}", fork)
+    assert len(re.findall(r"^step (?:100|200): largest weight \d", output, re.M)) == 2
+    assert re.search(r"step 100/200 .* lr 0.01 ", output), output
+    assert re.search(r"step 150/200 .* lr 0.005 ", output), output
 
 
 def test_a_task_of_another_kind_gives_the_same_weights_on_2_and_3_ranks(
