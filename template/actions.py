@@ -137,10 +137,12 @@ class Evaluate:
         sync: Callable[[], None],
         telemetry: Telemetry,
         stop_signal: StopSignal,
+        scored_since: int,
     ) -> None:
+        """`scored_since`: the step from which on this run's folder has its scores."""
         self._run, self._evaluator, self._stop_signal = run, evaluator, stop_signal
         self._sync, self._telemetry = sync, telemetry
-        self._best = run.checkpoints.best()
+        self._best, self._scored_since = run.checkpoints.best(), scored_since
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
     def due(self, step: int) -> bool:
@@ -165,9 +167,11 @@ class Evaluate:
     def given_up(self, step: int) -> Ending | None:
         """An ending where no better score is to be expected."""
         config, best = self._run.config, self._best
-        best_step = best.step if best else 0
-        if step >= config.num_steps or not early_stop.given_up(
-            step, best_step, config.eval_every, config.early_stop_evals
+        best_step = best.step if best else self._scored_since
+        if (
+            config.benchmark
+            or step >= config.num_steps
+            or not early_stop.given_up(step, best_step, config.eval_every, config.early_stop_evals)
         ):
             return None
         above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"

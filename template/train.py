@@ -115,9 +115,12 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     if found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
-    # 7. What happens after a step, in this order.
-    save = Save(run, sync, telemetry, saved_at=first_step if found else None)
-    evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal)
+    # 7. What happens after a step, in this order. A checkpoint of another folder is not here yet,
+    #    nor are the scores before it.
+    is_own = found is not None and run.checkpoints.holds(found)
+    save = Save(run, sync, telemetry, saved_at=first_step if is_own else None)
+    scored_since = 0 if is_own else first_step
+    evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal, scored_since)
     actions: list[Action] = [Sync(run, sync), Log(run, telemetry)]
     if not config.benchmark:
         actions += [save, evaluate]
@@ -126,9 +129,9 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)
-    ending = None
-    if not config.benchmark:
-        ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
+    if make_up:
+        save(first_step)  # a checkpoint of another run's folder is not in this one yet
+    ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
     result = None
     for step in range(first_step + 1, config.num_steps + 1):
         if ending:

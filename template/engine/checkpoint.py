@@ -52,6 +52,9 @@ class Found(NamedTuple):
     step: int
     asked: bool
 
+    def lies_in(self, folder: Path) -> bool:
+        return self.path.parent.resolve() == folder.resolve()
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
@@ -114,6 +117,10 @@ class Checkpoints:
             with contextlib.suppress(Damaged, OtherFormat):
                 evaluated = checkpoint_files.read_manifest(path).evaluated
         return self.world.broadcast_object(evaluated, "checkpoint.has_score")
+
+    def holds(self, found: Found) -> bool:
+        """Whether it is one of this run's own, and not of another run's folder."""
+        return self.world.broadcast_object(found.lies_in(self.folder), "checkpoint.holds")
 
     def find(self, resume: str, num_steps: int) -> Found | None:
         """What to go on from, the same on every rank; None to start anew. Changes nothing on disk.

@@ -57,7 +57,7 @@ def begin(
     """
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    own = found is not None and found.path.parent.resolve() == folder.resolve()
+    own = found is not None and found.lies_in(folder)
     ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
     note = ""
     if not own:
