@@ -203,7 +203,8 @@ def finish(
     if drawn.exists() and not config.benchmark:
         say(world, f"predictions, drawn: {drawn}")
     if config.autotune and world.is_chief:
-        print(f"best setting found: {reduction.write_autotuned(config)}")
+        best = reduction.write_autotuned(config)
+        print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
 def main(argv: list[str]) -> int:
