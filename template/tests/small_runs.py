@@ -124,7 +124,13 @@ def fit(world: World, task: type = Small, stop_signal: Any = None, **settings) -
     """Trains `task` with USUAL and `settings`; on every rank alike. Exceptions but Stop get out."""
     settings = {"run_dir": ""} | USUAL | settings
     settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
-    config = dataclasses.replace(Config(), **settings)
+    return fit_config(dataclasses.replace(Config(), **settings), world, task, stop_signal)
+
+
+def fit_config(
+    config: Config, world: World, task: type = Small, stop_signal: Any = None
+) -> Outcome:
+    """As `fit`, with settings that are whole."""
     built: list[keras.Model] = []
 
     class Watched(task):

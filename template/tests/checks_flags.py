@@ -1,0 +1,294 @@
+"""Run on real ranks by test_flags.py: flags against flags, and against what they promise.
+
+Each run's flags are typed, and Horovod starts anew for it, as in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+from tensorflow.python.framework import config as tf_config
+
+import config as config_lib
+import flag_values
+from actions import evaluation_due
+from config import Config
+from engine import losses, reduction
+from engine import world as world_lib
+from engine.dropout import SampleDropout
+from engine.stop import DONE, PREEMPTED, WRONG_USE
+from engine.world import World
+from flag_values import Row, words
+from small_runs import CLASSES, FEATURES, Outcome, Small, StopSignal, fit_config, folder
+
+# Where there is more than one rank: the first rows have most pairs.
+ROWS_ON_RANKS, TASK_ROWS_ON_RANKS = 12, 2
+
+
+class Varied(Small):
+    """Every flag means something to it: batch norm, dropout, a regularizer, the loss's flags."""
+
+    def training_example(self, sample, key):
+        return {"inputs": self._inputs(sample["x"], key), "targets": sample["y"]}
+
+    def evaluation_example(self, sample):
+        return self.training_example(sample, np.zeros(2, np.int32))
+
+    def _inputs(self, x, key):
+        return {"x": x, "key": key} if self.config.dropout else {"x": x}
+
+    def build_model(self):
+        inputs = {"x": keras.Input((FEATURES,), name="x")}
+        l2 = keras.regularizers.L2(0.01)
+        y = keras.layers.Dense(5, activation="tanh", kernel_regularizer=l2)(inputs["x"])
+        y = keras.layers.BatchNormalization()(y)
+        if self.config.dropout:
+            inputs["key"] = keras.Input((2,), dtype="int32", name="key")
+            y = SampleDropout(self.config.dropout)([y, inputs["key"]])
+        return keras.Model(inputs, keras.layers.Dense(CLASSES)(y), name="varied")
+
+    def loss(self, outputs, targets):
+        return losses.cross_entropy(
+            outputs,
+            targets,
+            smoothing=self.config.label_smoothing,
+            class_weights=config_lib.class_weights(self.config),
+        )
+
+
+class Stopped(StopSignal):
+    asked = True
+
+
+# ---- How a run is made -------------------------------------------------------------------------
+
+
+class Sweep:
+    """Runs by their command lines, and what the values' braces stand for."""
+
+    def __init__(self, world: World) -> None:
+        world_lib.set_up(world, Config())  # before anything is exchanged, as in a run
+        self.world, self.folder, self.runs = world, folder(world), 0
+        self._knobs: dict[str, str] = {}
+        self._weights: dict[str, str] = {}
+        carriers = ("mpi", "gloo") if hvd.mpi_enabled() else ("gloo", "mpi")
+        self.names = dict(zip(("carrier", "other_carrier"), carriers))
+        self.names |= {n: str(self.folder / n) for n in ("run", "plain", "keras", "first")}
+        self.names["keras"] += ".keras"
+        if world.is_chief:
+            (self.folder / "usual.cfg").write_text(flag_values.USUAL)
+        world.gather_objects(None, "flags.usual")
+        self.run([f"--run_dir={self.names['plain']} --num_steps=1"])
+        made = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
+        if world.is_chief:
+            made.model.save(self.names["keras"])
+        world.gather_objects(None, "flags.keras")
+
+    def parse(self, values: Iterable[str]) -> Config:
+        flags = [word.format(**self.names) for word in words(values)]
+        return config_lib.parse(["train.py", f"--flagfile={self.folder}/usual.cfg", *flags])
+
+    def accepts(self, values: Iterable[str]) -> bool:
+        try:
+            self.parse(values)
+        except ValueError:
+            return False
+        return True
+
+    def run(self, values: Iterable[str], stop_signal: object = None) -> Outcome:
+        config = self.start(values)
+        own = config.task == "varied"
+        task = Varied if own else importlib.import_module(f"tasks.{config.task}").Task
+        return fit_config(config, self.world, task, stop_signal)
+
+    def start(self, values: Iterable[str]) -> Config:
+        """As a new process would: settings, Horovod with the knobs that they turn."""
+        self.runs += 1
+        config = self.parse([f"--run_dir={self.folder}/{self.runs}", *values])
+        hvd.shutdown()
+        for name in self._knobs:
+            del os.environ[name]
+        # Horovod 0.28.1 crashes when it starts again in a process that has had both of them.
+        unset = "HOROVOD_CYCLE_TIME" if self.world.size == 1 else "HOROVOD_FUSION_THRESHOLD"
+        knobs = reduction.environment(config).items()
+        self._knobs = {name: value for name, value in knobs if name != unset}
+        world_lib.connect(self._knobs)
+        tf_config.disable_op_determinism()
+        return config
+
+    def weights(self, *values: str) -> str:
+        """Fingerprint of a run's weights on this rank; what has no number is a fault."""
+        line = " ".join(values)
+        if line not in self._weights:
+            ended = self.run(values)
+            judge_weights(ended)
+            self._weights[line] = world_lib.weights_sha256(ended.model.variables)
+        return self._weights[line]
+
+
+@functools.cache
+def sweep(world: World) -> Sweep:
+    return Sweep(world)
+
+
+def count(world: World, text: str) -> None:
+    """A line for the test to print."""
+    if world.is_chief:
+        with open(os.environ["FLAGS_COUNTS"], "a") as file:
+            file.write(f"{world.size} rank(s): {text}\n")
+
+
+def all_pass(tries: Iterable[tuple[str, Callable[[], None]]]) -> None:
+    """Tries them all, then raises AssertionError with every one that failed."""
+    failures = []
+    for what, attempt in tries:
+        try:
+            attempt()
+        except Exception:
+            failures.append(f"{what}\n{traceback.format_exc(limit=-3, chain=False)}")
+    assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures)
+
+
+# ---- Every pair of values ----------------------------------------------------------------------
+
+
+def check_every_pair_of_flags(world):
+    made = sweep(world)
+    tables = {ROWS_ON_RANKS: flag_values.VALUES, TASK_ROWS_ON_RANKS: flag_values.TASK_VALUES}
+    for most, values in tables.items():
+        start, before = time.process_time(), made.runs
+        array = flag_values.covering(values, made.accepts)
+        array = world.broadcast_object(array, "flags.array")
+        rows = array.rows if world.size == 1 else array.rows[:most]
+        all_pass(
+            (" ".join(words(row.values())), functools.partial(try_row, made, row)) for row in rows
+        )
+        count(
+            world,
+            f"{len(rows)} of {len(array.rows)} rows, {made.runs - before} runs; "
+            f"{len(flag_values.pairs_in(rows))} of {array.pairs} pairs of values of {len(values)} "
+            f"flags ({array.refused} refused); {time.process_time() - start:.0f} s of CPU",
+        )
+
+
+def try_row(made: Sweep, row: Row) -> None:
+    """Where the row resumes, a stop signal ends a first run before its last step."""
+    values, begun = list(row.values()), 0
+    if row.get("resume", "--resume=never") != "--resume=never":
+        made.names["first"] = f"{made.folder}/first-{made.runs}"
+        place = f"--run_dir={made.names['first']}"
+        first = made.run([*values, place, "--resume=never --nobenchmark"], Stopped())
+        assert first.code == PREEMPTED, first.message
+        found = made.world.broadcast_object(first.checkpoints, "flags.first")
+        begun = int(found[-1].removeprefix("step-"))
+        values += [place] if row["resume"] == "--resume=auto" else []
+    ended = made.run(values)
+    judge_weights(ended)
+    if made.world.is_chief:
+        judge_records(ended, made.parse([*values, f"--run_dir={ended.folder}"]), begun, made.world)
+
+
+def judge_weights(ended: Outcome) -> None:
+    assert ended.code == DONE, f"exit code {ended.code}: {ended.message}"
+    broken = [v.path for v in ended.model.variables if not np.isfinite(v.numpy()).all()]
+    assert not broken, f"not finite: {broken}"
+
+
+def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> None:
+    """summary.json, metrics.jsonl, gradients.jsonl, checkpoints, config.cfg: as flags say."""
+    summary, last = ended.summary, ended.summary["step"]
+    assert summary["weights_sha256"] == world_lib.weights_sha256(ended.model.variables)
+    reason = (
+        "benchmark" if config.benchmark else "done" if last == config.num_steps else "early stop"
+    )
+    assert summary["exit_reason"] == reason
+    steps = range(begun + 1, last + 1)
+    logged = [s for s in steps if s % config.log_every == 0]
+    assert [r["step"] for r in ended.records if "loss" in r] == logged
+    assert all(np.isfinite(r["grad_norm"]) for r in ended.records if "loss" in r)
+    gradients = ended.folder / "gradients.jsonl"
+    assert bool(logged and config.log_gradients) == gradients.exists()
+    evaluated = [s for s in (begun, *steps) if s and evaluation_due(config, s)]
+    evaluated = [] if config.benchmark else evaluated
+    assert reason != "early stop" or (config.early_stop_evals and evaluated)
+    assert [r["step"] for r in ended.records if "eval_loss" in r] == evaluated
+    assert all(np.isfinite(r["eval_loss"]) for r in ended.records if "eval_loss" in r)
+    every = config.checkpoint_every
+    saved = [s for s in steps if evaluation_due(config, s) or (every and s % every == 0)]
+    saved = [] if config.benchmark else saved
+    saved = ([begun] if str(ended.folder).count("first") else []) + saved
+    there = [int(name.removeprefix("step-")) for name in ended.checkpoints]
+    newest = saved[-config.keep :]
+    assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there
+    again = config_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
+    assert again == config_lib.for_ranks(config, world.size)
+
+
+# ---- What a flag changes -----------------------------------------------------------------------
+
+
+def check_flags_that_must_change_the_weights(world):
+    made, start = sweep(world), time.process_time()
+    facts = flag_values.CHANGES if world.size == 1 else flag_values.CHANGES_ON_RANKS
+
+    def attempt(base: str, flags: list[str]) -> None:
+        prints = {made.weights(base): base or "the usual flags"}
+        for flag in flags:
+            own = made.weights(base, flag)
+            assert own not in prints, f"{flag} gives the weights of {prints[own]}"
+            prints[own] = flag
+
+    all_pass((base, functools.partial(attempt, base, flags)) for base, flags in facts)
+    tried = sum(len(flags) for _, flags in facts)
+    count(world, f"{tried} values change the weights; {time.process_time() - start:.0f} s of CPU")
+
+
+def check_flags_that_must_not_change_the_weights(world):
+    made, start = sweep(world), time.process_time()
+    facts = flag_values.KEEPS + (flag_values.KEEPS_ON_ONE_RANK if world.size == 1 else [])
+
+    def attempt(base: str, flags: str) -> None:
+        assert made.weights(base) == made.weights(base, flags), "other weights"
+
+    all_pass(
+        (f"{base} + {flags}", functools.partial(attempt, base, flags)) for base, flags in facts
+    )
+    tried = sum(len(flags.split()) for _, flags in facts)
+    count(world, f"{tried} values change no bit; {time.process_time() - start:.0f} s of CPU")
+
+
+def check_the_average_is_what_is_evaluated(world):
+    made = sweep(world)
+    plain, averaged, other_batch = (
+        made.run([flags]) for flags in ("", "--ema_decay=0.9", "--eval_batch_size=3")
+    )
+    if world.is_chief:
+        usual = plain.summary["eval_loss"]
+        assert usual != averaged.summary["eval_loss"]
+        np.testing.assert_allclose(usual, other_batch.summary["eval_loss"], rtol=1e-6)
+
+
+# ---- What is refused ---------------------------------------------------------------------------
+
+
+def check_what_a_run_refuses(world):
+    made = sweep(world)
+
+    def attempt(flags: str, part: str) -> None:
+        part = part.format(**made.names)
+        ended = made.run([flags])
+        assert ended.code == WRONG_USE and part in ended.message, f"{ended.code}: {ended.message}"
+        assert "\n" not in ended.message, ended.message
+
+    refused = flag_values.REFUSED_BY_RUN
+    all_pass((flags, functools.partial(attempt, flags, part)) for flags, part in refused.items())
+    count(world, f"{len(refused)} kinds of runs refused, each in one sentence")
+    count(world, f"{made.runs} runs, {time.process_time():.0f} s of CPU on rank 0 with its start")

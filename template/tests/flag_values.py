@@ -1,0 +1,264 @@
+"""Values of every flag, the rows that pair them, and what each flag must or must not change.
+
+A value is what is typed: no word, one or more. In braces stands what checks_flags.py fills in:
+  {carrier}  what this launch reduces over: gloo or mpi
+  {run}      folder of a run with moving averages; {plain}: without; {keras}: a model file
+  {first}    folder of this row's first part, which a stop signal ended
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from allpairspy import AllPairs
+
+Row = dict[str, str]  # flag: value
+
+# Given before a row's own values, in a flagfile.
+USUAL = """
+--task=varied
+--num_classes=3
+--global_batch_size=12
+--eval_batch_size=8
+--num_steps=3
+--base_lr=0.05
+--log_every=1
+--eval_every=0
+--checkpoint_every=0
+"""
+
+# A flag with limits on another stands after it: rows are filled from the top.
+VALUES: dict[str, list[str]] = {
+    "grouping": [
+        "",
+        "--gradient_groups=1",
+        "--gradient_groups=1000",
+        "--pack_bytes=1",
+        "--pack_bytes=1000000 --pack_count=1",
+    ],
+    "optimizer": [f"--optimizer={name}" for name in ("sgd", "adam", "adamw", "lamb")],
+    "precision": [f"--precision={t}" for t in ("float32", "float64", "bfloat16", "float16")],
+    "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
+    "lr_policy": [f"--lr_policy={name}" for name in ("poly", "cosine", "step", "constant")],
+    "init_from": [
+        "",
+        "--init_from={run}",
+        "--init_from={keras} --init_skip_mismatched",
+        "--init_from={run} --init_ema",
+    ],
+    "resume": ["--resume=never", "--resume=auto", "--resume={first}"],
+    "global_batch_size": ["", "--global_batch_size=6", "--batch_per_rank=6"],
+    "accumulation_steps": ["", "--accumulation_steps=3"],
+    "num_steps": ["--num_steps=3", "--num_steps=1"],
+    "compression": [f"--compression={name}" for name in ("none", "fp16", "bf16")],
+    "deterministic": ["", "--deterministic"],
+    "autotune": ["", "--autotune"],
+    "base_lr": ["", "--base_lr=1e-30"],
+    "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
+    "power": ["", "--power=0", "--power=2"],
+    "warmup_steps": ["", "--warmup_steps=1", "--warmup_steps=50"],
+    "lr_boundaries": ["", "--lr_boundaries=0.1,0.9"],
+    "lr_gamma": ["", "--lr_gamma=2"],
+    "lr_scaling": [f"--lr_scaling={how}" for how in ("none", "linear", "sqrt")],
+    "momentum": ["", "--momentum=0"],
+    "weight_decay": ["", "--weight_decay=0.01"],
+    "clip_norm": ["", "--clip_norm=0.001", "--clip_norm=1e6"],
+    "ema_decay": ["", "--ema_decay=0.5"],
+    "label_smoothing": ["", "--label_smoothing=0.1"],
+    "class_weights": ["", "--class_weights=1,0,2.5"],
+    "dropout": ["", "--dropout=0.5"],
+    "bn_sync_every": ["", "--bn_sync_every=1", "--bn_sync_every=2"],
+    "reduce_backend": ["", "--reduce_backend={carrier}"],
+    "fusion_threshold_mb": ["", "--fusion_threshold_mb=0", "--fusion_threshold_mb=1"],
+    "cycle_time_ms": ["", "--cycle_time_ms=0", "--cycle_time_ms=2.5"],
+    "cache_capacity": ["", "--cache_capacity=0", "--cache_capacity=1"],
+    "hierarchical_allreduce": ["", "--hierarchical_allreduce"],
+    "hierarchical_allgather": ["", "--hierarchical_allgather"],
+    "seed": ["", "--seed=0", "--seed=2147483647"],
+    "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=100"],
+    "log_gradients": ["", "--log_gradients"],
+    "log_every": ["", "--log_every=2", "--log_every=100"],
+    "eval_every": ["", "--eval_every=1", "--eval_every=2"],
+    "early_stop_evals": ["", "--early_stop_evals=1"],
+    "checkpoint_every": ["", "--checkpoint_every=1", "--checkpoint_every=2"],
+    "keep": ["", "--keep=1"],
+    "benchmark": ["", "--benchmark"],
+}
+
+# The project's own tasks, whose models take longer: rows of their own.
+TASK_VALUES: dict[str, list[str]] = {
+    "task": ["--task=classification --model=small", "--task=segmentation --model=tiny"],
+    "image_size": ["--image_size=8", "--image_size=17"],
+    "synthetic_data": ["--synthetic_data"],
+    "num_classes": ["--num_classes=2", "--num_classes=11"],
+    "dropout": ["", "--dropout=0.5"],
+    "label_smoothing": ["", "--label_smoothing=0.1"],
+    "precision": ["", "--precision=bfloat16"],
+    "bn_sync": ["", "--bn_sync=full"],
+    "accumulation_steps": ["", "--accumulation_steps=3"],
+}
+
+LEFT_OUT = {
+    "data_dir": "names files: test_readers_*.py",
+    "data_format": "names files: test_readers_*.py",
+    "run_dir": "every run here has one of its own",
+}
+
+# Flags of both runs, and flags of one of them that must change its weights, each by itself.
+CHANGES: list[tuple[str, list[str]]] = [
+    (
+        "",
+        [
+            "--optimizer=adam",
+            "--optimizer=adamw --weight_decay=0.001",
+            "--optimizer=lamb",
+            *VALUES["precision"][1:],
+            *VALUES["lr_policy"][1:],
+            "--init_from={run}",
+            "--init_from={run} --init_ema",
+            "--global_batch_size=6",
+            "--accumulation_steps=3",
+            "--num_steps=1",
+            "--num_steps=2",
+            "--base_lr=0.1",
+            "--end_lr=0.05",
+            "--power=0.5",
+            "--warmup_steps=2",
+            "--momentum=0",
+            "--weight_decay=0.01",
+            "--clip_norm=0.001",
+            "--label_smoothing=0.1",
+            "--class_weights=1,0,2.5",
+            "--dropout=0.5",
+            "--seed=0",
+            "--seed=257",
+        ],
+    ),
+    ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
+    *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
+]
+CHANGES_ON_RANKS = [
+    ("", [f"--compression={name}" for name in ("fp16", "bf16")]),
+    ("", [f"--bn_sync={mode}" for mode in ("moments", "full", "none")]),
+    ("", [f"--lr_scaling={how}" for how in ("linear", "sqrt")]),
+]
+
+# Flags of both runs, and flags of one of them that together must not change a bit of its weights.
+KEEPS = [
+    (
+        "",
+        "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0",
+    ),
+    (
+        "",
+        "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
+        "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
+    ),
+    ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
+    ("--init_from={run}", "--init_skip_mismatched"),
+    ("--optimizer=adam", "--momentum=0"),
+    ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
+]
+KEEPS_ON_ONE_RANK = [
+    (
+        "--deterministic",
+        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear --cache_capacity=1",
+    ),
+    ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
+]
+# No fact of these: they choose a task's model and data, and Small has its own.
+OF_TASKS = ("task", "model", "num_classes", "image_size", "synthetic_data")
+
+# What contradicts itself, and words of the sentence about it.
+REFUSED = {
+    "--global_batch_size=10 --accumulation_steps=3": "micro-batches must be of one size",
+    "--compression=bf16 --pack_bytes=1": "--compression=bf16",
+    "--pack_bytes=1 --gradient_groups=1": "choose one",
+    "--deterministic --gradient_groups=2": "--deterministic",
+    "--deterministic --autotune": "--autotune",
+    "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
+    "--end_lr=0.06": "is greater than",
+    "--early_stop_evals=1": "--eval_every=0",
+    "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
+    "--init_ema": "--init_from",
+    "--run_dir=": "--run_dir",
+    "--resume=": "--resume",
+    "--class_weights=1,x,3": "--class_weights='1,x,3'",
+    "--class_weights=1,2": "2 weights",
+    "--global_batch_size=12 --batch_per_rank=6": "leave one out",
+}
+# What only a started run can know.
+REFUSED_BY_RUN = {
+    "--reduce_backend=nccl": "--reduce_backend=nccl",
+    "--reduce_backend={other_carrier}": "start the run with horovodrun",
+    "--task=segmentation --model=nothing": "--model=nothing",
+    "--task=classification": "--num_classes=3",
+    "--task=segmentation --data_dir={run}": "{run}",
+    "--task=classification --data_format=folders --data_dir={run}": "{run}",
+    "--resume={run}/nothing": "{run}/nothing",
+    "--resume={run} --optimizer=adam": "{run}",
+    "--init_from={run}/nothing": "{run}/nothing",
+    "--init_from={keras} --init_ema": "leave out --init_ema",
+    "--init_from={plain} --init_ema": "no average",
+    "--global_batch_size=61": "61",
+}
+
+
+def words(values: Iterable[str]) -> list[str]:
+    """The command line of some values."""
+    return [word for value in values for word in value.split()]
+
+
+def fields_of(values: Iterable[str]) -> set[str]:
+    """The flags that some values set, by name."""
+    return {word.lstrip("-").split("=")[0] for word in words(values)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Rows in which every pair of values of two flags stands together at least once."""
+
+    rows: list[Row]
+    pairs: int  # all of them
+    refused: int  # those that the settings themselves refuse
+
+
+def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool]) -> Array:
+    """Every pair of values of any two flags that `accepts` takes, in few rows."""
+    pairs, order = _pairs(values), list(values)
+    missing = {pair for pair in pairs if accepts(value for _, value in pair)}
+    refused, rows = len(pairs) - len(missing), []
+    while missing:
+        # The library gives up at the first row that adds no pair, though flags in another order
+        # give more: it is asked again, with what most misses first.
+        found = AllPairs(
+            [values[name] for name in order],
+            filter_func=accepts,
+            previously_tested=[[row[name] for name in order] for row in rows],
+        )
+        more = [dict(zip(order, row)) for row in found]
+        # What no order finds: one such pair among the first values of all others.
+        more = more or [{n: v[0] for n, v in values.items()} | dict(min(missing, key=sorted))]
+        rows += more
+        missing -= pairs_in(more)
+        misses = Counter(name for pair in missing for name, _ in pair)
+        order.sort(key=lambda name: -misses[name])
+    return Array(rows, len(pairs), refused)
+
+
+def _pairs(values: dict[str, list[str]]) -> set[frozenset]:
+    both = itertools.combinations(values.items(), 2)
+    return {
+        frozenset([(one, a), (other, b)])
+        for (one, own), (other, theirs) in both
+        for a, b in itertools.product(own, theirs)
+    }
+
+
+def pairs_in(rows: Iterable[Row]) -> set[frozenset]:
+    """The pairs of values that stand together in a row."""
+    return {frozenset(pair) for row in rows for pair in itertools.combinations(row.items(), 2)}
