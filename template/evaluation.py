@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from data.pipeline import EvaluationFeed
 from engine import metrics
-from engine.world import say
+from engine.world import raw, say
 from run import Run
 from tasks import base as tasks
 from tasks import check
@@ -34,7 +35,7 @@ class Evaluator:
         self._world, self._task = run.world, run.task
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
-        self._step = make_step(run.task, run.model, feed.spec)
+        self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
 
     def try_out(self) -> None:
         """One example through all of it: a mistake shows before the first training step.
@@ -44,7 +45,7 @@ class Evaluator:
         """
         with self._world.together("evaluating one sample"):
             batch = check.read_example(self._task, self._source, training=False)
-            with check.told("evaluating one sample"):
+            with check.told("evaluating one sample"), unchanged(self._model):
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})
@@ -61,6 +62,10 @@ class Evaluator:
         Raises:
           Stop: on all ranks, when a sample cannot be read.
         """
+        with unchanged(self._model):
+            return self._evaluate(stop_asked)
+
+    def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         sums, shown, error = metrics.zeros(self._step), None, None
         batches, ballot = iter(self._feed), Ballot()
         for _ in range(self._feed.rounds):  # as many as the rank with most batches has
@@ -95,6 +100,21 @@ class Evaluator:
         except Exception as error:
             say(self._world, f"note: no pictures: draw failed: {type(error).__name__}: {error}")
             return None
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """What is not trained is afterwards as it was before.
+
+    Keras's recurrent layers draw dropout masks in evaluation too, and ranks differ in how many
+    batches they have: seeds would come apart, and training depend on how often it is evaluated.
+    """
+    before = [(raw(v), tf.identity(raw(v))) for v in model.non_trainable_variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 class Ballot:
