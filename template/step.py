@@ -126,6 +126,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     with world.together("making the step"), check.told("the step"):
         traced = train_step.get_concrete_function()
         check.check_variables(model, variables, untrained)
+        check.check_known(state.variables.values(), traced.variables)
     agreement.check_gradients(world, variables, had)
     agreement.check_not_lost(world, variables, had, got)
     agreement.check_collectives(world, traced)

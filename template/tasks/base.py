@@ -23,7 +23,8 @@ from engine import schedule
 _OPTIONAL = ("prepare", "draw", "actions", "schedule")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
-# each a tensor or nested tensors. Shapes must be fixed, apart from the batch's.
+# each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). Shapes must
+# be fixed, apart from the batch's.
 Example = dict[str, Any]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,27 @@ def read_example(task: Task, source: Source, training: bool) -> Example:
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
+    for part, nested in example.items():
+        if _holds_list(nested):
+            raise ValueError(
+                f'{name} returns a list in "{part}", which tf.data makes one tensor of: use a '
+                "tuple or a dict"
+            )
     return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def _holds_list(nested: Any) -> bool:
+    if isinstance(nested, Mapping):
+        nested = tuple(nested.values())
+    return isinstance(nested, list) or (isinstance(nested, tuple) and any(map(_holds_list, nested)))
 
 
 def build(model: Any, example: Example) -> None:
     """Makes all variables of the model, also those that only its first calls would make.
 
     Raises:
-      ValueError: it is no Keras model, cannot be called with the example's inputs, or has nothing
-        to train.
+      ValueError: it is no Keras model, cannot be called with the example's inputs, has nothing
+        to train, or keeps a state for each place in a batch.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
@@ -104,6 +116,12 @@ def build(model: Any, example: Example) -> None:
             called.get_concrete_function(inputs)
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
+    if stateful := [layer.path for layer in layers if layer.stateful]:
+        raise ValueError(
+            f"stateful=True of {some(stateful)} keeps a state from one batch to the next, which "
+            "holds other samples here: leave it out"
+        )
 
 
 def _check_input_names(model: keras.Model, inputs: Any) -> None:
@@ -141,6 +159,20 @@ def check_variables(
         raise ValueError(
             f"`trainable` was changed after the model was built, of {some(changed)}: set it in "
             "build_model"
+        )
+
+
+def check_known(known: Iterable[keras.Variable | tf.Variable], used: Iterable[tf.Variable]) -> None:
+    """Raises ValueError where the traced step uses variables that are no part of the run's state.
+
+    They would neither be trained nor saved, and could differ between ranks.
+    """
+    there = {id(raw(v)) for v in known}
+    if strange := sorted(v.name.removesuffix(":0") for v in used if id(v) not in there):
+        raise ValueError(
+            f"the step uses variables that the model does not hold: {some(strange)}. Make weights "
+            "with add_weight, keep layers (and a keras.random.SeedGenerator for random functions) "
+            "as attributes of the model or of its layers, use tf.constant for fixed numbers"
         )
 
 
