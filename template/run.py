@@ -9,7 +9,7 @@ import keras
 
 from config import Config
 from data.source import Source
-from engine import batch_norm, schedule
+from engine import batch_norm, dropout, schedule
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints
@@ -58,6 +58,7 @@ def assemble(config: Config, world: World) -> Run:
         check.build(model, check.read_example(task, train_source, training=True))
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
+        dropout.draw_by_rank(model)
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)

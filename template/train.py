@@ -31,7 +31,7 @@ import tensorflow as tf
 from actions import Action, Evaluate, Log, Save, Sync, evaluation_due
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
-from engine import batch_norm, health, optimizer, reduction, run_folder, warm_start
+from engine import batch_norm, dropout, health, optimizer, reduction, run_folder, warm_start
 from engine import world as world_lib
 from engine.checkpoint import Found
 from engine.health import Ending
@@ -163,6 +163,12 @@ def notes(run: Run) -> list[str]:
     others = optimizer.not_decayed(run.model.trainable_variables) if run.config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
+    random = dropout.drawing_layers(run.model) if run.world.size > 1 else []
+    if random:
+        found.append(
+            f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "
+            "ranks (with engine.dropout.SampleDropout they do not)"
+        )
     return found
 
 

@@ -1,11 +1,44 @@
-"""Dropout whose draws belong to the sample, not to the rank that happens to hold it."""
+"""Random draws in training: a rank's own in Keras's layers, a sample's own in SampleDropout."""
 
 from __future__ import annotations
 
 import zlib
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+
+
+class RankSeedGenerator(keras.random.SeedGenerator):
+    """Keras's generator with draws that differ between ranks.
+
+    Its state stays the same on every rank, so that it is saved and restored like other variables.
+    Keras's own would give the samples at one place of every rank's share the same draws, and N
+    ranks N times fewer of them. Rank 0 draws what it would draw alone.
+    """
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        seed = super().next(ordered)
+        return seed + tf.constant([hvd.rank(), 0], seed.dtype)
+
+
+def draw_by_rank(model: keras.Model) -> None:
+    """Makes every seed generator of a built model a `RankSeedGenerator`, in place."""
+    for layer in model._flatten_layers():
+        for generator in layer._seed_generators:
+            if type(generator) is keras.random.SeedGenerator:
+                generator.__class__ = RankSeedGenerator
+
+
+def drawing_layers(model: keras.Model) -> list[str]:
+    """Names of the layers that draw by rank: with them weights depend on the number of ranks."""
+    return [x.path or x.name for x in model._flatten_layers() if x._seed_generators and _draws(x)]
+
+
+def _draws(layer: keras.Layer) -> bool:
+    # Recurrent cells have a generator whether they drop anything or not.
+    rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+    return None in rates or any(rates)
 
 
 @keras.saving.register_keras_serializable(package="engine")
