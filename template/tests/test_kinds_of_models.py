@@ -1,0 +1,100 @@
+"""Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.stop import DONE
+from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
+from ranks import run_checks
+
+CHECKS = Path(__file__).parent / "checks_kinds_of_models.py"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """By number of ranks and name of the kind: what rank 0 kept of it."""
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"kinds-{ranks}")
+        failed = run_checks(CHECKS, ranks, timeout=900, env={"KINDS_OF_MODELS": str(folder)})
+        assert len(failed) == len(KINDS) + 1
+        for name, failure in failed.items():
+            assert failure is None, f"{name} on {ranks} ranks: {failure}"
+        for name in KINDS:
+            with np.load(folder / f"{name}.npz") as file:
+                found[ranks, name] = {key: file[key] for key in file.files}
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind_of_model(name, kept):
+    kind, one, two = KINDS[name], kept[1, name], kept[2, name]
+    if kind.end in (EQUAL, BY_RANK):
+        trained(kind, one)
+        trained(kind, two)
+        assert len(part(one, "anew/")) == 2
+        far = difference(one, two)
+        assert far <= kind.near if kind.end == EQUAL else far > 1e-6, far
+        assert ("by rank" in str(two["printed"])) == (kind.end == BY_RANK), two["printed"]
+        return
+    refused(kind, two)
+    if kind.end == REFUSED:
+        # Keras counts its layers over a process, and 1 rank has made more of them.
+        said = [re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two)]
+        assert said[0] == said[1]
+    else:
+        trained(kind, one)
+
+
+def test_counts(kept, capsys):
+    counts = Counter(kind.end for kind in KINDS.values())
+    assert set(counts) == {EQUAL, BY_RANK, REFUSED, NOT_ON_TWO}
+    with capsys.disabled():
+        print(
+            f"\n{len(KINDS)} kinds of models:",
+            *(f"{n}  {end}" for end, n in counts.items()),
+            sep="\n  ",
+        )
+
+
+def trained(kind, kept):
+    """Every variable moved but those that must not; a model made anew evaluates to the same."""
+    assert kept["code"] == DONE, kept["message"]
+    for name, last in part(kept, "last/").items():
+        moved = distance(kept[f"first/{name}"], last) > 1e-12
+        if "seed_generator" in name:  # recurrent cells have one that only dropout uses
+            assert moved == (kind.end == BY_RANK), name
+        else:
+            assert moved != any(still in name for still in kind.still), name
+    for name, figure in part(kept, "anew/").items():
+        np.testing.assert_allclose(figure, kept[f"figure/{name}"], max(kind.near, 1e-9))
+
+
+def refused(kind, kept):
+    message = str(kept["message"])
+    assert kept["code"] != DONE and all(word in message for word in kind.words), message
+    assert message and "\n" not in message and len(message) < 700, message
+
+
+def difference(one, two):
+    """The largest one of a variable or a figure, relative to its size."""
+    ours = part(one, "last/") | part(one, "figure/")
+    theirs = part(two, "last/") | part(two, "figure/")
+    assert ours.keys() == theirs.keys()
+    return max(distance(ours[name], theirs[name]) for name in ours)
+
+
+def distance(one, other):
+    one, other = np.float64(one), np.float64(other)
+    # A weight whose true gradient is zero moves by rounding alone: not relative to that.
+    return float(np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-3))
+
+
+def part(kept, start):
+    return {name[len(start) :]: value for name, value in kept.items() if name.startswith(start)}
