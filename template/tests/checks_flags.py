@@ -154,6 +154,7 @@ def all_pass(tries: Iterable[tuple[str, Callable[[], None]]]) -> None:
             attempt()
         except Exception:
             failures.append(f"{what}\n{traceback.format_exc(limit=-3, chain=False)}")
+            print(f"FAILED {failures[-1]}", flush=True)  # at once: what comes next may hang
     assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures)
 
 
@@ -224,7 +225,8 @@ def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> N
     every = config.checkpoint_every
     saved = [s for s in steps if evaluation_due(config, s) or (every and s % every == 0)]
     saved = [] if config.benchmark else saved
-    saved = ([begun] if str(ended.folder).count("first") else []) + saved
+    # What it resumed from is in its folder already, or is saved there to be evaluated.
+    saved = ([begun] if ended.folder.name.startswith("first") or begun in evaluated else []) + saved
     there = [int(name.removeprefix("step-")) for name in ended.checkpoints]
     newest = saved[-config.keep :]
     assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there
