@@ -213,7 +213,8 @@ def test_of_two_of_one_step_the_sound_one_is_kept(used):
     assert steps(folder) == [2, 4, 6, 8, 9]
 
 
-def test_a_new_folder_has_nothing_to_set_aside(tmp_path):
+def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
+    monkeypatch.chdir(config_lib.PROJECT)  # from elsewhere, its paths would read as absolute ones
     run_dir = tmp_path / "runs" / "new"
     for _ in range(2):  # and none is made of a start that logged nothing
         assert run_folder.begin(run_dir, None, Config(), evaluates_first=False) == ""
