@@ -74,6 +74,12 @@ def _of_file(
     path = _find(flag, folders)
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
+    if path.is_fifo():
+        # Its content can be read once; each rank, and a rank at its start and later, reads it.
+        raise flag.error(
+            f"--flagfile={flag.value} is a pipe, which can be read only once: write the flags to "
+            "a file"
+        )
     try:
         # Bytes that are no UTF-8 may stand in the name of a folder: they are kept as they are.
         text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")

@@ -109,6 +109,15 @@ def test_a_mistake_in_a_flagfile_is_told_with_its_line(project, text, words):
     assert all(word in message for word in words), message
 
 
+def test_a_pipe_is_refused_since_it_can_be_read_only_once(project):
+    """Read a second time it is empty, and the run would be one of defaults."""
+    heard, told = os.pipe()
+    os.write(told, b"--num_steps=5\n")
+    os.close(told)
+    assert "is a pipe" in refused(f"--flagfile=/dev/fd/{heard}")
+    os.close(heard)
+
+
 def test_a_text_that_a_flagfile_cannot_hold_is_not_written(project):
     config = dataclasses.replace(config_lib.Config(), run_dir="a\nb")
     with pytest.raises(ValueError, match="run_dir"):
