@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -26,4 +27,5 @@ def launch_rank() -> int:
 
 
 def complain(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody listens: the exit code still tells
+        print(f"error: {text}", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -201,6 +202,14 @@ def set_precision(precision: str) -> None:
 
 
 def say(world: World, text: str) -> None:
-    """A line for the person watching, from rank 0 only."""
-    if world.is_chief:
+    """A line for the person watching, from rank 0 only; the run outlives who reads it."""
+    if not world.is_chief:
+        return
+    try:
         print(text, flush=True)
+    except OSError as error:  # `| head`, a log on a full disk
+        # Python would complain at exit of what is left to be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        note = f"note: standard output cannot be written, the run goes on: {error.strerror}"
+        with contextlib.suppress(OSError):
+            print(note, file=sys.stderr, flush=True)
