@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,9 +15,29 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from engine.stop import BUG, Stop
+from config import Config
+from engine.stop import BUG, WRONG_USE, Stop
 from engine.words import some
 from engine.world import World, raw
+
+
+def check_settings(world: World, config: Config) -> None:
+    """Raises Stop on all ranks when they were given different settings, naming the first.
+
+    Another seed would be trained silently, another number of steps would wait for ever. Paths may
+    differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes.
+    """
+    paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
+    own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
+    everyone = world.gather_objects(own, "agreement.settings")
+    for name, first in everyone[0].items():
+        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
+        if ranks:
+            raise Stop(
+                WRONG_USE,
+                f"--{name} is {everyone[ranks[0]][name]} on rank {some(ranks)}, {first} on rank 0: "
+                "give every rank the same flags and flagfiles",
+            )
 
 
 def check_gradients(

@@ -109,6 +109,30 @@ def test_unwritable_run_folder(tiny, tmp_path):
     assert "file" in fail([*tiny, f"--run_dir={tmp_path / 'file' / 'run'}"])
 
 
+@pytest.mark.parametrize("flag", ["--num_steps=3", "--seed=7"])
+def test_ranks_that_were_given_different_settings_are_told(flag, tiny):
+    """As where hosts hold different versions of a flagfile."""
+    code = (
+        "import os, sys; sys.path.insert(0, '.'); import train;"
+        f"flags = {[*tiny]!r};"
+        f"flags += [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
+        "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+    )
+    ended = launch(2, ["-c", code], "mpirun")
+    assert ended.code == 2, last_lines(ended.output)
+    name, value = flag.split("=")
+    assert [f"{name} is {value} on rank 1" in e for e in ended.errors()] == [True], ended.output
+
+
+def test_a_run_outlives_who_reads_its_output(tiny, tmp_path):
+    command = f"{sys.executable} train.py --flagfile=configs/demo.cfg {' '.join(tiny)}"
+    code = f"import os; os.execvp('bash', ['bash', '-c', {command + ' > /dev/full'!r}])"
+    ended = launch(1, ["-c", code])
+    assert ended.code == 0, last_lines(ended.output)
+    assert ended.output.count("standard output cannot be written") == 1
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
     """Rank 1 is given another data folder, as on a host with a stale copy."""
     other = tmp_path / "other"
