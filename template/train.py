@@ -31,7 +31,17 @@ import tensorflow as tf
 from actions import Action, Evaluate, Log, Save, Sync, evaluation_due
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
-from engine import batch_norm, dropout, health, optimizer, reduction, run_folder, warm_start
+from engine import (
+    agreement,
+    batch_norm,
+    dropout,
+    early_stop,
+    health,
+    optimizer,
+    reduction,
+    run_folder,
+    warm_start,
+)
 from engine import world as world_lib
 from engine.checkpoint import Found
 from engine.health import Ending
@@ -51,6 +61,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
     # 1. One GPU a process, or a share of the cores; settings that depend on the ranks.
     world_lib.set_up(world, given)
+    agreement.check_settings(world, given)
     say(world, world_lib.describe(world))
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
@@ -129,9 +140,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)
+    ending = None
     if make_up:
         save(first_step)  # a checkpoint of another run's folder is not in this one yet
-    ending = evaluate(first_step) if make_up else evaluate.given_up(first_step)
+        ending = evaluate(first_step)
     result = None
     for step in range(first_step + 1, config.num_steps + 1):
         if ending:
@@ -173,10 +185,16 @@ def notes(run: Run) -> list[str]:
 
 
 def left_out(run: Run, found: Found) -> bool:
-    """Whether the run begins with an evaluation: one that is missing, or a finished run's."""
-    if run.config.benchmark or not evaluation_due(run.config, found.step):
+    """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
+    config = run.config
+    if config.benchmark or not evaluation_due(config, found.step):
         return False
-    return found.step == run.config.num_steps or not run.checkpoints.has_score(found.path)
+    best = run.checkpoints.best()
+    gave_up = run.checkpoints.holds(found) and early_stop.given_up(
+        found.step, best.step if best else 0, config.eval_every, config.early_stop_evals
+    )
+    last = gave_up or found.step == config.num_steps
+    return not run.checkpoints.has_score(found.path) or last
 
 
 def finish(

@@ -307,6 +307,21 @@ def test_a_run_that_gets_no_better_ends_early_and_at_the_same_step_after_a_resta
     for more in ([], [f"--resume={sixth}"]):
         _, again = run(1, tmp_path / "run", *flags, *more)
         assert again["step"] == 8
+    records = (tmp_path / "run" / "metrics.jsonl").read_text()
+    _, again = run(1, tmp_path / "run", *flags)  # has nothing left to do but to evaluate
+    assert again["step"] == 8 and again["eval_loss"] == pytest.approx(summary["eval_loss"])
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eval") == records.count("eval")
+
+
+def test_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(first, tmp_path):
+    """Its evaluations were the other run's; where one is due, the new run makes its own."""
+    resume = f"--resume={first}"
+    flags = [*STEADY, resume, "--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
+    _, later = run(1, tmp_path / "later", *flags)
+    assert (later["step"], later["exit_reason"]) == (8, "done")
+    _, ended = run(1, tmp_path / "ended", *STEADY, resume)
+    assert (ended["step"], ended["exit_reason"]) == (6, "done") and "eval_loss" in ended
+    assert (tmp_path / "ended" / "checkpoints" / "step-00000006").is_dir()
 
 
 @pytest.fixture(scope="module")
