@@ -15,11 +15,17 @@ class Arrays:
     become constants of the input pipeline, so they should not be more than some hundred MB.
 
     Raises:
-      ValueError: there is no array, none has a sample, or their lengths differ.
+      ValueError: there is no array, none has a sample, their lengths differ, or one is of objects.
     """
 
     def __init__(self, **arrays: np.ndarray) -> None:
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        # An array of objects holds addresses, which differ between ranks.
+        objects = {n: a.tolist() for n, a in self._arrays.items() if a.dtype == object}
+        for name, values in objects.items():
+            if not all(isinstance(value, (str, bytes)) for value in values):
+                raise ValueError(f"array {name} is of Python objects: make it numbers or strings")
+            self._arrays[name] = np.asarray(values)
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
