@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,7 +13,7 @@ from engine import agreement, gradients, health, keras_losses, reduction
 from engine import optimizer as optimizers
 from engine.state import State
 from engine.world import World, raw
-from tasks import check
+from tasks import check, traced
 from tasks.base import Example, Task, make_schedule
 
 
@@ -28,9 +29,10 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
       after it:                     * positions / (count * scale)
 
     with `loss_sum` and `count` the sums of losses * weights and of weights, `positions` the size
-    of `losses` in the global batch (known to all ranks beforehand; it only keeps the numbers of
-    the backward pass small, for float16) and `scale` the loss scale, 1 but for float16. What is
-    left is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks' shares.
+    of `losses` in the global batch (by its shape, known to all ranks beforehand; it only keeps the
+    numbers of the backward pass small, for float16) and `scale` the loss scale, 1 but for float16.
+    What is left is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks'
+    shares. Weights are constants in it.
 
     Losses that the model adds by itself are not divided by `count`. Where there are any, the
     backward pass waits for the sums of all ranks and takes the whole loss at once.
@@ -45,26 +47,30 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     values = [raw(v) for v in variables]
     # What a forward pass in training changes: moving statistics, seeds, a layer's own counters.
     untrained = [raw(v) for v in model.non_trainable_variables]
-    learning_rate = make_schedule(task, config, world.size)
+    with world.together("making the schedule"), check.told("schedule"):
+        learning_rate = make_schedule(task, config, world.size)
     samples = tf.nest.flatten(spec)[0].shape[1]  # of this rank in a micro-batch
     # Which variables the loss depends on, before and after the reduction; known once it is traced.
     had: list[bool] = []
     got: list[bool] = []
 
     def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
-        with keras_losses.means(model, samples), check.told("the model, called in training,"):
-            outputs = model(micro["inputs"], training=True)
-        losses, weights = check.loss(task, outputs, micro["targets"], samples)
+        with tf.GradientTape() as tape:
+            with keras_losses.means(model, samples), check.told("the model, called in training,"):
+                outputs = model(micro["inputs"], training=True)
+            added = keras_losses.total(model)  # now: `loss` may call the model once more
+            losses, weights = check.loss(task, outputs, micro["targets"], samples)
+        traced.check_weights(tape, weights, values)
         # Weight 0 leaves a position out, also one whose loss is no number.
         loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights))
         count = tf.reduce_sum(weights)
-        positions = tf.size(losses, tf.int64)
+        # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
+        per_sample = math.prod(size or 1 for size in losses.shape[1:])
+        positions = samples * per_sample
         scale = tf.cast(state.loss_scale.value, losses.dtype)
-        global_positions = positions // samples * config.global_batch_size
-        targets = [loss_sum * scale / tf.cast(global_positions, losses.dtype)]
-        added = keras_losses.total(model, losses.dtype)
+        targets = [loss_sum * scale / (per_sample * config.global_batch_size)]
         if added is not None:
-            added *= samples / config.global_batch_size
+            added = tf.cast(added, losses.dtype) * (samples / config.global_batch_size)
             targets.append(added * scale)
         sums = [loss_sum, count, positions, 0.0 if added is None else added]
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
@@ -96,10 +102,9 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         layers = gradients.layer_figures(grads) if config.log_gradients else None
         l2 = optimizers.l2_weight(config)
         grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
-        finite = tf.math.is_finite(norm) & tf.math.is_finite(loss_sum)
-        readable = votes[health.DATA_FAILED] == 0
-
         rate = learning_rate(state.step)
+        finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate])))
+        readable = votes[health.DATA_FAILED] == 0
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
 
@@ -124,12 +129,17 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         return result | ({"keras_loss": added} if len(targets) > 1 else {})
 
     with world.together("making the step"), check.told("the step"):
-        traced = train_step.get_concrete_function()
+        whole = train_step.get_concrete_function()
         check.check_variables(model, variables, untrained)
-        check.check_known(state.variables.values(), traced.variables)
+        traced.check_state(whole.graph, state.variables.values(), task)
+        traced.check_draws(
+            whole.graph,
+            "the step",
+            "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
+        )
     agreement.check_gradients(world, variables, had)
     agreement.check_not_lost(world, variables, had, got)
-    agreement.check_collectives(world, traced)
+    agreement.check_collectives(world, whole)
     return train_step
 
 

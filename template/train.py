@@ -55,6 +55,7 @@ from evaluation import Evaluator
 from run import Run, assemble, describe
 from step import make_train_step
 from tasks import base as tasks
+from tasks import check
 
 
 def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
@@ -113,6 +114,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     )
     if not config.benchmark:
         evaluator.try_out()
+    more, others = tasks.optional(run.task, "actions"), []
+    if more:
+        with world.together("making the task's actions"), check.told("actions"):
+            others = check.actions(more(run))
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     run_dir = Path(config.run_dir)
@@ -135,8 +140,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     actions: list[Action] = [Sync(run, sync), Log(run, telemetry)]
     if not config.benchmark:
         actions += [save, evaluate]
-    more = tasks.optional(run.task, "actions")
-    actions += more(run) if more else []
+    actions += others
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)

@@ -38,10 +38,11 @@ def means(model: keras.Model, samples: int) -> Iterator[None]:
             layer.activity_regularizer = regularizer
 
 
-def total(model: keras.Model, dtype: tf.DType) -> tf.Tensor | None:
+def total(model: keras.Model) -> tf.Tensor | None:
     """The sum of the losses of the model's newest call, a scalar; None where it adds none."""
-    terms = [tf.reduce_mean(tf.cast(term, dtype)) for term in model.losses]
-    return tf.add_n(terms) if terms else None
+    terms = [tf.reduce_mean(at_least_float32(tf.convert_to_tensor(term))) for term in model.losses]
+    widest = max((term.dtype for term in terms), key=lambda dtype: dtype.size, default=None)
+    return tf.add_n([tf.cast(term, widest) for term in terms]) if terms else None
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

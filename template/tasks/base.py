@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,8 @@ Example = dict[str, Any]
 class Task(Protocol):
     """Made once a process, with the run's settings: `Task(config)`."""
 
-    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better.
+    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
+    # "loss").
     main_metric: str
 
     def prepare(self) -> None:
@@ -74,14 +76,16 @@ class Task(Protocol):
         A loss for each example (or pixel, or word), not their mean: the run takes that.
 
         The run's loss is sum(losses * weights) / sum(weights) over the global batch, whatever
-        rank they are on. Weight 0 leaves a position out (an ignored pixel, padding).
+        rank they are on. Weight 0 leaves a position out (an ignored pixel, padding). Weights do not
+        depend on the outputs, unless through tf.stop_gradient.
         """
         ...
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch; they are added over batches and ranks.
 
-        Any names but "loss" and "weight", which hold the sums of the loss.
+        Their shapes are fixed, whatever the batch's size. Any names but
+        "loss" and "weight", which hold the sums of the loss.
         """
         ...
 
@@ -155,6 +159,13 @@ def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Sched
     if own is None:
         return schedule.make(config, world_size)
     policy, factor = own(config), schedule.scale_factor(config, world_size)
+    for step in (0, config.num_steps - 1):
+        rate = float(policy(tf.constant(step, tf.int64)))
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
+                "must be a number from 0"
+            )
     return lambda step: tf.cast(policy(step), tf.float64) * factor
 
 

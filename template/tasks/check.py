@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine.keras_losses import at_least_float32
 from engine.stop import Stop
 from engine.words import some
 from engine.world import raw
+from tasks import traced
 from tasks.base import Example, Task
 
 _PROJECT = Path(__file__).resolve().parent.parent
@@ -65,16 +66,18 @@ def read_example(task: Task, source: Source, training: bool) -> Example:
     """
     name = "training_example" if training else "evaluation_example"
 
-    @tf.function(autograph=False)
-    def read() -> Example:
-        sample = source.read(tf.constant(0, tf.int64))
+    # The index is an argument: shapes must be known for every sample, not for the first alone.
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
+    def read(index: tf.Tensor) -> Example:
+        sample = source.read(index)
         if training:
             return task.training_example(sample, tf.zeros([2], tf.int32))
         return task.evaluation_example(sample)
 
     with told(name):
         try:
-            example = read()
+            traced_read = read.get_concrete_function()
+            example = traced_read(tf.constant(0, tf.int64))
         except tf.errors.OpError as error:
             raise ValueError(source.explain(0) or said(error)) from None
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
@@ -86,7 +89,25 @@ def read_example(task: Task, source: Source, training: bool) -> Example:
                 f'{name} returns a list in "{part}", which tf.data makes one tensor of: use a '
                 "tuple or a dict"
             )
+    for spec in tf.nest.flatten(traced_read.structured_outputs):
+        _check_part(name, spec, training)
+    if training:
+        traced.check_draws(traced_read.graph, name, "use `key`, with tf.random.stateless_*")
     return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def _check_part(name: str, spec: Any, training: bool) -> None:
+    """Raises ValueError where a part of an example cannot be one of a batch."""
+    if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
+        raise ValueError(
+            f"{name} must return dense tensors; it returns {_describe(spec)}: pad what is ragged "
+            "or sparse, and give () for targets that there are not"
+        )
+    if training and not spec.shape.is_fully_defined():
+        raise ValueError(
+            f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed, and known "
+            "before it runs; crop or pad, and say the shape with tf.ensure_shape"
+        )
 
 
 def _holds_list(nested: Any) -> bool:
@@ -162,20 +183,6 @@ def check_variables(
         )
 
 
-def check_known(known: Iterable[keras.Variable | tf.Variable], used: Iterable[tf.Variable]) -> None:
-    """Raises ValueError where the traced step uses variables that are no part of the run's state.
-
-    They would neither be trained nor saved, and could differ between ranks.
-    """
-    there = {id(raw(v)) for v in known}
-    if strange := sorted(v.name.removesuffix(":0") for v in used if id(v) not in there):
-        raise ValueError(
-            f"the step uses variables that the model does not hold: {some(strange)}. Make weights "
-            "with add_weight, keep layers (and a keras.random.SeedGenerator for random functions) "
-            "as attributes of the model or of its layers, use tf.constant for fixed numbers"
-        )
-
-
 def loss(
     task: Task, outputs: Any, targets: Any, samples: int | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -203,8 +210,35 @@ def loss(
         )
     if not losses.dtype.is_floating:
         raise ValueError(f"the task's loss returns losses of {losses.dtype.name}: make them floats")
+    if samples:
+        _check_apart(task, outputs, targets, losses.shape)
     losses = at_least_float32(losses)
     return losses, tf.cast(weights, losses.dtype)
+
+
+def _check_apart(task: Task, outputs: Any, targets: Any, shape: tf.TensorShape) -> None:
+    """Raises ValueError where one example's losses depend on how many examples there are.
+
+    Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
+    """
+
+    def one_more(tensor: tf.Tensor) -> tf.TensorSpec:
+        whole = tensor.shape.rank and tensor.shape[0] is not None
+        sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
+        return tf.TensorSpec(sizes, tensor.dtype)
+
+    again = tf.function(lambda o, t: tf.convert_to_tensor(task.loss(o, t)[0]), autograph=False)
+    try:
+        specs = [tf.nest.map_structure(one_more, part) for part in (outputs, targets)]
+        other = again.get_concrete_function(*specs).structured_outputs.shape.as_list()
+    except Exception:  # it takes no other number of examples, so there is nothing to compare
+        return
+    if other[1:] != shape.as_list()[1:]:
+        raise ValueError(
+            f"the task's loss returns losses of shape {shape}, and {other} for one example more: "
+            "its shape after the first dimension must not depend on the batch. Are outputs [n, 1] "
+            "compared to targets [n]?"
+        )
 
 
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
@@ -221,6 +255,11 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     for name, value in found.items():
         if not (value.dtype.is_floating or value.dtype.is_integer):
             raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
+        if not value.shape.is_fully_defined():
+            raise ValueError(
+                f"the task's sums have {name} of shape {value.shape}, which depends on the batch: "
+                "add it up over the batch, or say its shape with tf.ensure_shape"
+            )
     return {
         name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
         for name, value in found.items()
@@ -236,12 +275,30 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     with told("the task's metrics"):
         figures = task.metrics(sums)
         figures = {str(name): float(value) for name, value in figures.items()}
-    if task.main_metric not in {*figures, "loss"}:
+    if task.main_metric == "loss" not in figures:
+        raise ValueError(
+            'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
+            'best. Let `metrics` return {"score": -sums["loss"] / sums["weight"]} and name that'
+        )
+    if task.main_metric not in figures:
         raise ValueError(
             f'main_metric = "{task.main_metric}" is not among the figures of `metrics`: '
             f"{sorted(figures)}"
         )
     return figures
+
+
+def actions(found: Any) -> list[Any]:
+    """What the task's `actions` returned. Raises ValueError where one is no Action (actions.py)."""
+    wrong = [found] if not isinstance(found, (list, tuple)) else []
+    wrong = wrong or [a for a in found if not (callable(a) and hasattr(a, "due"))]
+    wrong = wrong or [a for a in found if not isinstance(getattr(a, "settles", None), bool)]
+    if wrong:
+        raise ValueError(
+            "the task's actions must return a list of objects with `settles` (a bool), due(step) "
+            f"and __call__(step, result); there is {_describe(wrong[0])}"
+        )
+    return list(found)
 
 
 def pictures(drawn: Any) -> np.ndarray:

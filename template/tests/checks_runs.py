@@ -390,3 +390,77 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
 
 def check_batch_norm_that_is_not_synced_may_differ(world):
     assert fit(world, Normalized, bn_sync="none").code == DONE
+
+
+class Ragged(Small):
+    """Position k of a row counts k + 1 times its loss, for k up to the row's label."""
+
+    def length(self, targets):
+        return CLASSES
+
+    def loss(self, outputs, targets):
+        losses, _ = super().loss(outputs, targets)
+        place = tf.range(self.length(targets))
+        losses = losses[:, None] * tf.cast(place + 1, losses.dtype)
+        return losses, tf.cast(place <= targets[:, None], losses.dtype)
+
+
+class Longest(Ragged):
+    """As long as the longest row of the rank's own part."""
+
+    def length(self, targets):
+        return tf.reduce_max(targets) + 1
+
+
+class Dropped(Ragged):
+    """Only the positions that count."""
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        return losses[weights > 0], weights[weights > 0]
+
+
+def check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(world):
+    settings = {"precision": "float64", "momentum": 0.0, "global_batch_size": 4, "num_steps": 6}
+    for micro_batches in (1, 2):
+        whole = fit(world, Ragged, accumulation_steps=micro_batches, **settings)
+        for task in (Longest, Dropped):
+            ended = fit(world, task, accumulation_steps=micro_batches, **settings)
+            assert ended.code == DONE, ended.message
+            for one, other in zip(whole.weights(), ended.weights()):
+                np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-15)
+
+
+class ActivityLoss(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.Dense(CLASSES, activity_regularizer=keras.regularizers.L2(0.1))(x)
+        self.model = keras.Model(x, y)
+        return self.model
+
+
+class CalledTwice(ActivityLoss):
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        again = self.model(tf.ones([1, FEATURES], outputs.dtype), training=True)
+        return losses + 0 * tf.reduce_sum(again), weights
+
+
+def check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
+    once = fit(world, ActivityLoss, precision="float64")
+    twice = fit(world, CalledTwice, precision="float64")
+    assert once.code == twice.code == DONE, twice.message
+    for one, other in zip(once.weights(), twice.weights()):
+        np.testing.assert_allclose(other, one, rtol=1e-12)
+
+
+def check_a_learning_rate_that_is_no_number_leaves_no_trace(world):
+    class Task(Small):
+        def schedule(self, config):
+            return lambda step: tf.where(step == 1, float("nan"), 0.1)
+
+    ended = fit(world, Task, num_steps=4, checkpoint_every=1)
+    assert ended.code == DIVERGED and "at step 2" in ended.message, ended.message
+    assert "learning rate nan" in ended.message
+    assert ended.checkpoints == ["step-00000001"]
+    assert all(np.isfinite(value).all() for value in ended.weights())

@@ -304,3 +304,207 @@ def check_a_task_of_its_own_actions_and_schedule(world):
     np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], 0.6 / np.arange(1, 6))
     assert [(s, n) for s, _, n in seen] == [(2, 4), (4, 4)]
     np.testing.assert_allclose([r for _, r, _ in seen], [0.3, 0.15], rtol=1e-6)
+
+
+def check_actions_that_are_none_are_told(world):
+    class Nothing(Small):
+        def actions(self, run):
+            return None
+
+    refused(world, Nothing, "actions must return a list", "NoneType")
+
+    class Function(Small):
+        def actions(self, run):
+            return [lambda step, result: None]
+
+    refused(world, Function, "settles", "due(step)", "a function")
+
+    class Mistake(Small):
+        def actions(self, run):
+            if world.rank == world.size - 1:
+                raise KeyError("histogram")
+            return []
+
+    refused(world, Mistake, "actions failed", "KeyError")
+
+
+def check_a_schedule_that_gives_no_rate_is_told(world):
+    for value, words in (
+        (-0.1, "learning rate of -0.1 after 0 steps"),
+        (float("nan"), "rate of nan"),
+        (None, "schedule failed"),
+    ):
+
+        class Task(Small):
+            rate = value
+
+            def schedule(self, config):
+                return lambda step: self.rate
+
+        refused(world, Task, words)
+
+
+def check_a_loss_as_main_metric_is_told(world):
+    class Task(Small):
+        main_metric = "loss"
+
+    refused(world, Task, "highest", '-sums["loss"] / sums["weight"]')
+
+
+def check_sums_of_a_batchs_shape_are_told(world):
+    class Task(Small):
+        def sums(self, outputs, targets):
+            return super().sums(outputs, targets) | {"each": tf.argmax(outputs, -1)}
+
+    refused(world, Task, "each", "depends on the batch")
+
+
+def check_parts_of_an_example_that_make_no_batch_are_told(world):
+    def unknown(x, y):
+        return tf.ensure_shape(x[: y + 1], [None])
+
+    for part, words in (
+        (lambda x, y: tf.sparse.from_dense(x), "a SparseTensor"),
+        (lambda x, y: tf.RaggedTensor.from_row_lengths(x, [2, FEATURES - 2]), "a RaggedTensor"),
+        (lambda x, y: None, "a NoneType"),
+        (unknown, "shape (None,)"),
+    ):
+
+        class Task(Small):
+            def training_example(self, sample, key, part=part):
+                return {"inputs": sample["x"], "targets": part(sample["x"], sample["y"])}
+
+        refused(world, Task, "training_example", words)
+
+
+def check_outputs_spread_over_targets_are_told(world):
+    class Task(Small):
+        def build_model(self):
+            return dense(1)
+
+        def loss(self, outputs, targets):  # [n, 1] and [n] make [n, n]
+            losses = tf.square(outputs - tf.cast(targets, outputs.dtype))
+            return losses, tf.ones_like(losses)
+
+    refused(world, Task, "one example more", "[n, 1]")
+
+
+def check_weights_that_depend_on_outputs_are_told(world):
+    class Focal(Small):
+        def loss(self, outputs, targets):
+            losses, _ = super().loss(outputs, targets)
+            return losses, 1 - tf.exp(-losses)
+
+    for micro_batches in (1, 2):
+        refused(world, Focal, "tf.stop_gradient", accumulation_steps=micro_batches)
+
+    class Stopped(Focal):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses, tf.stop_gradient(weights)
+
+    assert fit(world, Stopped).code == DONE
+
+
+class Scaled(keras.layers.Layer):
+    """Keeps state where Keras does not look for it."""
+
+    def __init__(self, trainable):
+        super().__init__()
+        self.scale = tf.Variable(1.0, trainable=trainable)
+
+    def call(self, x, training=False):
+        if not self.scale.trainable:
+            self.scale.assign_add(1.0)
+        return x * self.scale
+
+
+def check_variables_that_the_model_does_not_have_are_told(world):
+    for trainable in (True, False):
+
+        class InLayer(Small):
+            def build_model(self, trainable=trainable):
+                x = keras.Input((FEATURES,))
+                return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
+
+        refused(world, InLayer, "not the model's", "add_weight")
+
+    class Uncertainty(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.spread = tf.Variable(0.0)
+
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses * tf.exp(-self.spread) + self.spread, weights
+
+    refused(world, Uncertainty, "not the model's")
+
+
+def check_a_frozen_model_of_the_task_may_be_used(world):
+    class Distilled(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.teacher = dense(FEATURES)
+            self.teacher.trainable = False
+
+        def build_model(self):
+            return dense(FEATURES)
+
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses + tf.reduce_mean(tf.square(outputs - self.teacher(outputs)), -1), weights
+
+    ended = fit(world, Distilled)
+    assert ended.code == DONE, ended.message
+    Distilled.__init__ = lambda self, config: (
+        Small.__init__(self, config),
+        setattr(self, "teacher", dense(FEATURES)),
+    )[0]
+    refused(world, Distilled, "not the model's", "trainable = False")
+
+
+def check_draws_without_a_key_are_told(world):
+    class Noise(keras.layers.Layer):
+        def call(self, x, training=False):
+            return x + tf.random.normal(tf.shape(x)) if training else x
+
+    class InLayer(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(Noise()(x)))
+
+    refused(world, InLayer, "RandomStandardNormal", "SeedGenerator")
+
+    class InExample(Small):
+        def training_example(self, sample, key):
+            flipped = tf.cond(
+                tf.random.uniform([]) < 0.5, lambda: sample["x"], lambda: -sample["x"]
+            )
+            return {"inputs": flipped, "targets": sample["y"]}
+
+    refused(world, InExample, "training_example draws", "`key`")
+
+
+def check_arrays_of_objects(world):
+    names = np.array(["a", "bb", "ccc"] * 10, object)
+    x = np.ones([30, FEATURES], np.float32)
+
+    class Strings(Small):
+        values = names
+
+        def sources(self):
+            # New objects, with other addresses on every rank.
+            values = np.array([x if x is None else "".join(x) for x in self.values], object)
+            return Arrays(x=x, y=values), Arrays(x=x, y=values)
+
+        def training_example(self, sample, key):
+            return self.evaluation_example(sample)
+
+        def evaluation_example(self, sample):
+            return {"inputs": sample["x"], "targets": tf.strings.length(sample["y"]) - 1}
+
+    ended = fit(world, Strings, num_steps=1)
+    assert ended.code == DONE, ended.message
+    Strings.values = np.array(["a", None, "ccc"] * 10, object)
+    refused(world, Strings, "array y", "objects")
