@@ -61,7 +61,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             added = keras_losses.total(model)  # now: `loss` may call the model once more
             losses, weights = check.loss(task, outputs, micro["targets"], samples)
         traced.check_weights(tape, weights, values)
-        # Weight 0 leaves a position out, also one whose loss is no number.
+        # Weight 0 leaves a position out of the sum, also one whose loss is no number.
         loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights))
         count = tf.reduce_sum(weights)
         # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.

@@ -223,7 +223,8 @@ def finish(
     )
     if ending and ending.code != DONE:
         stopped = ending.code == PREEMPTED and not config.benchmark
-        saved = f": saved at step {step}; rerun to resume" if stopped else ""
+        how = "rerun" if config.resume == "auto" else "rerun with --resume=auto"
+        saved = f": saved at step {step}; {how} to resume" if stopped else ""
         raise Stop(ending.code, ending.message + saved)
     if ending:
         say(world, ending.message)

@@ -8,7 +8,7 @@ from hosts import ROOT
 PROJECT = ROOT / "template"
 # From the top: a file may import what stands below it, or beside it in its own folder.
 FLOORS = ["train", "actions", "evaluation", "run", "step", "tasks", "data", "engine"]
-FLOORS += ["config", "combinations", "flagfiles", "settings"]
+FLOORS += ["config", "combinations", "settings", "flagfiles"]
 # Imports nothing of the project and nothing heavy, so that every floor can use it.
 GROUND = "engine.stop"
 
@@ -23,9 +23,10 @@ def parts() -> set[str]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """Modules of the project that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Modules of the project that a file imports, wherever in it, but for annotations only."""
+    found, tree = set(), ast.parse(path.read_text())
+    tree.body = [n for n in tree.body if "TYPE_CHECKING" not in ast.unparse(n).splitlines()[0]]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

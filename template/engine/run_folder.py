@@ -5,12 +5,13 @@ Nothing is deleted that a later run does not write again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import tensorflow as tf
 
@@ -22,6 +23,7 @@ from engine.checkpoint import Found
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
 _RESULTS = ("summary.json", "report.html", "predictions.png")
 _BOARD = "tensorboard"
+_locks: dict[Path, IO[str]] = {}  # held until the process ends
 _RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD)
 
 
@@ -54,9 +56,11 @@ def begin(
       A line for a person, which says what was set aside; empty when nothing was.
     Raises:
       OSError: a file cannot be written or moved.
+      ValueError: another run is in the folder.
     """
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
+    _lock(run_dir)
     own = found is not None and found.lies_in(folder)
     ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
     note = ""
@@ -75,6 +79,27 @@ def begin(
     config_lib.write(config, partial, given)
     partial.replace(run_dir / "config.cfg")
     return note
+
+
+def _lock(run_dir: Path) -> None:
+    """Keeps other runs out of the folder as long as this process lives.
+
+    Raises:
+      ValueError: another run is in it.
+    """
+    path = (run_dir / ".lock").resolve()
+    if path in _locks:
+        return
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    _locks[path] = file
 
 
 def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:

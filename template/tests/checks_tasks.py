@@ -427,7 +427,7 @@ def check_variables_that_the_model_does_not_have_are_told(world):
                 x = keras.Input((FEATURES,))
                 return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
 
-        refused(world, InLayer, "not the model's", "add_weight")
+        refused(world, InLayer, "does not hold", "add_weight")
 
     class Uncertainty(Small):
         def __init__(self, config):
@@ -438,7 +438,7 @@ def check_variables_that_the_model_does_not_have_are_told(world):
             losses, weights = super().loss(outputs, targets)
             return losses * tf.exp(-self.spread) + self.spread, weights
 
-    refused(world, Uncertainty, "not the model's")
+    refused(world, Uncertainty, "does not hold")
 
 
 def check_a_frozen_model_of_the_task_may_be_used(world):
@@ -461,7 +461,7 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
         Small.__init__(self, config),
         setattr(self, "teacher", dense(FEATURES)),
     )[0]
-    refused(world, Distilled, "not the model's", "trainable = False")
+    refused(world, Distilled, "does not hold", "frozen model")
 
 
 def check_draws_without_a_key_are_told(world):

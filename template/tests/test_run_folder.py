@@ -5,6 +5,8 @@ begin, then save and add_score.
 """
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -213,12 +215,26 @@ def test_of_two_of_one_step_the_sound_one_is_kept(used):
     assert steps(folder) == [2, 4, 6, 8, 9]
 
 
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    program = (
+        f"import sys, pathlib; sys.path.insert(0, {str(config_lib.PROJECT)!r})\n"
+        "from config import Config; from engine import run_folder\n"
+        "run_folder.begin(pathlib.Path(sys.argv[1]), None, Config(), evaluates_first=False)\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    run_folder.begin(tmp_path, None, Config(), evaluates_first=False)
+    second = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert second.returncode != 0 and "is in use by another run" in second.stderr
+    run_folder._locks.popitem()[1].close()  # as when the first run ends
+    assert subprocess.run(words, timeout=120).returncode == 0
+
+
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     monkeypatch.chdir(config_lib.PROJECT)  # from elsewhere, its paths would read as absolute ones
     run_dir = tmp_path / "runs" / "new"
     for _ in range(2):  # and none is made of a start that logged nothing
         assert run_folder.begin(run_dir, None, Config(), evaluates_first=False) == ""
-    assert sorted(p.name for p in run_dir.iterdir()) == ["checkpoints", "config.cfg"]
+    assert sorted(p.name for p in run_dir.iterdir()) == [".lock", "checkpoints", "config.cfg"]
     written = config_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
     assert written == Config()
 
