@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import time
 import traceback
@@ -146,15 +147,17 @@ def count(world: World, text: str) -> None:
             file.write(f"{world.size} rank(s): {text}\n")
 
 
-def all_pass(tries: Iterable[tuple[str, Callable[[], None]]]) -> None:
-    """Tries them all, then raises AssertionError with every one that failed."""
+def all_pass(world: World, attempt: Callable[..., None], cases: Iterable[tuple]) -> None:
+    """Calls attempt(*case) for all of them, then raises AssertionError, on every rank, with each one that failed."""
     failures = []
-    for what, attempt in tries:
+    for case in cases:
         try:
-            attempt()
+            attempt(*case)
         except Exception:
-            failures.append(f"{what}\n{traceback.format_exc(limit=-3, chain=False)}")
+            failures.append(f"{case}\n{traceback.format_exc(limit=-3, chain=False)}")
             print(f"FAILED {failures[-1]}", flush=True)  # at once: what comes next may hang
+    # Only rank 0 judges records: the others must not go on without it.
+    failures = sum(world.gather_objects(failures, "flags.failures"), [])
     assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures)
 
 
@@ -169,9 +172,7 @@ def check_every_pair_of_flags(world):
         array = flag_values.covering(values, made.accepts)
         array = world.broadcast_object(array, "flags.array")
         rows = array.rows if world.size == 1 else array.rows[:most]
-        all_pass(
-            (" ".join(words(row.values())), functools.partial(try_row, made, row)) for row in rows
-        )
+        all_pass(world, functools.partial(try_row, made), [(row,) for row in rows])
         count(
             world,
             f"{len(rows)} of {len(array.rows)} rows, {made.runs - before} runs; "
@@ -243,13 +244,13 @@ def check_flags_that_must_change_the_weights(world):
     facts = flag_values.CHANGES if world.size == 1 else flag_values.CHANGES_ON_RANKS
 
     def attempt(base: str, flags: list[str]) -> None:
-        prints = {made.weights(base): base or "the usual flags"}
-        for flag in flags:
-            own = made.weights(base, flag)
-            assert own not in prints, f"{flag} gives the weights of {prints[own]}"
-            prints[own] = flag
+        # All runs first: a rank that fails must not leave the others alone in the next.
+        prints = {flag: made.weights(base, flag) for flag in ["", *flags]}
+        pairs = itertools.combinations(prints, 2)
+        alike = [(one, other) for one, other in pairs if prints[one] == prints[other]]
+        assert not alike, f"the same weights: {alike}"
 
-    all_pass((base, functools.partial(attempt, base, flags)) for base, flags in facts)
+    all_pass(world, attempt, facts)
     tried = sum(len(flags) for _, flags in facts)
     count(world, f"{tried} values change the weights; {time.process_time() - start:.0f} s of CPU")
 
@@ -259,11 +260,10 @@ def check_flags_that_must_not_change_the_weights(world):
     facts = flag_values.KEEPS + (flag_values.KEEPS_ON_ONE_RANK if world.size == 1 else [])
 
     def attempt(base: str, flags: str) -> None:
-        assert made.weights(base) == made.weights(base, flags), "other weights"
+        both = [made.weights(base), made.weights(base, flags)]
+        assert both[0] == both[1], "other weights"
 
-    all_pass(
-        (f"{base} + {flags}", functools.partial(attempt, base, flags)) for base, flags in facts
-    )
+    all_pass(world, attempt, facts)
     tried = sum(len(flags.split()) for _, flags in facts)
     count(world, f"{tried} values change no bit; {time.process_time() - start:.0f} s of CPU")
 
@@ -292,6 +292,6 @@ def check_what_a_run_refuses(world):
         assert "\n" not in ended.message, ended.message
 
     refused = flag_values.REFUSED_BY_RUN
-    all_pass((flags, functools.partial(attempt, flags, part)) for flags, part in refused.items())
+    all_pass(world, attempt, refused.items())
     count(world, f"{len(refused)} kinds of runs refused, each in one sentence")
     count(world, f"{made.runs} runs, {time.process_time():.0f} s of CPU on rank 0 with its start")

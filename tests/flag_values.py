@@ -124,7 +124,7 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--num_steps=1",
             "--num_steps=2",
             "--base_lr=0.1",
-            "--end_lr=0.05",
+            "--end_lr=0.02",
             "--power=0.5",
             "--warmup_steps=2",
             "--momentum=0",
@@ -204,7 +204,6 @@ REFUSED_BY_RUN = {
     "--init_from={run}/nothing": "{run}/nothing",
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
-    "--global_batch_size=61": "61",
 }
 
 
