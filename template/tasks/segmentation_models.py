@@ -45,6 +45,8 @@ def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
     Smooth, so that runs on different numbers of ranks differ by rounding alone: a ReLU whose
     input is within rounding of zero would turn a pixel's gradient on or off.
     """
+    if size % 2:
+        raise ValueError(f"--image_size={size}: the tiny model needs an even number")
     image = keras.Input((size, size, 3), name="image")
     x = _conv(image, 8, 3, strides=2, activation="swish")
     x = _conv(x, 12, 3, activation="swish")
