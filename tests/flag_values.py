@@ -26,7 +26,7 @@ USUAL = """
 --num_steps=3
 --base_lr=0.05
 --log_every=1
---eval_every=0
+--eval_every=3
 --checkpoint_every=0
 """
 
@@ -81,7 +81,7 @@ VALUES: dict[str, list[str]] = {
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=100"],
     "log_gradients": ["", "--log_gradients"],
     "log_every": ["", "--log_every=2", "--log_every=100"],
-    "eval_every": ["", "--eval_every=1", "--eval_every=2"],
+    "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],
     "early_stop_evals": ["", "--early_stop_evals=1"],
     "checkpoint_every": ["", "--checkpoint_every=1", "--checkpoint_every=2"],
     "keep": ["", "--keep=1"],
@@ -91,7 +91,7 @@ VALUES: dict[str, list[str]] = {
 # The project's own tasks, whose models take longer: rows of their own.
 TASK_VALUES: dict[str, list[str]] = {
     "task": ["--task=classification --model=small", "--task=segmentation --model=tiny"],
-    "image_size": ["--image_size=8", "--image_size=17"],
+    "image_size": ["--image_size=8", "--image_size=18"],
     "synthetic_data": ["--synthetic_data"],
     "num_classes": ["--num_classes=2", "--num_classes=11"],
     "dropout": ["", "--dropout=0.5"],
@@ -149,7 +149,7 @@ CHANGES_ON_RANKS = [
 # Flags of both runs, and flags of one of them that together must not change a bit of its weights.
 KEEPS = [
     (
-        "",
+        "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
         "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0",
     ),
@@ -182,7 +182,7 @@ REFUSED = {
     "--deterministic --autotune": "--autotune",
     "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
-    "--early_stop_evals=1": "--eval_every=0",
+    "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",
     "--run_dir=": "--run_dir",
@@ -193,6 +193,7 @@ REFUSED = {
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {
+    "--task=segmentation --model=tiny --synthetic_data --image_size=17": "--image_size=17",
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",
