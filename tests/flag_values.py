@@ -231,7 +231,7 @@ def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bo
     """Every pair of values of any two flags that `accepts` takes, in few rows."""
     pairs, order = _pairs(values), list(values)
     missing = {pair for pair in pairs if accepts(value for _, value in pair)}
-    refused, rows = len(pairs) - len(missing), []
+    rows = []
     while missing:
         # The library gives up at the first row that adds no pair, though flags in another order
         # give more: it is asked again, with what most misses first.
@@ -247,7 +247,7 @@ def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bo
         missing -= pairs_in(more)
         misses = Counter(name for pair in missing for name, _ in pair)
         order.sort(key=lambda name: -misses[name])
-    return Array(rows, len(pairs), refused)
+    return Array(rows, len(pairs), len(pairs - pairs_in(rows)))
 
 
 def _pairs(values: dict[str, list[str]]) -> set[frozenset]:
