@@ -160,10 +160,13 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         ending = monitor.verdict(previous)
         if ending or any(action.settles for action in due):
             ending = monitor.verdict(previous, result)
-        if ending:
+        if ending and ending.code != PREEMPTED:
             break
+        # A stop ends the run after this step, which is logged and saved like any other: a rerun
+        # does not make it again. An evaluation it does make up for.
         for action in due:
-            ending = ending or action(step, result)
+            if not (ending and action is evaluate):
+                ending = action(step, result) or ending
 
     # 9. The last checkpoint, the records, the exit code.
     ending = ending or monitor.verdict(result)

@@ -336,6 +336,9 @@ def check_a_stop_saves_the_step_it_names(world):
         assert ended.code == PREEMPTED, ended.message
         assert ended.checkpoints == [f"step-{step:08d}"], ended.checkpoints
         assert f"saved at step {step}" in ended.message
+    # The last step is in the records: a rerun does not make it again.
+    ended = fit(world, Small, StopsAt(world, 1), num_steps=9, log_every=2)
+    assert not world.is_chief or [r["step"] for r in ended.records] == [2]
 
 
 def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):

@@ -32,6 +32,8 @@ def kept(tmp_path_factory):
     return found
 
 
+# The first waits for both launches: minutes, of which most is tracing.
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("name", KINDS)
 def test_kind_of_model(name, kept):
     kind, one, two = KINDS[name], kept[1, name], kept[2, name]

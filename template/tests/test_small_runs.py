@@ -24,10 +24,14 @@ def outcomes():
     return {}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+# The first of a file waits for its launch: a minute, and several on a busy machine.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("file", "name"), CHECKS)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_small_run(file, name, ranks, outcomes):
+    if ranks == 1 and file == "checks_tasks.py":
+        pytest.skip("told before the first step, on 1 rank as on 2")
     if (file, ranks) not in outcomes:
-        outcomes[file, ranks] = run_checks(Path(__file__).parent / file, ranks, timeout=400)
+        outcomes[file, ranks] = run_checks(Path(__file__).parent / file, ranks, timeout=1000)
     failure = outcomes[file, ranks][name]
     assert failure is None, failure
