@@ -11,7 +11,7 @@ import config as config_lib
 import settings
 from engine.stop import RANK_VARIABLES
 
-TEMPLATE = Path(config_lib.__file__).resolve().parent
+HERE = Path(config_lib.__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +213,7 @@ def test_rank_0_alone_says_what_is_wrong(capsys, monkeypatch):
 
 def python(command, code):
     """Runs bash's `command`, in which $PYTHON runs `code` with the project's modules."""
-    program = f"import sys; sys.path.insert(0, {str(TEMPLATE)!r}); import config; {code}"
+    program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import config; {code}"
     return subprocess.run(
         ["bash", "-c", command, "bash", sys.executable, "-c", program],
         capture_output=True,
