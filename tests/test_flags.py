@@ -37,7 +37,8 @@ def usual(tmp_path_factory):
     return path
 
 
-# Three minutes on a quiet machine; several times that where others work on it too.
+# `make sweep`. Three minutes on a quiet machine; several times that where others work on it too.
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CHECKS)

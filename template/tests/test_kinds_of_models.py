@@ -13,6 +13,8 @@ from engine.stop import DONE
 from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
 from ranks import run_checks
 
+# `make sweep`: every kind is traced on 1 and on 2 ranks.
+pytestmark = pytest.mark.sweep
 CHECKS = Path(__file__).parent / "checks_kinds_of_models.py"
 
 
