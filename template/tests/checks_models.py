@@ -162,12 +162,12 @@ def trained(model, inputs, rows, steps):
     def forward(x):
         y = model(x, training=True)
         weights = tf.range(1, y.shape[-1] + 1, dtype=y.dtype)
-        return tf.reduce_sum(tf.sin(y) * weights), tf.zeros([], y.dtype)
+        return [tf.reduce_sum(tf.sin(y) * weights)], tf.zeros([], y.dtype)
 
     @tf.function(autograph=False)
     def step(batch):
         with tf.GradientTape() as tape:
-            target, _ = gradients.accumulate(forward, batch, steps, variables)
+            (target,), _ = gradients.accumulate(forward, batch, steps, variables)
         return tape.gradient(target, [raw(v) for v in variables])
 
     batch = tf.nest.map_structure(lambda x: tf.stack([x] * steps), feed(model, inputs, rows))
