@@ -101,8 +101,8 @@ def check_same_state(
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]
     raise Stop(
         BUG,
-        f"{what}: {some(odd, 3)} on rank {some(ranks)} differ from rank 0's: every rank must change "
-        "what is not trained in the same way",
+        f"{what}: {some(odd, 3)} on rank {some(ranks)} differ from rank 0's: every rank must "
+        "change what is not trained in the same way",
     )
 
 
