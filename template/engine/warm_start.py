@@ -11,6 +11,7 @@ import numpy as np
 
 from config import Config
 from engine import checkpoint_files, variable_names
+from engine.words import some
 from engine.world import raw
 
 
@@ -130,6 +131,5 @@ def _fault(value: np.ndarray | None, variable: keras.Variable) -> str | None:
     return None
 
 
-def _some(faults: dict[str, str], most: int = 4) -> str:
-    shown = [f"{name} ({why})" for name, why in list(faults.items())[:most]]
-    return ", ".join(shown) + (f" and {len(faults) - most} more" if len(faults) > most else "")
+def _some(faults: dict[str, str]) -> str:
+    return some([f"{name} ({why})" for name, why in faults.items()], most=4)
