@@ -22,7 +22,7 @@ def shell(command: str, folder: Path, timeout: float = 300) -> str:
     """What a command prints; it must end well, and in time. Nothing it started outlives it."""
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=os.environ | ranks._ENVIRONMENT | GIT, text=True,
+        cwd=folder, env=os.environ | ranks.ENVIRONMENT | GIT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

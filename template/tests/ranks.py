@@ -17,7 +17,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 _LAST_LINES = 25  # of each rank, shown when a launch times out or fails unexpectedly
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -72,7 +72,7 @@ def launch(
         process = subprocess.Popen(
             words,
             cwd=PROJECT,
-            env=os.environ | _ENVIRONMENT | (env or {}),
+            env=os.environ | ENVIRONMENT | (env or {}),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

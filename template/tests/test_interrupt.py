@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import checkpoint
-from ranks import _ENVIRONMENT as ENVIRONMENT
-from ranks import PROJECT
+from engine import checkpoint_files
+from ranks import ENVIRONMENT, PROJECT
 from terminal import CTRL_C, Terminal
 
 SAYS = "stopping after this step: saving, then ending"
@@ -140,4 +139,4 @@ def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
         assert not terminal.left_after(10)
     saved = list((tmp_path / "run" / "checkpoints").iterdir())
     assert [path.name for path in saved] == [f"step-{int(step[1]):08}"]
-    assert checkpoint.fault(saved[0]) is None
+    assert checkpoint_files.fault(saved[0]) is None
