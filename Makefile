@@ -11,7 +11,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup train test sweep lint bench fork image image-test
+.PHONY: help setup train test lint bench fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,11 +23,8 @@ train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
 		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[0\]<std[a-z]*>://")'
 
-test: setup ## all tests; ARGS='-k sampler'
-	@$(IN_VENV) pytest $(ARGS)
-
-sweep: setup ## flags against flags, and kinds of models, on 1 and 2 ranks; half an hour
-	@$(IN_VENV) pytest -m sweep $(ARGS)
+test: setup ## all tests, two files at a time; ARGS='-k sampler'
+	@$(IN_VENV) pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check

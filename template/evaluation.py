@@ -60,7 +60,7 @@ class Evaluator:
         """Every rank must call it. None: some rank was told to stop.
 
         Raises:
-          Stop: on all ranks, when a sample cannot be read.
+          Stop: on all ranks, when a sample cannot be read or none counts.
         """
         with unchanged(self._model):
             return self._evaluate(stop_asked)
@@ -85,6 +85,8 @@ class Evaluator:
                 raise error
         sums = metrics.add_over_ranks(sums)
         with self._world.together("computing the figures"):
+            if not sums["weight"]:
+                raise ValueError("all weights of the validation set are 0: nothing in it counts")
             figures = self._figures(sums)
         return Evaluation(figures, self._pictures(*shown) if shown and self._draw else None)
 

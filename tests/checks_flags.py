@@ -191,7 +191,10 @@ def try_row(made: Sweep, row: Row) -> None:
         assert first.code == PREEMPTED, first.message
         found = made.world.broadcast_object(first.checkpoints, "flags.first")
         begun = int(found[-1].removeprefix("step-"))
-        values += [place] if row["resume"] == "--resume=auto" else []
+        if row["resume"] == "--resume=auto" and not row.get("benchmark"):
+            values += [place]
+        elif row["resume"] == "--resume=auto":
+            begun = 0  # a folder with checkpoints is not for --benchmark
     ended = made.run(values)
     judge_weights(ended)
     if made.world.is_chief:

@@ -37,18 +37,16 @@ def usual(tmp_path_factory):
     return path
 
 
-# `make sweep`. Three minutes on a quiet machine; several times that where others work on it too.
-@pytest.mark.sweep
+# The first waits for its launch: minutes, of which most is tracing.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CHECKS)
-def test_flags(name, ranks, outcomes, tmp_path, capsys):
+def test_flags(name, ranks, outcomes, tmp_path, record_property):
     if ranks not in outcomes:
         counts = tmp_path / "counts"
         env = {"FLAGS_COUNTS": str(counts)}
         outcomes[ranks] = run_checks(FILE, ranks, timeout=1700, env=env)
-        with capsys.disabled():
-            print(f"\nflags, {counts.read_text() if counts.exists() else ''}")
+        record_property("flags", counts.read_text() if counts.exists() else "")
     failure = outcomes[ranks][name]
     assert failure is None, failure
 

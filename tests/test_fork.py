@@ -134,7 +134,7 @@ def test_make_train_runs_on_two_ranks(task, forks):
 def test_a_projects_own_fast_tests(task, forks):
     """All but those that start ranks or draw many scenes: these are the same in every project."""
     slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes", "small_runs")
-    slow += ("kinds_of_models", "interrupt", "sampler", "optimizer", "checkpoint", "run_folder")
+    slow += ("interrupt", "sampler", "optimizer", "checkpoint", "run_folder")
     left_out = " ".join(f"--ignore=tests/test_{name}.py" for name in slow)
     words = "ranks or a_run_ or a_head_of"
     output = shell(

@@ -56,11 +56,16 @@ def begin(
       A line for a person, which says what was set aside; empty when nothing was.
     Raises:
       OSError: a file cannot be written or moved.
-      ValueError: another run is in the folder.
+      ValueError: another run is in the folder, or a speed is measured where a run was trained.
     """
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     _lock(run_dir)
+    if config.benchmark and checkpoint_files.candidates(folder):
+        raise ValueError(
+            f"--benchmark would replace the records of the run in {run_dir}: choose another "
+            "--run_dir"
+        )
     own = found is not None and found.lies_in(folder)
     ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
     note = ""

@@ -287,6 +287,18 @@ def check_the_evaluations_loss_with_small_weights(world):
         )
 
 
+def check_a_validation_set_in_which_nothing_counts_is_told(world):
+    class Weightless(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            trains = tf.reduce_any(tf.shape(losses)[0] == [12, 6])  # on 1 rank, on 2
+            return losses, weights * tf.cast(trains, weights.dtype)
+
+    ended = fit(world, Weightless)
+    assert ended.code == WRONG_USE and "weights of the validation set are 0" in ended.message
+    assert ended.checkpoints == ["step-00000003"]
+
+
 def check_counts_beyond_float32_are_exact(world):
     """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
 

@@ -24,6 +24,9 @@ from engine import world as world_lib
 from engine.stop import DONE, Stop
 from engine.world import World
 
+# Small graphs run a few times: to optimize them takes longer than to run them as they are.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 FEATURES, CLASSES = 6, 3
 
 USUAL = {

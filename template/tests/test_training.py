@@ -183,3 +183,12 @@ def test_synthetic_data_and_benchmark(tiny, tmp_path):
     assert summary(tmp_path)["exit_reason"] == "benchmark"
     assert summary(tmp_path)["samples_per_second"] > 0
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_benchmark_leaves_a_trained_runs_folder_as_it_is(tiny, tmp_path):
+    run(1, [*tiny, "--num_steps=2"])
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    ended = train(1, *tiny, "--synthetic_data", "--benchmark")
+    assert ended.code == 2
+    assert "choose another --run_dir" in ended.errors()[0]
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before

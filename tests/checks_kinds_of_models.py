@@ -25,9 +25,6 @@ from evaluation import Evaluator
 from kinds_of_models import KINDS, Kind
 from small_runs import USUAL, Small, fit, folder
 
-# Small graphs run a few times: to optimize them takes longer than to run them as they are.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
 gc.freeze()  # what was imported is not looked through again and again
 
 SETTINGS = {n: v for n, v in USUAL.items() if n != "task"} | {

@@ -13,8 +13,6 @@ from engine.stop import DONE
 from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
 from ranks import run_checks
 
-# `make sweep`: every kind is traced on 1 and on 2 ranks.
-pytestmark = pytest.mark.sweep
 CHECKS = Path(__file__).parent / "checks_kinds_of_models.py"
 
 
@@ -56,15 +54,11 @@ def test_kind_of_model(name, kept):
         trained(kind, one)
 
 
-def test_counts(kept, capsys):
+def test_counts(kept, record_property):
     counts = Counter(kind.end for kind in KINDS.values())
     assert set(counts) == {EQUAL, BY_RANK, REFUSED, NOT_ON_TWO}
-    with capsys.disabled():
-        print(
-            f"\n{len(KINDS)} kinds of models:",
-            *(f"{n}  {end}" for end, n in counts.items()),
-            sep="\n  ",
-        )
+    lines = "\n".join(f"{n}: {end}" for end, n in counts.items())
+    record_property(f"{len(KINDS)} kinds of models", lines)
 
 
 def trained(kind, kept):
