@@ -13,15 +13,11 @@ import pytest
 import combinations
 import config as config_lib
 import flag_values
-from ranks import run_checks
+from ranks import names_of_checks, run_checks
 
 FILE = Path(__file__).parent / "checks_flags.py"
 NAMES = [field.name for field in dataclasses.fields(config_lib.Config)]
-CHECKS = [
-    node.name
-    for node in ast.parse(FILE.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
+CHECKS = names_of_checks(FILE)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +41,7 @@ def test_flags(name, ranks, outcomes, tmp_path, record_property):
     if ranks not in outcomes:
         counts = tmp_path / "counts"
         env = {"FLAGS_COUNTS": str(counts)}
-        outcomes[ranks] = run_checks(FILE, ranks, timeout=1700, env=env)
+        outcomes[ranks] = run_checks([FILE], ranks, timeout=1700, env=env)
         record_property("flags", counts.read_text() if counts.exists() else "")
     failure = outcomes[ranks][name]
     assert failure is None, failure

@@ -22,7 +22,7 @@ def kept(tmp_path_factory):
     found = {}
     for ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"kinds-{ranks}")
-        failed = run_checks(CHECKS, ranks, timeout=900, env={"KINDS_OF_MODELS": str(folder)})
+        failed = run_checks([CHECKS], ranks, timeout=900, env={"KINDS_OF_MODELS": str(folder)})
         assert len(failed) == len(KINDS) + 1
         for name, failure in failed.items():
             assert failure is None, f"{name} on {ranks} ranks: {failure}"

@@ -1,4 +1,4 @@
-"""Models with batch norm at any depth, synchronized, on real ranks; run by checks_numbers.py."""
+"""Models with batch norm at any depth, synchronized, on real ranks; run by test_numbers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduced gradients on real ranks against plain references; run by checks_numbers.py."""
+"""Reduced gradients on real ranks against plain references; run by test_numbers.py."""
 
 from __future__ import annotations
 

@@ -25,53 +25,6 @@ def dense(outputs=CLASSES, **settings):
     return keras.Model(x, keras.layers.Dense(outputs, **settings)(x))
 
 
-class Net(keras.Model):
-    """The usual subclassed model, not built when it is returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = keras.layers.Dense(5, activation="tanh")
-        self.head = keras.layers.Dense(CLASSES)
-
-    def call(self, x, training=False):
-        return self.head(self.body(x))
-
-
-def check_a_model_that_is_not_built_is_built_from_an_example(world):
-    class Task(Small):
-        def build_model(self):
-            return Net()
-
-    ended = fit(world, Task, num_steps=2, bn_sync="full")
-    assert ended.code == DONE and len(ended.weights()) == 4, ended.message
-
-
-def check_what_is_no_model_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            return keras.layers.Dense(3)
-
-    refused(world, Task, "build_model must return a keras.Model")
-
-
-def check_names_of_inputs(world):
-    class Task(Small):
-        def training_example(self, sample, key):
-            return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
-
-        def build_model(self):
-            image = keras.Input((FEATURES,), name="image")
-            return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
-
-    refused(world, Task, "['image']", "['img']", "names")
-
-    class NoDict(Task):
-        def training_example(self, sample, key):
-            return {"inputs": sample["x"], "targets": sample["y"]}
-
-    refused(world, NoDict, "dict", "['image']")
-
-
 def check_keys_of_an_example(world):
     class Task(Small):
         def training_example(self, sample, key):
@@ -124,15 +77,6 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
             return super().training_example(sample, key)
 
     refused(world, Branch, "training_example failed", "checks_tasks.py, line")
-
-
-def check_a_model_that_does_not_fit_the_data_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES + 1,))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(x))
-
-    refused(world, Task, "the model", str(FEATURES))
 
 
 def check_main_metric_is_looked_for_before_the_first_step(world):
@@ -197,76 +141,6 @@ def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
 
     ended = fit(world, Task)
     assert ended.code == 3 and "labels that are no class" in ended.message, ended.message
-
-
-def check_variables_made_in_the_first_call_are_trained_and_in_training_only_refused(world):
-    class Lazy(keras.Model):
-        def __init__(self, always):
-            super().__init__()
-            self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
-
-        def call(self, x, training=False):
-            if not (training or self.always):
-                return self.head(x)
-            if self.extra is None:
-                self.extra = keras.layers.Dense(FEATURES, name="extra")
-            return self.head(self.extra(x))
-
-    class Task(Small):
-        always = True
-
-        def build_model(self):
-            return Lazy(self.always)
-
-    class InTraining(Task):
-        always = False
-
-    refused(world, InTraining, "the model", "failed", "new elements of state")
-    ended = fit(world, Task, optimizer="adam")
-    assert ended.code == DONE, ended.message
-    paths = [v.path for v in ended.model.trainable_variables]
-    assert len(paths) == 4, paths
-    first = world.gather_objects(ended.weights()[-1].tobytes(), "lazy")
-    assert len(set(first)) == 1
-    assert any("extra" in n for n in np.load(ended.folder / "checkpoints/step-00000003/state.npz"))
-
-
-def check_trainable_changed_too_late_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            self.model = super().build_model()
-            return self.model
-
-        def loss(self, outputs, targets):
-            self.model.layers[1].trainable = False
-            return super().loss(outputs, targets)
-
-    refused(world, Task, "trainable", "build_model")
-
-
-def check_a_model_without_anything_to_train_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            model = super().build_model()
-            model.trainable = False
-            return model
-
-    refused(world, Task, "train")
-
-
-def check_a_frozen_part_stays_as_it_is(world):
-    class Task(Small):
-        def build_model(self):
-            model = super().build_model()
-            model.layers[1].trainable = False
-            Task.before = model.layers[1].get_weights()
-            return model
-
-    ended = fit(world, Task)
-    assert ended.code == DONE
-    # Broadcast from rank 0, so every rank's seed gave the same.
-    for a, b in zip(Task.before, ended.model.layers[1].get_weights()):
-        np.testing.assert_array_equal(a, b)
 
 
 def check_sources_that_fail_are_told(world):
@@ -404,86 +278,6 @@ def check_weights_that_depend_on_outputs_are_told(world):
             return losses, tf.stop_gradient(weights)
 
     assert fit(world, Stopped).code == DONE
-
-
-class Scaled(keras.layers.Layer):
-    """Keeps state where Keras does not look for it."""
-
-    def __init__(self, trainable):
-        super().__init__()
-        self.scale = tf.Variable(1.0, trainable=trainable)
-
-    def call(self, x, training=False):
-        if not self.scale.trainable:
-            self.scale.assign_add(1.0)
-        return x * self.scale
-
-
-def check_variables_that_the_model_does_not_have_are_told(world):
-    for trainable in (True, False):
-
-        class InLayer(Small):
-            def build_model(self, trainable=trainable):
-                x = keras.Input((FEATURES,))
-                return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
-
-        refused(world, InLayer, "does not hold", "add_weight")
-
-    class Uncertainty(Small):
-        def __init__(self, config):
-            super().__init__(config)
-            self.spread = tf.Variable(0.0)
-
-        def loss(self, outputs, targets):
-            losses, weights = super().loss(outputs, targets)
-            return losses * tf.exp(-self.spread) + self.spread, weights
-
-    refused(world, Uncertainty, "does not hold")
-
-
-def check_a_frozen_model_of_the_task_may_be_used(world):
-    class Distilled(Small):
-        def __init__(self, config):
-            super().__init__(config)
-            self.teacher = dense(FEATURES)
-            self.teacher.trainable = False
-
-        def build_model(self):
-            return dense(FEATURES)
-
-        def loss(self, outputs, targets):
-            losses, weights = super().loss(outputs, targets)
-            return losses + tf.reduce_mean(tf.square(outputs - self.teacher(outputs)), -1), weights
-
-    ended = fit(world, Distilled)
-    assert ended.code == DONE, ended.message
-    Distilled.__init__ = lambda self, config: (
-        Small.__init__(self, config),
-        setattr(self, "teacher", dense(FEATURES)),
-    )[0]
-    refused(world, Distilled, "does not hold", "frozen model")
-
-
-def check_draws_without_a_key_are_told(world):
-    class Noise(keras.layers.Layer):
-        def call(self, x, training=False):
-            return x + tf.random.normal(tf.shape(x)) if training else x
-
-    class InLayer(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES,))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(Noise()(x)))
-
-    refused(world, InLayer, "RandomStandardNormal", "SeedGenerator")
-
-    class InExample(Small):
-        def training_example(self, sample, key):
-            flipped = tf.cond(
-                tf.random.uniform([]) < 0.5, lambda: sample["x"], lambda: -sample["x"]
-            )
-            return {"inputs": flipped, "targets": sample["y"]}
-
-    refused(world, InExample, "training_example draws", "`key`")
 
 
 def check_arrays_of_objects(world):

@@ -1,4 +1,4 @@
-"""A small data set in the demo's layout, for tests that train for a few steps."""
+"""The demo's layout with little data, for runs of a few steps; a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from data.demo import scenes
+from engine.checkpoint import Checkpoints
+from small_checkpoints import ALONE
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
@@ -34,3 +36,9 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
     """Flags of a tiny run with a run folder of its own."""
     return [*TINY_FLAGS, f"--data_dir={tiny_data}", f"--run_dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Checkpoints:
+    """The two newest checkpoints of a run on one rank."""
+    return Checkpoints(tmp_path / "checkpoints", keep=2, world=ALONE)

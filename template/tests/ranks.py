@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -95,15 +96,27 @@ def train(ranks: int, *flags: str, **how) -> Launch:
     return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)
 
 
-def run_checks(file: Path, ranks: int, backend: str = "", **how) -> dict[str, str | None]:
-    """Runs every `check_*` function of `file` on `ranks` ranks, in one launch.
+def names_of_checks(*files: Path) -> list[str]:
+    """Names of all `check_*` functions that are written in the files."""
+    return [
+        node.name
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+    ]
+
+
+def run_checks(
+    files: Sequence[Path], ranks: int, backend: str = "", **how
+) -> dict[str, str | None]:
+    """Runs every `check_*` function of the files on `ranks` ranks, in one launch.
 
     Returns:
       By name: None where it passed on every rank, else the first failing rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        ended = launch(ranks, [Path(__file__), file, results], backend, **how)
+        ended = launch(ranks, [Path(__file__), results, *files], backend, **how)
         if not results.exists():
             raise AssertionError(f"exit code {ended.code}\n{last_lines(ended.output)}")
         return json.loads(results.read_text())
@@ -144,26 +157,26 @@ def _kill_session(session: int) -> None:
             continue  # it ended by itself
 
 
-def _main(file: str, results: str) -> None:
+def _main(results: str, *files: str) -> None:
     """On each rank: run the checks, tell rank 0 what failed."""
-    import importlib.util
+    import importlib
     import traceback
 
-    sys.path[:0] = [str(PROJECT), str(Path(file).parent)]
+    sys.path[:0] = [str(PROJECT), *dict.fromkeys(str(Path(file).parent) for file in files)]
     import horovod.tensorflow as hvd
 
     import engine.quiet  # noqa: F401
     from engine import world as world_lib
 
     world = world_lib.connect()
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    checks = {}
+    for file in files:
+        found = vars(importlib.import_module(Path(file).stem))
+        checks |= {name: check for name, check in found.items() if name.startswith("check_")}
     outcomes = {}
-    for name in [n for n in vars(module) if n.startswith("check_")]:
+    for name, check in checks.items():
         try:
-            getattr(module, name)(world)
+            check(world)
             failure = None
         except Exception:
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"

@@ -1,21 +1,16 @@
-"""Reductions, steps and batch norm on real ranks, against plain references (checks_numbers.py)."""
+"""Reductions, steps and batch norm on real ranks, against plain references."""
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 
-from ranks import run_checks
+from ranks import names_of_checks, run_checks
 
-FILE = Path(__file__).parent / "checks_numbers.py"
-NAMES = [
-    node.name
-    for part in ("reduction", "step", "batch_norm", "models")
-    for node in ast.parse((FILE.parent / f"checks_{part}.py").read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
+# All in one launch: ranks start slowly.
+PARTS = ("reduction", "step", "batch_norm", "models")
+FILES = [Path(__file__).parent / f"checks_{part}.py" for part in PARTS]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +20,9 @@ def outcomes():
 
 
 @pytest.mark.parametrize(("backend", "ranks"), [("gloo", 3), ("mpi", 2)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names_of_checks(*FILES))
 def test_number(name, backend, ranks, outcomes):
     if (backend, ranks) not in outcomes:
-        outcomes[backend, ranks] = run_checks(FILE, ranks, backend, timeout=280)
+        outcomes[backend, ranks] = run_checks(FILES, ranks, backend, timeout=280)
     failure = outcomes[backend, ranks][name]
     assert failure is None, failure

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
 
-from ranks import run_checks
+from ranks import names_of_checks, run_checks
 
-FILES = [Path(__file__).parent / name for name in ("checks_tasks.py", "checks_runs.py")]
-CHECKS = [
-    (file.name, node.name)
-    for file in FILES
-    for node in ast.parse(file.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-]
+# A task's mistakes are told before the first step, on 1 rank as on 2.
+PARTS = {1: ("runs", "evaluation"), 2: ("runs", "evaluation", "tasks", "task_models")}
+FILES = {
+    ranks: [Path(__file__).parent / f"checks_{part}.py" for part in parts]
+    for ranks, parts in PARTS.items()
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """By file and number of ranks; each launch runs all checks of a file once."""
+    """By number of ranks; each launch runs all checks once."""
     return {}
 
 
-# The first of a file waits for its launch: a minute, and several on a busy machine.
+# The first waits for its launch: a minute, and several on a busy machine.
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("file", "name"), CHECKS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_small_run(file, name, ranks, outcomes):
-    if ranks == 1 and file == "checks_tasks.py":
-        pytest.skip("told before the first step, on 1 rank as on 2")
-    if (file, ranks) not in outcomes:
-        outcomes[file, ranks] = run_checks(Path(__file__).parent / file, ranks, timeout=1000)
-    failure = outcomes[file, ranks][name]
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(n, name) for n, files in FILES.items() for name in names_of_checks(*files)]
+)
+def test_small_run(ranks, name, outcomes):
+    if ranks not in outcomes:
+        outcomes[ranks] = run_checks(FILES[ranks], ranks, timeout=1000)
+    failure = outcomes[ranks][name]
     assert failure is None, failure

@@ -1,0 +1,167 @@
+"""Run on real ranks by test_small_runs.py: evaluations, and stops in the middle of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+import run as run_lib
+from checks_runs import position_of
+from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
+from small_runs import Small, StopSignal, fit, folder
+
+
+def check_a_failing_evaluation_loses_no_training(world):
+    class Torn(Small):
+        def sources(self):
+            train, val = super().sources()
+            val._arrays["id"] = np.arange(20)
+            return train, val
+
+        def evaluation_example(self, sample):
+            fine = tf.debugging.Assert(sample["id"] != 13, ["sample 13 is torn"])
+            with tf.control_dependencies([fine]):
+                return {"inputs": tf.identity(sample["x"]), "targets": sample["y"]}
+
+    ended = fit(world, Torn, eval_every=2, num_steps=6)
+    assert ended.code == WRONG_USE and "sample 13 is torn" in ended.message, ended.message
+    assert ended.checkpoints == ["step-00000002"]
+    # Mended and started again, the evaluation is made up for, and training goes on from there.
+    again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
+    assert again.code == DONE
+    if world.is_chief:
+        evaluated = [r["step"] for r in again.records if "eval_loss" in r]
+        trained = [r["step"] for r in again.records if "loss" in r]
+        assert evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], (evaluated, trained)
+
+
+def check_what_only_shows_may_fail(world):
+    class Draws(Small):
+        calls = 0
+
+        def draw(self, inputs, targets, outputs):
+            Draws.calls += 1
+            if Draws.calls > 1:  # not when it is tried out
+                raise RuntimeError("no fonts here")
+            return np.zeros((1, 4, 4, 3), np.uint8)
+
+    ended = fit(world, Draws, eval_every=2)
+    assert ended.code == DONE, ended.message
+    assert ended.checkpoints[-1] == "step-00000003"
+
+
+def check_a_score_that_is_no_number_is_never_the_best(world):
+    class Fickle(Small):
+        calls = 0
+
+        def metrics(self, sums):
+            # The first call is the try-out, the second the first evaluation.
+            Fickle.calls += 1
+            return {"accuracy": float("nan") if Fickle.calls == 2 else 0.1 * Fickle.calls}
+
+    ended = fit(world, Fickle, eval_every=1, num_steps=5, keep=1)
+    assert ended.code == DONE, ended.message
+    run_dir = ended.folder
+    checkpoints = run_lib.Checkpoints(run_dir / "checkpoints", 1, world)
+    assert checkpoints.best().step == 5, checkpoints.best()
+
+
+def check_the_evaluations_loss_with_small_weights(world):
+    class Light(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses, weights * 1e-3
+
+    plain, light = fit(world), fit(world, Light)
+    if world.is_chief:
+        np.testing.assert_allclose(light.losses, plain.losses, rtol=1e-5)
+        np.testing.assert_allclose(
+            light.summary["eval_loss"], plain.summary["eval_loss"], rtol=1e-5
+        )
+
+
+def check_a_validation_set_in_which_nothing_counts_is_told(world):
+    class Weightless(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            trains = tf.reduce_any(tf.shape(losses)[0] == [12, 6])  # on 1 rank, on 2
+            return losses, weights * tf.cast(trains, weights.dtype)
+
+    ended = fit(world, Weightless)
+    assert ended.code == WRONG_USE and "weights of the validation set are 0" in ended.message
+    assert ended.checkpoints == ["step-00000003"]
+
+
+def check_counts_beyond_float32_are_exact(world):
+    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
+
+    class Counts(Small):
+        def sums(self, outputs, targets):
+            big = tf.constant(2.0**24, tf.float32)
+            one = tf.cast(tf.size(targets) > 0, tf.float32)
+            return {"hits": big, "samples": one}
+
+        def metrics(self, sums):
+            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
+
+    ended = fit(world, Counts)
+    assert not world.is_chief or ended.summary["eval_total"] == 3 * (2**24 + 1)
+
+
+class StopsAt(StopSignal):
+    """Asks the last rank to stop at its n-th question (a step or a part of an evaluation)."""
+
+    def __init__(self, world, question):
+        self._mine, self._left = world.rank == world.size - 1, question
+
+    @property
+    def asked(self):
+        self._left -= 1
+        return self._mine and self._left <= 0
+
+
+def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
+    settings = {"eval_every": 2, "num_steps": 6, "run_dir": folder(world) / "run"}
+    ended = fit(world, Small, StopsAt(world, 3), **settings)  # two steps, then the evaluation
+    assert ended.code == PREEMPTED and "saved at step 2" in ended.message, ended.message
+    assert ended.checkpoints == ["step-00000002"]
+    again = fit(world, **settings)
+    assert again.code == DONE
+    if world.is_chief:
+        assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6]
+    whole = fit(world, eval_every=2, num_steps=6)
+    for ours, theirs in zip(again.weights(), whole.weights()):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def check_a_stop_saves_the_step_it_names(world):
+    for question in (1, 3):
+        ended = fit(world, Small, StopsAt(world, question), num_steps=9, log_every=9)
+        step = question + 1  # the step that was under way when the votes were counted
+        assert ended.code == PREEMPTED, ended.message
+        assert ended.checkpoints == [f"step-{step:08d}"], ended.checkpoints
+        assert f"saved at step {step}" in ended.message
+    # The last step is in the records: a rerun does not make it again.
+    ended = fit(world, Small, StopsAt(world, 1), num_steps=9, log_every=2)
+    assert not world.is_chief or [r["step"] for r in ended.records] == [2]
+
+
+def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
+    bad = position_of(2)
+
+    class Broken(Small):
+        def training_example(self, sample, key):
+            example = super().training_example(sample, key)
+            factor = tf.where(sample["id"] == bad, np.inf, 1.0)
+            return {
+                "inputs": example["inputs"] * tf.cast(factor, tf.float32),
+                "targets": example["targets"],
+            }
+
+        def sources(self):
+            train, val = super().sources()
+            train._arrays["id"] = np.arange(60)
+            return train, val
+
+    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9)
+    assert ended.code == DIVERGED and not ended.checkpoints, (ended.code, ended.message)

@@ -1,0 +1,30 @@
+"""Checkpoints of one small variable, by one rank, without a launcher."""
+
+import tensorflow as tf
+
+from config import Config
+from engine.world import World
+
+ALONE = World(0, 1, 0, 1)
+
+
+def variables(value=1.0, shape=(2, 3), dtype=tf.float32):
+    kernel = tf.Variable(tf.fill(shape, tf.cast(value, dtype)))
+    return {"step": tf.Variable(7, dtype=tf.int64), "w/kernel": kernel}
+
+
+def save(kept, step, value=1.0, score=None, config=None):
+    path = kept.save(step, variables(value), config or Config())
+    if score is not None:
+        kept.add_score(step, score)
+    return path
+
+
+def restored(kept, resume="auto"):
+    into = variables(-1.0)
+    kept.restore(kept.find(resume, 10**9), into, Config())
+    return float(into["w/kernel"][0, 0])
+
+
+def names(kept):
+    return sorted(p.name for p in kept.folder.iterdir())
