@@ -216,7 +216,8 @@ def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> N
     )
     assert summary["exit_reason"] == reason
     steps = range(begun + 1, last + 1)
-    logged = [s for s in steps if s % config.log_every == 0]
+    goes_on = ended.folder.name.startswith("first")  # in the folder that holds its first part
+    logged = [s for s in range(1 if goes_on else begun + 1, last + 1) if s % config.log_every == 0]
     assert [r["step"] for r in ended.records if "loss" in r] == logged
     skipped = [r["step"] for r in ended.records if "loss" in r and r["grad_norm"] is None]
     assert len(skipped) <= (summary["skipped_steps"] if config.precision == "float16" else 0)
@@ -231,7 +232,7 @@ def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> N
     saved = [s for s in steps if evaluation_due(config, s) or (every and s % every == 0)]
     saved = [] if config.benchmark else saved
     # What it resumed from is in its folder already, or is saved there to be evaluated.
-    saved = ([begun] if ended.folder.name.startswith("first") or begun in evaluated else []) + saved
+    saved = ([begun] if goes_on or begun in evaluated else []) + saved
     there = [int(name.removeprefix("step-")) for name in ended.checkpoints]
     newest = saved[-config.keep :]
     assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,21 @@ CHECKS = Path(__file__).parent / "checks_kinds_of_models.py"
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """By number of ranks and name of the kind: what rank 0 kept of it."""
+    folders = {ranks: tmp_path_factory.mktemp(f"kinds-{ranks}") for ranks in (1, 2)}
+
+    def launch(ranks):
+        env = {"KINDS_OF_MODELS": str(folders[ranks])}
+        return run_checks([CHECKS], ranks, timeout=1700, env=env)
+
+    with ThreadPoolExecutor() as pool:
+        outcomes = dict(zip(folders, pool.map(launch, folders)))
     found = {}
-    for ranks in (1, 2):
-        folder = tmp_path_factory.mktemp(f"kinds-{ranks}")
-        failed = run_checks([CHECKS], ranks, timeout=900, env={"KINDS_OF_MODELS": str(folder)})
+    for ranks, failed in outcomes.items():
         assert len(failed) == len(KINDS) + 1
         for name, failure in failed.items():
             assert failure is None, f"{name} on {ranks} ranks: {failure}"
         for name in KINDS:
-            with np.load(folder / f"{name}.npz") as file:
+            with np.load(folders[ranks] / f"{name}.npz") as file:
                 found[ranks, name] = {key: file[key] for key in file.files}
     return found
 
