@@ -130,15 +130,25 @@ def test_make_train_runs_on_two_ranks(task, forks):
     assert not shell("git status --porcelain", fork), "what a run leaves behind is not ignored"
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_projects_own_fast_tests(task, forks):
-    """All but those that start ranks or draw many scenes: these are the same in every project."""
+@pytest.mark.parametrize("task", ["classification", "blank"])
+def test_a_projects_tests_of_what_was_chosen(task, forks):
+    """And all others find what they import; they are the same in every project."""
+    chosen = " ".join(f"tests/test_{name}.py" for name in ("tasks", "config", "folders"))
+    assert " passed" in shell(f"make -o setup test ARGS='-q {chosen}'", forks[task], 300)
+    found = shell("make -o setup test ARGS='-n 0 -q --collect-only'", forks[task], 300)
+    assert int(re.search(r"(\d+) tests collected", found)[1]) > 400
+
+
+def test_a_projects_own_fast_tests(forks):
+    """All but those that start ranks or draw many scenes."""
     slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes", "small_runs")
-    slow += ("interrupt", "sampler", "optimizer", "checkpoint", "run_folder")
+    slow += ("interrupt", "sampler", "optimizer", "checkpoint", "checkpoint_damage", "run_folder")
     left_out = " ".join(f"--ignore=tests/test_{name}.py" for name in slow)
     words = "ranks or a_run_ or a_head_of"
     output = shell(
-        f"make -o setup test ARGS=\"-q {left_out} -k 'not ({words})'\"", forks[task], 500
+        f"make -o setup test ARGS=\"-q {left_out} -k 'not ({words})'\"",
+        forks["segmentation"],
+        500,
     )
     assert re.search(r"\d\d\d passed", output)
 

@@ -1,4 +1,4 @@
-"""1, 2, 3 and 4 real ranks end with the same weights."""
+"""1, 2 and 3 real ranks end with the same weights; benchmarks/equivalence.py tries more."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ EQUAL = [name for name in equivalence.SETTINGS if "local" not in name]
 
 @pytest.fixture(scope="module")
 def weights(tiny_data, tmp_path_factory) -> Path:
-    """A folder RANKS/SETTING.npz for 1 to 4 ranks."""
+    """A folder RANKS/SETTING.npz for 1 to 3 ranks."""
     root = tmp_path_factory.mktemp("weights")
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
         ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=280)
@@ -25,7 +25,7 @@ def weights(tiny_data, tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", EQUAL)
 def test_same_weights_as_one_rank(name, ranks, weights):
     limit = next(limit for start, limit in LIMITS.items() if name.startswith(start))
