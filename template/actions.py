@@ -20,9 +20,10 @@ from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
-from engine.world import raw
+from engine.world import World, raw
 from evaluation import Evaluator
 from run import Run
+from tasks import check
 
 Result = Mapping[str, tf.Tensor]  # what the train step returns
 
@@ -75,6 +76,30 @@ class Log:
         if config.log_gradients:
             paths = [v.path for v in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())
+
+
+class Own:
+    """An action that a task gave: what goes wrong in it ends all ranks with one sentence."""
+
+    def __init__(self, world: World, action: Action) -> None:
+        self._world, self._action, self.settles = world, action, action.settles
+        self._name = f"the task's action {type(action).__name__}"
+
+    def due(self, step: int) -> bool:
+        return self._action.due(step)
+
+    def __call__(self, step: int, result: Result) -> Ending | None:
+        """An ending that any rank returns is every rank's."""
+        ending = None
+        with self._world.together(f"step {step}"), check.told(self._name):
+            ending = self._action(step, result)
+            if not isinstance(ending, Ending | None):
+                raise ValueError(
+                    f"{self._name} returned {ending!r}: it must return None, or an Ending "
+                    "(engine/health.py) where the run must end"
+                )
+        everyone = self._world.gather_objects(ending, f"{self._name}.{step}")
+        return next((theirs for theirs in everyone if theirs), None)
 
 
 def evaluation_due(config: Config, step: int) -> bool:
@@ -158,8 +183,9 @@ class Evaluate:
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
             self.figures = found.figures
             score = self.figures[run.task.main_metric]
-            run.checkpoints.add_score(step, score)
+            # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
+            run.checkpoints.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
         return self.given_up(step)

@@ -103,7 +103,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         l2 = optimizers.l2_weight(config)
         grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
         rate = learning_rate(state.step)
-        finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate])))
+        finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
         readable = votes[health.DATA_FAILED] == 0
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]

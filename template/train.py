@@ -28,7 +28,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from actions import Action, Evaluate, Log, Save, Sync, evaluation_due
+from actions import Action, Evaluate, Log, Own, Save, Sync, evaluation_due
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
 from engine import (
@@ -75,6 +75,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         say(world, f"note: {note}")
 
     # 3. The newest sound checkpoint, or another run's weights, chosen and read by rank 0.
+    run_dir = Path(config.run_dir)
+    with world.together("locking the run folder"):
+        if world.is_chief:
+            run_folder.lock(run_dir)
     found = run.checkpoints.find(config.resume, config.num_steps)
     if found:
         run.checkpoints.restore(found, state.variables, config)
@@ -117,10 +121,9 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     more, others = tasks.optional(run.task, "actions"), []
     if more:
         with world.together("making the task's actions"), check.told("actions"):
-            others = check.actions(more(run))
+            others = [Own(world, action) for action in check.actions(more(run))]
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
-    run_dir = Path(config.run_dir)
     make_up = found is not None and left_out(run, found)
     with world.together("opening the run folder"):
         if world.is_chief:
@@ -131,16 +134,15 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     if found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
-    # 7. What happens after a step, in this order. A checkpoint of another folder is not here yet,
-    #    nor are the scores before it.
+    # 7. What happens after a step, in this order: a checkpoint holds what the task's own actions
+    #    did. A checkpoint of another folder is not here yet, nor are the scores before it.
     is_own = found is not None and run.checkpoints.holds(found)
     save = Save(run, sync, telemetry, saved_at=first_step if is_own else None)
     scored_since = 0 if is_own else first_step
     evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal, scored_since)
-    actions: list[Action] = [Sync(run, sync), Log(run, telemetry)]
+    actions: list[Action] = [Sync(run, sync), Log(run, telemetry), *others]
     if not config.benchmark:
         actions += [save, evaluate]
-    actions += others
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     monitor = health.Health(world, config, feed, stop_signal)
@@ -179,6 +181,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 def notes(run: Run) -> list[str]:
     """What a person may not expect of these settings."""
     found = config_lib.notes(run.config)
+    if run.model.compiled:
+        found.append(
+            "what the model was compiled with is not used: --optimizer and the task's loss are"
+        )
     others = optimizer.not_decayed(run.model.trainable_variables) if run.config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")

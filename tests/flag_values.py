@@ -78,7 +78,7 @@ VALUES: dict[str, list[str]] = {
     "hierarchical_allreduce": ["", "--hierarchical_allreduce"],
     "hierarchical_allgather": ["", "--hierarchical_allgather"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
-    "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=100"],
+    "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],
     "log_gradients": ["", "--log_gradients"],
     "log_every": ["", "--log_every=2", "--log_every=100"],
     "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],

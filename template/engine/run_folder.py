@@ -60,7 +60,7 @@ def begin(
     """
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    _lock(run_dir)
+    lock(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         raise ValueError(
             f"--benchmark would replace the records of the run in {run_dir}: choose another "
@@ -86,12 +86,18 @@ def begin(
     return note
 
 
-def _lock(run_dir: Path) -> None:
-    """Keeps other runs out of the folder as long as this process lives.
+def lock(run_dir: Path) -> None:
+    """Keeps other runs out of the folder as long as this process lives; none where it is not yet.
+
+    Before a run looks for its checkpoint: one that still ends there may save another, and delete
+    the one that was found.
 
     Raises:
+      OSError: its lock cannot be made.
       ValueError: another run is in it.
     """
+    if not run_dir.is_dir():
+        return
     path = (run_dir / ".lock").resolve()
     if path in _locks:
         return
@@ -173,7 +179,10 @@ def _has_content(path: Path) -> bool:
 def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
     for name in names:
         path = run_dir / name
-        if path.is_dir():
+        if path.is_dir() and path.is_symlink():  # to another disk: what is in it goes, not the link
+            for inner in path.iterdir():
+                inner.unlink()
+        elif path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -30,14 +30,17 @@ class Telemetry:
     """
 
     def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
-        """Raises OSError, on rank 0, when the records cannot be opened."""
+        """Raises OSError or ValueError, on rank 0, when the records cannot be opened."""
         self._dir, self._world, self._num_steps = run_dir, world, num_steps
         self._clock = _Clock(first_step)
         self._rates: list[float] = []
         self._failed: set[str] = set()
         if world.is_chief:
             self._lines = (run_dir / "metrics.jsonl").open("a")
-            self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+            try:
+                self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+            except tf.errors.OpError as error:
+                raise ValueError(f"{run_dir / 'tensorboard'}: {error.message}") from None
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:

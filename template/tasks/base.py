@@ -101,11 +101,12 @@ class Task(Protocol):
         ...
 
     def actions(self, run: Any) -> list[Any]:
-        """More to do after a step, in this order, after the run's own actions. Optional.
+        """More to do after a step, in this order, before it is saved and evaluated. Optional.
 
         Each is what actions.py calls an Action: `due(step)` says when, `settles = True` that it
         looks at weights, and action(step, result) does it. `run` (run.py) holds model, world,
-        config. Every rank calls them; what writes a file asks `run.world.is_chief` first. For
+        config. What an action changes is in the checkpoint of its step; an action that raises ends
+        the run, without saving the step. Every rank calls them; what writes a file asks `run.world.is_chief` first. For
         example, a job every 100 steps:
 
             class Histogram:

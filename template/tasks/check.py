@@ -120,11 +120,17 @@ def build(model: Any, example: Example) -> None:
     """Makes all variables of the model, also those that only its first calls would make.
 
     Raises:
-      ValueError: it is no Keras model, cannot be called with the example's inputs, has nothing
-        to train, or keeps a state for each place in a batch.
+      ValueError: it is no Keras model or trains itself, cannot be called with the example's
+        inputs, has nothing to train, or keeps a state for each place in a batch.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
+    for name in ("train_step", "compute_loss"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"the model {model.name} has a {name} of its own, which belongs to model.fit and "
+                "would not be called here: the task's loss is what is trained"
+            )
     inputs = example["inputs"]
     functional = hasattr(model, "_inputs_struct")  # built, and knows its inputs
     if functional:
@@ -275,7 +281,12 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     with told("the task's metrics"):
         figures = task.metrics(sums)
         figures = {str(name): float(value) for name, value in figures.items()}
-    if task.main_metric == "loss" not in figures:
+    if "loss" in figures:
+        raise ValueError(
+            'the task\'s metrics return a figure "loss", which is what the run calls the loss it '
+            "computes: choose another name"
+        )
+    if task.main_metric == "loss":
         raise ValueError(
             'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
             'best. Let `metrics` return {"score": -sums["loss"] / sums["weight"]} and name that'

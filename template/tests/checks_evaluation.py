@@ -35,6 +35,29 @@ def check_a_failing_evaluation_loses_no_training(world):
         assert evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], (evaluated, trained)
 
 
+def check_a_kill_between_log_and_score_loses_no_evaluation(world):
+    add_score = run_lib.Checkpoints.add_score
+
+    def killed(self, step, score):
+        if step == 4:
+            raise RuntimeError("killed")
+        add_score(self, step, score)
+
+    where = folder(world) / "run"
+    usual = {"eval_every": 2, "num_steps": 8, "run_dir": where}
+    run_lib.Checkpoints.add_score = killed
+    try:
+        fit(world, Small, **usual)
+    except RuntimeError as error:
+        assert str(error) == "killed"
+    finally:
+        run_lib.Checkpoints.add_score = add_score
+    again = fit(world, Small, **usual)
+    assert again.code == DONE, again.message
+    if world.is_chief:
+        assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6, 8]
+
+
 def check_what_only_shows_may_fail(world):
     class Draws(Small):
         calls = 0

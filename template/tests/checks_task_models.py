@@ -40,6 +40,26 @@ def check_what_is_no_model_is_told(world):
     refused(world, Task, "build_model must return a keras.Model")
 
 
+def check_a_model_that_trains_itself_is_told(world):
+    class Steps(Net):
+        def train_step(self, data):
+            raise NotImplementedError
+
+    class Losses(Net):
+        def compute_loss(self, *args, **kwargs):
+            raise NotImplementedError
+
+    for made, name in ((Steps, "train_step"), (Losses, "compute_loss")):
+
+        class Task(Small):
+            model = made
+
+            def build_model(self):
+                return self.model()
+
+        refused(world, Task, f"has a {name} of its own", "the task's loss")
+
+
 def check_names_of_inputs(world):
     class Task(Small):
         def training_example(self, sample, key):

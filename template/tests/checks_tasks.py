@@ -5,9 +5,11 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import config as tf_config
 
 from data.arrays import Arrays
-from engine.stop import DONE, WRONG_USE
+from engine.health import Ending
+from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, fit, numbers
 
 
@@ -202,6 +204,63 @@ def check_actions_that_are_none_are_told(world):
     refused(world, Mistake, "actions failed", "KeyError")
 
 
+def acting(act):
+    """A task with one action, `act(run, step)`, at every even step."""
+
+    class Acts:
+        settles = True
+
+        def __init__(self, run):
+            self.run = run
+
+        def due(self, step):
+            return step % 2 == 0
+
+        def __call__(self, step, result):
+            return act(self.run, step)
+
+    class Task(Small):
+        def actions(self, run):
+            return [Acts(run)]
+
+    return Task
+
+
+def check_what_an_action_does_wrong_is_told(world):
+    def fails_on_one_rank(run, step):
+        if world.rank == world.size - 1:
+            raise KeyError("histogram")
+
+    for act, words in (
+        (lambda run, step: "stop", "Acts returned 'stop': it must return None, or an Ending"),
+        (fails_on_one_rank, "Acts failed: checks_tasks.py, line"),
+    ):
+        ended = fit(world, acting(act))
+        assert ended.code == WRONG_USE and words in ended.message, ended.message
+        assert ended.message.startswith("step 2: ") and "\n" not in ended.message
+
+
+def check_an_ending_of_one_ranks_action_ends_all(world):
+    enough = Ending(PREEMPTED, "enough", "the budget is used up", save=True)
+    ended = fit(world, acting(lambda run, step: enough if world.is_chief else None))
+    assert ended.code == PREEMPTED and "the budget is used up: saved at step 2" in ended.message
+    assert ended.checkpoints == ["step-00000002"]
+
+
+def check_what_an_action_changes_is_in_the_checkpoint(world):
+    def halve(run, step):
+        for variable in run.model.trainable_variables:
+            variable.assign(variable / 2)
+
+    usual = {"lr_policy": "constant", "checkpoint_every": 2, "deterministic": True}
+    whole = fit(world, acting(halve), num_steps=4, **usual)
+    first = fit(world, acting(halve), num_steps=2, **usual)
+    parts = fit(world, acting(halve), num_steps=4, run_dir=first.folder, **usual)
+    for one, other in zip(whole.weights(), parts.weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    tf_config.disable_op_determinism()
+
+
 def check_a_schedule_that_gives_no_rate_is_told(world):
     for value, words in (
         (-0.1, "learning rate of -0.1 after 0 steps"),
@@ -217,12 +276,25 @@ def check_a_schedule_that_gives_no_rate_is_told(world):
 
         refused(world, Task, words)
 
+    class Dips(Small):
+        def schedule(self, config):
+            return lambda step: tf.where(step == 1, -0.1, 0.1)
+
+    ended = fit(world, Dips)
+    assert ended.code == DIVERGED and "learning rate -0.1" in ended.message, ended.message
+
 
 def check_a_loss_as_main_metric_is_told(world):
     class Task(Small):
         main_metric = "loss"
 
     refused(world, Task, "highest", '-sums["loss"] / sums["weight"]')
+
+    class Twice(Small):
+        def metrics(self, sums):
+            return super().metrics(sums) | {"loss": 1.0}
+
+    refused(world, Twice, 'a figure "loss"', "another name")
 
 
 def check_sums_of_a_batchs_shape_are_told(world):

@@ -19,6 +19,7 @@ from config import Config
 from engine import checkpoint_files, run_folder
 from engine.checkpoint import Checkpoints
 from engine.stop import Stop
+from engine.telemetry import Telemetry
 from engine.world import World
 from kills import killed_at_each
 
@@ -213,6 +214,23 @@ def test_of_two_of_one_step_the_sound_one_is_kept(used):
     found, note = train(used, 1, 9, every=1, keep=9)
     assert found.step == 8 and "1 checkpoints (of steps 8 to 8)" in note
     assert steps(folder) == [2, 4, 6, 8, 9]
+
+
+def test_a_board_on_another_disk_is_emptied_and_stays_there(used, tmp_path):
+    disk = tmp_path / "disk"
+    (used / "tensorboard").rename(disk)
+    (used / "tensorboard").symlink_to(disk)
+    old = {p.name for p in disk.iterdir()}
+    train(used, 2, 2, every=1, resume="never")
+    assert (used / "tensorboard").is_symlink()
+    assert not old & {p.name for p in disk.iterdir()}
+    assert old == {p.name for p in (used / "aside-1" / "tensorboard").iterdir()}
+
+
+def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(ValueError, match=r"tensorboard: .*Not a directory"):
+        Telemetry(tmp_path, ALONE, 0, 4)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

@@ -1,5 +1,6 @@
 """Whole runs with real ranks, through every way of starting them."""
 
+import fcntl
 import json
 import re
 
@@ -185,10 +186,18 @@ def test_synthetic_data_and_benchmark(tiny, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_benchmark_leaves_a_trained_runs_folder_as_it_is(tiny, tmp_path):
+def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(tiny, tmp_path):
     run(1, [*tiny, "--num_steps=2"])
-    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    folder = tmp_path / "run"
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     ended = train(1, *tiny, "--synthetic_data", "--benchmark")
     assert ended.code == 2
     assert "choose another --run_dir" in ended.errors()[0]
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    # The other run may save once more, and delete what this one would go on from.
+    (folder / "checkpoints" / "step-00000009").mkdir()
+    with (folder / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = train(1, *tiny, "--num_steps=4")
+    assert ended.code == 2 and "is in use by another run" in ended.errors()[0]
+    assert "step-00000009" not in ended.output, "it looked for a checkpoint before it locked"
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before

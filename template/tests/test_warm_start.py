@@ -102,6 +102,9 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert starts(model) == {3.0}
+    renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
+    warm_start.load(model, renamed, False)
+    assert starts(model) == {2.0}
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
