@@ -105,9 +105,9 @@ class Task(Protocol):
 
         Each is what actions.py calls an Action: `due(step)` says when, `settles = True` that it
         looks at weights, and action(step, result) does it. `run` (run.py) holds model, world,
-        config. What an action changes is in the checkpoint of its step; an action that raises ends
-        the run, without saving the step. Every rank calls them; what writes a file asks `run.world.is_chief` first. For
-        example, a job every 100 steps:
+        config. What an action changes is in the checkpoint of its step; one that raises ends the
+        run, and the step is not saved. Every rank calls them; what writes a file asks
+        `run.world.is_chief` first. For example, a job every 100 steps:
 
             class Histogram:
                 settles = True
