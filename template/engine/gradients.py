@@ -9,15 +9,28 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from engine.world import raw
 
-# What a forward pass gives: scalars to differentiate, and a vector of sums for the log.
+# What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
+# adds any), and float64 [4]: sum of losses, count, positions, what the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+
+
+class Reduced(NamedTuple):
+    """What all ranks together made of a global batch; the same on every rank."""
+
+    grads: list[tf.Tensor | None]  # means over the global batch
+    had: list[bool]  # for each variable: whether this rank had a gradient
+    sums: tf.Tensor  # those of `Forward`, of all ranks
+    adds_losses: bool  # whether the model adds any
+    votes: tf.Tensor
+    losses: tf.Tensor  # mean loss of each (virtual) rank
+    faults: tf.Tensor | None = None  # see virtual.fault
 
 
 def accumulate(
