@@ -231,13 +231,9 @@ class Passes:
         for variable, value in start:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
-        values = [raw(v) for v in self._variables]
-        with tf.GradientTape(persistent=True) as tape:
-            targets, sums = gradients.accumulate(
-                self._forward, part, self._micro_batches, self._variables
-            )
-        found = [enumerate(tape.gradient(target, values)) for target in targets]
-        grads = [{i: tf.convert_to_tensor(g) for i, g in gs if g is not None} for gs in found]
+        _, sums, grads = gradients.with_gradients(
+            self._forward, part, self._micro_batches, self._variables
+        )
         self._connected = [{i: g.dtype for i, g in gs.items()} for gs in grads]
         # float16's loss scale is taken out first: the grid is that of the true gradients.
         scale = self._state.loss_scale.value

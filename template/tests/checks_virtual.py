@@ -65,9 +65,11 @@ class Ordinary(Small):
 RUNS = {
     "sgd": {"global_batch_size": 20, "accumulation_steps": 2, "clip_norm": 0.5, "ema_decay": 0.5},
     "adam": {"optimizer": "adam", "eval_every": 2},
-    "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "base_lr": 0.01},
-    "float16": {"precision": "float16", "optimizer": "adam"},
+    "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "global_batch_size": 8},
+    "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
 }
+# What these launches are needed for; 3 ranks end an "adam" besides.
+ONLY = {"2-gloo": ["sgd"], "3-gloo": ["sgd", "bfloat16"]}
 
 
 def begin(world):
@@ -92,8 +94,8 @@ def leave(world, name, ended):
 
 
 def check_runs_of_every_kind(world):
-    for name, settings in RUNS.items():
-        ended = train(world, name, **settings)
+    for name in ONLY.get(LAUNCH, RUNS):
+        ended = train(world, name, **RUNS[name])
         assert ended.code == DONE, ended.message
         assert all(np.isfinite(w).all() for w in ended.weights())
         leave(world, name, ended)
@@ -112,16 +114,15 @@ class Later(StopSignal):
 
 
 def check_a_run_goes_on_with_another_number_of_ranks(world):
-    """2 ranks begin it, 3 end it; the others make it in one."""
-    settings = RUNS["adam"] | {"eval_every": 0}
-    shared = {"run_dir": FOLDER / "handed-on"}
+    """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
+    settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
     if LAUNCH == "2-mpirun":
-        ended = train(world, "", stop_signal=Later(), **settings | shared)
+        ended = train(world, "", stop_signal=Later(), **settings)
         assert ended.code == PREEMPTED, ended.message
-        return
-    ended = train(world, "whole", **settings | (shared if LAUNCH == "3-gloo" else {}))
-    assert ended.code == DONE, ended.message
-    leave(world, "handed on", ended)
+    if LAUNCH == "3-gloo":
+        ended = train(world, "", **settings)
+        assert ended.code == DONE, ended.message
+        leave(world, "handed on", ended)
 
 
 def check_sums_of_an_evaluation_are_rounded_once(world):
@@ -131,7 +132,7 @@ def check_sums_of_an_evaluation_are_rounded_once(world):
     zeros = {"x": np.zeros(()), "bad": np.zeros(2), "n": np.zeros((), np.int64)}
     sums = metrics.ExactSums(world, zeros)
     for place in range(world.rank, len(values), world.size):
-        bad = np.where(place == [1, 2], [np.nan, np.inf], 1.0)
+        bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
         sums.add({"x": values[place], "bad": bad, "n": np.int64(place)})
     totals = sums.over_ranks()
     assert totals["x"] == math.fsum(values)
