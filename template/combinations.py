@@ -26,6 +26,23 @@ def check(config: Config) -> None:
     class_weights(config)
 
 
+def check_ranks(config: Config, size: int) -> None:
+    """Raises ValueError for settings that cannot work on `size` ranks."""
+    virtual = config.virtual_ranks
+    if not virtual:
+        return
+    if size > virtual:
+        raise ValueError(
+            f"--virtual_ranks={virtual} cannot be dealt to {size} ranks: start at most {virtual}, "
+            f"or begin another run with --virtual_ranks={size} or more"
+        )
+    if config.bn_sync == "full" and size != virtual:
+        raise ValueError(
+            f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} rank(s) "
+            f"compute them one after the other: start {virtual} ranks or use --bn_sync=mean"
+        )
+
+
 def _check_virtual(config: Config) -> None:
     if not config.virtual_ranks:
         return

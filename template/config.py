@@ -267,28 +267,13 @@ def for_ranks(config: Config, size: int) -> Config:
     Raises:
       ValueError: the settings cannot work on so many ranks.
     """
-    if config.virtual_ranks:
-        _check_virtual(config, size)
+    combinations.check_ranks(config, size)
     if not config.batch_per_rank:
         return config
     whole = settings.value(_FIELDS["global_batch_size"], str(config.batch_per_rank * size))
     resolved = dataclasses.replace(config, global_batch_size=whole, batch_per_rank=0)
     combinations.check(resolved)
     return resolved
-
-
-def _check_virtual(config: Config, size: int) -> None:
-    virtual = config.virtual_ranks
-    if size > virtual:
-        raise ValueError(
-            f"--virtual_ranks={virtual} cannot be dealt to {size} ranks: start at most {virtual}, "
-            f"or begin another run with --virtual_ranks={size} or more"
-        )
-    if config.bn_sync == "full" and size != virtual:
-        raise ValueError(
-            f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} rank(s) "
-            f"compute them one after the other: start {virtual} ranks or use --bn_sync=mean"
-        )
 
 
 def write(config: Config, path: Path, given: Config | None = None) -> None:

@@ -182,11 +182,13 @@ KEEPS_ON_ONE_RANK = [
 # No fact of these: they choose a task's model and data, and Small has its own.
 OF_TASKS = ("task", "model", "num_classes", "image_size", "synthetic_data")
 
-# What contradicts itself, and words of the sentence about it.
+# What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
 REFUSED = {
     "--global_batch_size=10 --accumulation_steps=3": "micro-batches must be of one size",
     "--compression=bf16 --pack_bytes=1": "--compression=bf16",
     "--pack_bytes=1 --gradient_groups=1": "choose one",
+    "--virtual_ranks=1": "start at most 1",
+    "--virtual_ranks=3 --bn_sync=full": "start 3 ranks",
     "--virtual_ranks=2 --compression=fp16": "leave out --compression",
     "--virtual_ranks=2 --lr_scaling=linear": "--lr_scaling",
     "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead",
@@ -207,7 +209,6 @@ REFUSED = {
 # What only a started run can know.
 REFUSED_BY_RUN = {
     "--task=segmentation --model=tiny --synthetic_data --image_size=17": "--image_size=17",
-    "--virtual_ranks=20 --global_batch_size=20 --bn_sync=full --cpu_threads={threads}": "start 20",
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",

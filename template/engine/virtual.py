@@ -85,8 +85,8 @@ def state_to_fixed(values: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tenso
     """
     coarse, fine = STATE_BITS
     high, fits = to_fixed(values, coarse, addends)
-    low, _ = to_fixed(values - from_fixed(high, coarse), fine, addends)
-    return tf.stack([high, low]), fits
+    low, rest_fits = to_fixed(values - from_fixed(high, coarse), fine, addends)
+    return tf.stack([high, low]), fits & rest_fits
 
 
 def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
@@ -266,9 +266,8 @@ class Passes:
         The task's loss is divided by what was counted; what the model adds is a mean already.
         """
         count, positions = sums[1], sums[2]
-        sound = tf.constant([1.0, math.nan], tf.float64)[
-            tf.cast(tf.reduce_any(faults > 0), tf.int32)
-        ]
+        nan = tf.constant(math.nan, tf.float64)
+        sound = tf.where(tf.reduce_any(faults > 0), nan, tf.ones_like(nan))
         factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
         means: list[tf.Tensor | None] = [None] * len(self._variables)
         for target, (factor, places) in enumerate(zip(factors, self._connected)):
