@@ -140,6 +140,43 @@ def check_sums_of_an_evaluation_are_rounded_once(world):
     assert totals["n"] == sum(range(30)) and totals["n"].dtype == np.int64
 
 
+class Draws(keras.layers.Layer):
+    """Remembers what it drew and its square: their means tell whether the draws were alike."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def build(self, shape):
+        self.drawn = self.add_weight(shape=(2,), trainable=False, name="drawn")
+
+    def call(self, x, training=False):
+        if training:
+            draw = keras.random.uniform((), seed=self.generator)
+            self.drawn.assign(tf.stack([draw, draw**2]))
+        return x
+
+
+class Remembers(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Draws()(Draws()(x))))
+
+
+def check_every_virtual_rank_step_and_generator_draws_its_own(world):
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "draws", Remembers, num_steps=3, checkpoint_every=1)
+        assert ended.code == DONE, ended.message
+        states = [np.load(p / "state.npz") for p in sorted(ended.folder.glob("checkpoints/step*"))]
+        drawn = [s[name] for s in states for name in s.files if name.endswith("/drawn")]
+        means = [float(mean) for mean, _ in drawn]
+        assert len(set(means)) == len(means) == 6, means
+        # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
+        assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
+        seeds = [s[name] for s in states for name in s.files if "seed_generator" in name]
+        assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
+
+
 # ---- What is told ------------------------------------------------------------------------------
 
 

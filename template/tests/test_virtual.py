@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -136,6 +137,21 @@ def test_state_of_any_size_is_averaged_exactly():
     mean = virtual.state_from_fixed(tf.add_n([whole for whole, _ in parts])) / 64
     np.testing.assert_array_equal(np.float32(mean), np.float32(values))
     assert not bool(virtual.state_to_fixed(tf.constant([1e13], tf.float64), 64)[1])
+
+
+# ---- Seeds -------------------------------------------------------------------------------------
+
+
+def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
+    layers = [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(1.0), keras.layers.Dropout(0.1)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    seeds, found = virtual.Seeds(5, model), []
+    for step in (0, 1, 2, 2**31):
+        for number in range(4):
+            seeds.assign(tf.constant(step, tf.int64), tf.constant(number, tf.int64))
+            found += [tuple(v.numpy().tolist()) for v in seeds.variables]
+    assert len(set(found)) == len(found) == 4 * 4 * 3
+    assert all(0 <= word < 2**31 - 2 for state in found for word in state)
 
 
 # ---- Settings ----------------------------------------------------------------------------------
