@@ -10,11 +10,66 @@ if TYPE_CHECKING:
     from config import Config
 
 
+def implied(config: Config) -> Config:
+    """The settings with those that --virtual_ranks cannot do without."""
+    if not config.virtual_ranks:
+        return config
+    # Kernels on CPUs split their sums by threads.
+    threads = config.cpu_threads or 1
+    return dataclasses.replace(config, deterministic=True, cpu_threads=threads)
+
+
 def check(config: Config) -> None:
     """Raises ValueError for settings that contradict each other."""
-    for part in (_check_batch, _check_reduction, _check_schedule, _check_start):
+    for part in (_check_virtual, _check_batch, _check_reduction, _check_schedule, _check_start):
         part(config)
     class_weights(config)
+
+
+def check_ranks(config: Config, size: int) -> None:
+    """Raises ValueError for settings that cannot work on `size` ranks."""
+    virtual = config.virtual_ranks
+    if not virtual:
+        return
+    if size > virtual:
+        raise ValueError(
+            f"--virtual_ranks={virtual} cannot be dealt to {size} ranks: start at most {virtual}, "
+            f"or begin another run with --virtual_ranks={size} or more"
+        )
+    if config.bn_sync == "full" and size != virtual:
+        raise ValueError(
+            f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} rank(s) "
+            f"compute them one after the other: start {virtual} ranks or use --bn_sync=mean"
+        )
+
+
+def _check_virtual(config: Config) -> None:
+    if not config.virtual_ranks:
+        return
+    flag = f"--virtual_ranks={config.virtual_ranks}"
+    own_messages = ("compression", "pack_bytes", "gradient_groups", "autotune")
+    for name in own_messages:
+        if getattr(config, name) not in ("none", 0, False):
+            raise ValueError(
+                f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
+            )
+    for name in ("batch_per_rank", "lr_scaling"):
+        if getattr(config, name) not in ("none", 0):
+            raise ValueError(
+                f"{flag} makes the same run on any number of ranks, and --{name} another one on "
+                "each: leave it out"
+            )
+    if config.bn_sync not in ("mean", "full"):
+        raise ValueError(
+            f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean instead "
+            f"of {config.bn_sync}"
+        )
+    micro = config.global_batch_size // config.accumulation_steps
+    if micro < config.virtual_ranks:
+        raise ValueError(
+            f"{flag} needs a sample each in a micro-batch of {micro} (--global_batch_size / "
+            "--accumulation_steps): make it larger or give fewer virtual ranks"
+        )
 
 
 def _check_batch(config: Config) -> None:
@@ -109,6 +164,11 @@ def notes(config: Config) -> list[str]:
         found.append(
             f"--warmup_steps={config.warmup_steps} is more than --num_steps={config.num_steps}: "
             "the learning rate does not reach --base_lr"
+        )
+    if config.virtual_ranks:
+        found.append(
+            f"--virtual_ranks={config.virtual_ranks} runs with --deterministic and "
+            f"--cpu_threads={config.cpu_threads}"
         )
     # What leaves a setting without effect.
     unused = {

@@ -146,6 +146,12 @@ class Config:
         1, "seed of weights, sample order and augmentation", low=0, heading="Repeatability"
     )
     deterministic: bool = setting(False, "bit-identical on the same number of ranks; slower")
+    virtual_ranks: int = setting(
+        0, "deal a step to this many shares: the same bits on any number of ranks up to it", low=0
+    )
+    cpu_threads: int = setting(
+        0, "threads of a rank on CPUs; 0: its share of the cores, 1 with --virtual_ranks", low=0
+    )
 
     log_gradients: bool = setting(
         False,
@@ -226,7 +232,7 @@ def parse(argv: Sequence[str]) -> Config:
         values["global_batch_size"] = 0
     else:
         values["batch_per_rank"] = 0
-    config = Config(**values)
+    config = combinations.implied(Config(**values))
     combinations.check(config)
     return config
 
@@ -261,6 +267,7 @@ def for_ranks(config: Config, size: int) -> Config:
     Raises:
       ValueError: the settings cannot work on so many ranks.
     """
+    combinations.check_ranks(config, size)
     if not config.batch_per_rank:
         return config
     whole = settings.value(_FIELDS["global_batch_size"], str(config.batch_per_rank * size))

@@ -36,6 +36,7 @@ class Evaluator:
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
+        self._sums = metrics.ExactSums if run.config.virtual_ranks else metrics.RankSums
 
     def try_out(self) -> None:
         """One example through all of it: a mistake shows before the first training step.
@@ -66,7 +67,7 @@ class Evaluator:
             return self._evaluate(stop_asked)
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        sums, shown, error = metrics.zeros(self._step), None, None
+        total, shown, error = self._sums(self._world, metrics.zeros(self._step)), None, None
         batches, ballot = iter(self._feed), Ballot()
         for _ in range(self._feed.rounds):  # as many as the rank with most batches has
             batch = None
@@ -76,14 +77,14 @@ class Evaluator:
                 error = caught
             if batch is not None:
                 outputs, more = self._step(batch)
-                sums = {name: sums[name] + more[name].numpy() for name in sums}
+                total.add({name: value.numpy() for name, value in more.items()})
                 shown = shown or (batch, outputs)
             if ballot.any(stop_asked()):
                 return None
         with self._world.together("reading the validation data"):
             if error:
                 raise error
-        sums = metrics.add_over_ranks(sums)
+        sums = total.over_ranks()
         with self._world.together("computing the figures"):
             if not sums["weight"]:
                 raise ValueError("all weights of the validation set are 0: nothing in it counts")

@@ -58,7 +58,8 @@ def assemble(config: Config, world: World) -> Run:
         check.build(model, check.read_example(task, train_source, training=True))
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
-        dropout.draw_by_rank(model)
+        if not config.virtual_ranks:  # else the step seeds them by virtual rank
+            dropout.draw_by_rank(model)
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)

@@ -9,8 +9,9 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from config import Config
-from engine import agreement, gradients, health, keras_losses, reduction
+from engine import agreement, gradients, health, keras_losses, reduction, virtual
 from engine import optimizer as optimizers
+from engine.gradients import Reduced
 from engine.state import State
 from engine.world import World, raw
 from tasks import check, traced
@@ -49,12 +50,12 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     untrained = [raw(v) for v in model.non_trainable_variables]
     with world.together("making the schedule"), check.told("schedule"):
         learning_rate = make_schedule(task, config, world.size)
-    samples = tf.nest.flatten(spec)[0].shape[1]  # of this rank in a micro-batch
     # Which variables the loss depends on, before and after the reduction; known once it is traced.
     had: list[bool] = []
     got: list[bool] = []
 
     def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
+        samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         with tf.GradientTape() as tape:
             with keras_losses.means(model, samples), check.told("the model, called in training,"):
                 outputs = model(micro["inputs"], training=True)
@@ -75,36 +76,43 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         sums = [loss_sum, count, positions, 0.0 if added is None else added]
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
+    def by_rank(batch: Example, votes: tf.Tensor) -> Reduced:
+        """Forward and backward on this rank's share, then one sum over the ranks."""
+        with tf.GradientTape() as tape:
+            targets, sums = gradients.accumulate(
+                forward, batch, config.accumulation_steps, variables
+            )
+            sums, votes, losses = add_totals(world, sums, votes)
+            _, count, positions, _ = tf.unstack(sums)
+            to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
+            scale = tf.cast(state.loss_scale.value, tf.float64)
+            target, factor = targets[0], to_mean / scale
+            if len(targets) > 1:
+                target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
+        tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
+        grads = gradients.unscale(tape.gradient(target, values), factor)
+        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, losses)
+
+    # One seam: the same from here on, whether a share is a real rank's or a virtual one's.
+    virtual_ranks = config.virtual_ranks
+    reduce = virtual.Passes(config, world, forward, state).reduce if virtual_ranks else by_rank
     signature = [spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)]
 
     @tf.function(input_signature=signature, autograph=False)
     def train_step(batch: Example, votes: tf.Tensor) -> dict[str, tf.Tensor]:
         before = [v.read_value() for v in untrained]
         scale = tf.cast(state.loss_scale.value, tf.float64)
+        found = reduce(batch, votes)
+        grads, (loss_sum, count, _, added) = found.grads, tf.unstack(found.sums)
+        had[:], got[:] = found.had, [g is not None for g in grads]
 
-        # Forward and backward on this rank's share, then one sum over the ranks.
-        with tf.GradientTape() as tape:
-            targets, sums = gradients.accumulate(
-                forward, batch, config.accumulation_steps, variables
-            )
-            sums, votes, losses = add_totals(world, sums, votes)
-            loss_sum, count, positions, added = tf.unstack(sums)
-            to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
-            target, factor = targets[0], to_mean / scale
-            if len(targets) > 1:
-                target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
-        tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
-        grads = tape.gradient(target, values)
-        had[:], got[:] = tape.connected, [g is not None for g in grads]
-
-        # Means over the global batch, and a verdict that is the same on every rank.
-        grads = gradients.unscale(grads, factor)
+        # From means over the global batch to a verdict that is the same on every rank.
         layers = gradients.layer_figures(grads) if config.log_gradients else None
         l2 = optimizers.l2_weight(config)
         grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
         rate = learning_rate(state.step)
         finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
-        readable = votes[health.DATA_FAILED] == 0
+        readable = found.votes[health.DATA_FAILED] == 0
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
 
@@ -122,11 +130,12 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             "finite": finite,
             "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
             "loss_scale": scale,
-            "votes": votes,
-            "losses": losses,
+            "votes": found.votes,
+            "losses": found.losses,
             "layers": layers,
         }
-        return result | ({"keras_loss": added} if len(targets) > 1 else {})
+        result |= {"faults": found.faults} if virtual_ranks else {}
+        return result | ({"keras_loss": added} if found.adds_losses else {})
 
     with world.together("making the step"), check.told("the step"):
         whole = train_step.get_concrete_function()

@@ -100,8 +100,9 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             config.seed,
             world.rank,
             world.size,
+            config.virtual_ranks,
         )
-        sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight)
+        sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight, config.virtual_ranks)
     feed = TrainingFeed(
         run.train_source, sampler, run.task.training_example, first_step, config.num_steps
     )
@@ -188,7 +189,8 @@ def notes(run: Run) -> list[str]:
     others = optimizer.not_decayed(run.model.trainable_variables) if run.config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
-    random = dropout.drawing_layers(run.model) if run.world.size > 1 else []
+    by_rank = run.world.size > 1 and not run.config.virtual_ranks
+    random = dropout.drawing_layers(run.model) if by_rank else []
     if random:
         found.append(
             f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "

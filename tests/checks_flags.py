@@ -82,6 +82,7 @@ class Sweep:
         self._weights: dict[str, str] = {}
         carriers = ("mpi", "gloo") if hvd.mpi_enabled() else ("gloo", "mpi")
         self.names = dict(zip(("carrier", "other_carrier"), carriers))
+        self.names["threads"] = str(tf_config.get_intra_op_parallelism_threads())
         self.names |= {n: str(self.folder / n) for n in ("run", "plain", "keras", "first")}
         self.names["keras"] += ".keras"
         if world.is_chief:
@@ -99,7 +100,7 @@ class Sweep:
 
     def accepts(self, values: Iterable[str]) -> bool:
         try:
-            self.parse(values)
+            config_lib.for_ranks(self.parse(values), self.world.size)
         except ValueError:
             return False
         return True

@@ -4,6 +4,7 @@ A value is what is typed: no word, one or more. In braces stands what checks_fla
   {carrier}  what this launch reduces over: gloo or mpi
   {run}      folder of a run with moving averages; {plain}: without; {keras}: a model file
   {first}    folder of this row's first part, which a stop signal ended
+  {threads}  those of this process, which cannot change in it
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ VALUES: dict[str, list[str]] = {
     "compression": [f"--compression={name}" for name in ("none", "fp16", "bf16")],
     "deterministic": ["", "--deterministic"],
     "autotune": ["", "--autotune"],
+    "virtual_ranks": ["", *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 4))],
     "base_lr": ["", "--base_lr=1e-30"],
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
     "power": ["", "--power=0", "--power=2"],
@@ -135,6 +137,8 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--dropout=0.5",
             "--seed=0",
             "--seed=257",
+            "--virtual_ranks=2 --cpu_threads={threads}",
+            "--virtual_ranks=3 --cpu_threads={threads}",
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
@@ -159,11 +163,16 @@ KEEPS = [
         "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
     ),
     ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
+    ("", "--cpu_threads={threads}"),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
     ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
 ]
 KEEPS_ON_ONE_RANK = [
+    (
+        "--virtual_ranks=3 --cpu_threads={threads}",
+        "--deterministic --fusion_threshold_mb=0 --cache_capacity=0 --bn_sync_every=1",
+    ),
     (
         "--deterministic",
         "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear --cache_capacity=1",
@@ -173,11 +182,17 @@ KEEPS_ON_ONE_RANK = [
 # No fact of these: they choose a task's model and data, and Small has its own.
 OF_TASKS = ("task", "model", "num_classes", "image_size", "synthetic_data")
 
-# What contradicts itself, and words of the sentence about it.
+# What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
 REFUSED = {
     "--global_batch_size=10 --accumulation_steps=3": "micro-batches must be of one size",
     "--compression=bf16 --pack_bytes=1": "--compression=bf16",
     "--pack_bytes=1 --gradient_groups=1": "choose one",
+    "--virtual_ranks=1": "start at most 1",
+    "--virtual_ranks=3 --bn_sync=full": "start 3 ranks",
+    "--virtual_ranks=2 --compression=fp16": "leave out --compression",
+    "--virtual_ranks=2 --lr_scaling=linear": "--lr_scaling",
+    "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead",
+    "--virtual_ranks=7 --accumulation_steps=2": "micro-batch of 6",
     "--deterministic --gradient_groups=2": "--deterministic",
     "--deterministic --autotune": "--autotune",
     "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",

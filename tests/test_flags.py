@@ -75,7 +75,8 @@ def test_each_contradiction_is_refused_in_one_sentence(usual):
     reached = set()
     for flags, part in flag_values.REFUSED.items():
         with pytest.raises(ValueError) as caught:
-            config_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
+            config = config_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
+            config_lib.for_ranks(config, 2)
         assert part in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
         reached.add(traceback.extract_tb(caught.value.__traceback__)[-1].lineno)
     file = Path(combinations.__file__)

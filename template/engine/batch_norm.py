@@ -34,7 +34,9 @@ def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Va
     return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
 
 
-def make_sync(model: keras.Model, mode: str, weight: float) -> Callable[[], None]:
+def make_sync(
+    model: keras.Model, mode: str, weight: float, virtual_ranks: int = 0
+) -> Callable[[], None]:
     """Returns the function that brings the moving statistics together; all ranks must call it.
 
     One allreduce carries the statistics of all layers.
@@ -45,12 +47,13 @@ def make_sync(model: keras.Model, mode: str, weight: float) -> Callable[[], None
         moments: means weighted by share of the batch; to the variances the variance between
         the ranks' means is added (law of total variance). full and none: nothing to do.
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
+      virtual_ranks: with any, the step itself brings them together.
     Raises:
       ValueError: a batch norm would not do what `mode` says; the message names it.
     """
     _check(model, mode)
     means, variances = moving_statistics(model)
-    if mode in ("full", "none") or not means or hvd.size() == 1:
+    if mode in ("full", "none") or not means or hvd.size() == 1 or virtual_ranks:
         return lambda: None
     if mode == "mean":
         weight = 1.0 / hvd.size()

@@ -225,7 +225,7 @@ def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[
         for name, old, new in pairs
         if old != new and name not in _HARMLESS
     ]
-    if before.ranks != ranks:
+    if before.ranks != ranks and not config.virtual_ranks:
         were = f"which were {before.ranks}, are {ranks}"
         if config.lr_scaling != "none":
             found.append(f"--lr_scaling={config.lr_scaling} multiplies by the ranks, {were}")

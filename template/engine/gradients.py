@@ -9,15 +9,28 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from engine.world import raw
 
-# What a forward pass gives: scalars to differentiate, and a vector of sums for the log.
+# What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
+# adds any), and float64 [4]: sum of losses, count, positions, what the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+
+
+class Reduced(NamedTuple):
+    """What all ranks together made of a global batch; the same on every rank."""
+
+    grads: list[tf.Tensor | None]  # means over the global batch
+    had: list[bool]  # for each variable: whether this rank had a gradient
+    sums: tf.Tensor  # those of `Forward`, of all ranks
+    adds_losses: bool  # whether the model adds any
+    votes: tf.Tensor
+    losses: tf.Tensor  # mean loss of each (virtual) rank
+    faults: tf.Tensor | None = None  # see virtual.fault
 
 
 def accumulate(
@@ -36,6 +49,35 @@ def accumulate(
     if steps == 1:
         return forward(tf.nest.map_structure(lambda t: t[0], batch))
     values = [raw(v) for v in variables]
+    targets, sums, grads = with_gradients(forward, batch, steps, variables)
+
+    # The loop's own gradient would run it backwards and keep every micro-batch's activations:
+    # what a target's gradients are is known already, so they are attached to it.
+    @tf.custom_gradient
+    def attach(*reads: tf.Tensor):
+        def backward(*upstreams: tf.Tensor):
+            total: list[tf.Tensor | None] = [None] * len(reads)
+            for upstream, known in zip(upstreams, grads):
+                for i, g in known.items():
+                    part = g * tf.cast(upstream, g.dtype)
+                    total[i] = part if total[i] is None else total[i] + part
+            return total
+
+        return [tf.identity(target) for target in targets], backward
+
+    return list(attach(*[tf.convert_to_tensor(v) for v in values])), sums
+
+
+def with_gradients(
+    forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]
+) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
+    """`forward` over a batch of `steps` micro-batches, one after the other, and its gradients.
+
+    Returns:
+      What `forward` gives, and by target the dense gradients of the variables it depends on, by
+      their place; all summed over steps.
+    """
+    values = [raw(v) for v in variables]
     connected: list[list[int]] = []  # by target: positions of the variables with a gradient
 
     @tf.function(autograph=False)
@@ -50,28 +92,16 @@ def accumulate(
     def body(index, total):
         return index + 1, tf.nest.map_structure(tf.add, total, one(index))
 
-    _, (targets, sums, grads) = tf.while_loop(
-        lambda index, _: index < steps,
-        body,
-        (tf.constant(1), one(tf.constant(0))),
-        parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
-    )
-
-    # The loop's own gradient would run it backwards and keep every micro-batch's activations:
-    # what a target's gradients are is known already, so they are attached to it.
-    @tf.custom_gradient
-    def attach(*reads: tf.Tensor):
-        def backward(*upstreams: tf.Tensor):
-            total: list[tf.Tensor | None] = [None] * len(reads)
-            for upstream, at, known in zip(upstreams, connected, grads):
-                for i, g in zip(at, known):
-                    part = g * tf.cast(upstream, g.dtype)
-                    total[i] = part if total[i] is None else total[i] + part
-            return total
-
-        return [tf.identity(target) for target in targets], backward
-
-    return list(attach(*[tf.convert_to_tensor(v) for v in values])), sums
+    total = one(tf.constant(0))
+    if steps > 1:
+        _, total = tf.while_loop(
+            lambda index, _: index < steps,
+            body,
+            (tf.constant(1), total),
+            parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
+        )
+    targets, sums, grads = total
+    return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
 
 
 def unscale(

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import tensorflow as tf
 
 from config import Config
+from engine import virtual
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
@@ -71,6 +72,8 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        if fault := virtual.fault(result):
+            return Ending(*fault, save=False)
         if not result["finite"] and not (self._float16 and self._may_recover(result)):
             return Ending(DIVERGED, "diverged", _figures(result), save=False)
         if counted[STOP_ASKED]:

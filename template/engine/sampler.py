@@ -22,8 +22,9 @@ class Sampler:
     """Order of `num_samples` samples, in global batches of `global_batch_size`.
 
     A batch is split first into `micro_batches` equal parts, then each part over the ranks, so
-    that a micro-batch too is the same set of samples for any number of ranks. `seed` is any
-    number in [0, 2**64).
+    that a micro-batch too is the same set of samples for any number of ranks. With
+    `virtual_ranks` it is split over those, and a rank holds the samples of its own ones. `seed` is
+    any number in [0, 2**64).
     """
 
     num_samples: int
@@ -32,6 +33,7 @@ class Sampler:
     seed: int
     rank: int
     size: int
+    virtual_ranks: int = 0
 
     def __post_init__(self) -> None:
         micro = self.global_batch_size // self.micro_batches
@@ -49,7 +51,7 @@ class Sampler:
     @property
     def local_micro_size(self) -> int:
         """Samples of this rank in one micro-batch."""
-        first, last = share(self.global_batch_size // self.micro_batches, self.rank, self.size)
+        first, last = self._part()
         return last - first
 
     @property
@@ -63,7 +65,7 @@ class Sampler:
         Returns int64 [micro_batches * local_micro_size], one micro-batch after the other.
         """
         micro = self.global_batch_size // self.micro_batches
-        first, last = share(micro, self.rank, self.size)
+        first, last = self._part()
         starts = tf.cast(step, tf.int64) * self.global_batch_size
         starts += tf.range(self.micro_batches, dtype=tf.int64) * micro
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
@@ -79,6 +81,15 @@ class Sampler:
         epoch, offset = position // self.num_samples, position % self.num_samples
         index = self.order(epoch, offset)
         return index, self._draw(epoch, index, 2, tf.int32)
+
+    def _part(self) -> tuple[int, int]:
+        """First and one-past-last place of this rank's samples in a micro-batch."""
+        micro = self.global_batch_size // self.micro_batches
+        if not self.virtual_ranks:
+            return share(micro, self.rank, self.size)
+        first, last = share(self.virtual_ranks, self.rank, self.size)
+        start, _ = share(micro, first, self.virtual_ranks)
+        return start, share(micro, last, self.virtual_ranks)[0]
 
     def order(self, epoch: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
         """Sample ids at `offsets` of an epoch; all offsets together give every id once.

@@ -110,13 +110,13 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
 
 
 def set_up(world: World, config: Config) -> None:
-    """One GPU for this process, or its share of the CPU's cores.
+    """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs.
     """
     with world.together("choosing a device"):
-        _choose_device(world)
+        _choose_device(world, config.cpu_threads)
         reduction.check_backend(config)
 
 
@@ -167,7 +167,7 @@ def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _choose_device(world: World) -> None:
+def _choose_device(world: World, threads: int) -> None:
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         if world.local_rank >= len(gpus):
@@ -178,8 +178,9 @@ def _choose_device(world: World) -> None:
         tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[world.local_rank], True)
         return
-    tf.config.threading.set_intra_op_parallelism_threads(_threads_for(world))
-    tf.config.threading.set_inter_op_parallelism_threads(_threads_for(world))
+    threads = threads or _threads_for(world)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
 def _threads_for(world: World) -> int:

@@ -180,6 +180,11 @@ def valid_flags(draw):
     flags |= {"accumulation_steps": micro, batch: micro * draw(strategies.integers(1, 10**6))}
     if flags.get("compression") == "bf16" or flags.get("deterministic"):
         flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
+    if flags.get("virtual_ranks"):
+        flags.pop("batch_per_rank", None)
+        flags |= {"virtual_ranks": 3, "global_batch_size": micro * draw(strategies.integers(3, 9))}
+        flags |= {"compression": "none", "bn_sync": "mean", "lr_scaling": "none"}
+        flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
     if not flags.get("eval_every", 1):

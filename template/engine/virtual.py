@@ -1,0 +1,326 @@
+"""Virtual ranks: a step computed as V shares, whoever holds them, and added up as integers.
+
+The global batch is dealt to V virtual ranks, the same for any number N <= V of real ones. A real
+rank computes those it holds one after the other, each from the state that the step began with. What
+they give is added up without rounding, so that neither N nor the order of the sums changes a bit:
+
+  gradients          fixed point, one int64 each, on a grid of 2**-GRADIENT_BITS
+  moving statistics  fixed point, two int64 each, on grids of 2**-STATE_BITS
+  totals of the log  each virtual rank's in a place of its own, to which others add zeros
+
+NUMBERS.md, "Virtual ranks", has the analysis of the grids. (EasyScale, SC'23, arXiv:2208.14228, has
+virtual ranks for PyTorch, in a run time of its own.)
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from config import Config
+from engine import gradients
+from engine.gradients import Forward, Reduced
+from engine.sampler import share
+from engine.state import State
+from engine.stop import BUG, DIVERGED
+from engine.world import World, raw
+
+_Values = list[tuple[tf.Variable, tf.Tensor]]
+
+# The finest bit of a gradient, and of state: a coarse part and what it leaves over.
+GRADIENT_BITS, STATE_BITS = 48, (20, 70)
+# A virtual rank's row of totals: the sums of `Forward`; whether something is not finite, or beyond.
+_NUM_SUMS, _ROW = 4, 6
+
+
+class Share(NamedTuple):
+    """A virtual rank's part of a micro-batch: `size` samples from `first` on of the rank's own."""
+
+    number: int
+    first: int
+    size: int
+
+
+def shares(micro_batch: int, virtual_ranks: int, rank: int, size: int) -> list[Share]:
+    """The virtual ranks that real rank `rank` of `size` holds, and their samples."""
+    first, last = share(virtual_ranks, rank, size)
+    parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
+    return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
+
+
+def to_fixed(
+    values: tf.Tensor, bits: int, addends: int, scale: tf.Tensor | float = 1.0
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """`values / scale` in units of 2**-bits, such that `addends` of them cannot wrap when added.
+
+    Args:
+      values: floats of any shape.
+      scale: a power of two, so that dividing by it is exact.
+    Returns:
+      int64 like `values`, 0 where a value does not fit; whether all fit, bool scalar. NaN and
+      infinity do not fit, nor what is larger than 2**(62 - bits) / addends.
+    """
+    scaled = tf.cast(values, tf.float64) * (2.0**bits / tf.cast(scale, tf.float64))
+    fits = tf.abs(scaled) <= 2.0**62 / addends  # False for NaN
+    # A cast of what does not fit would give any number, without a word.
+    whole = tf.cast(tf.round(tf.where(fits, scaled, tf.zeros_like(scaled))), tf.int64)
+    return whole, tf.reduce_all(fits)
+
+
+def from_fixed(total: tf.Tensor, bits: int) -> tf.Tensor:
+    """A sum of `to_fixed` as float64: exact below 2**53 units, else rounded once."""
+    return tf.cast(total, tf.float64) * 2.0**-bits
+
+
+def state_to_fixed(values: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """As `to_fixed`, for values of any layer: int64 [2, n] of float64 [n], coarse and fine part.
+
+    float32 numbers from 2**-46 to 2**42 / addends are exact in it.
+    """
+    coarse, fine = STATE_BITS
+    high, fits = to_fixed(values, coarse, addends)
+    low, rest_fits = to_fixed(values - from_fixed(high, coarse), fine, addends)
+    return tf.stack([high, low]), fits & rest_fits
+
+
+def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
+    high, low = tf.unstack(total)
+    return from_fixed(high, STATE_BITS[0]) + from_fixed(low, STATE_BITS[1])
+
+
+class Seeds:
+    """The states of a model's seed generators, drawn anew for every virtual rank and step.
+
+    So draws of two virtual ranks, steps or generators have nothing in common, and are the same
+    whoever makes them and however often the run was interrupted.
+    """
+
+    def __init__(self, seed: int, model: keras.Model) -> None:
+        layers = model._flatten_layers()
+        found = {id(g): g for layer in layers for g in layer._seed_generators}
+        self.variables = [raw(generator.state) for generator in found.values()]
+        # Samples' keys are philox's words under the key `seed`: this bit makes it another key.
+        self._key = seed | 1 << 63
+
+    def assign(self, step: tf.Tensor, number: tf.Tensor) -> None:
+        """Args: step and number of the virtual rank, int64 scalars."""
+        if not self.variables:
+            return
+        # Philox counts on from the counter for every four words: the step stands beside, and
+        # 2**32 lie between two virtual ranks.
+        counter = tf.cast(tf.stack([number * 2**32, step]), tf.uint64)
+        words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[len(self.variables), 2],
+            key=tf.constant([self._key], tf.uint64),
+            counter=counter,
+            alg=tf.random.Algorithm.PHILOX.value,
+            dtype=tf.uint32,
+        )
+        for variable, state in zip(self.variables, tf.unstack(words)):
+            # Keras draws from (a, b + k) in its k-th draw, both modulo 2**31 - 2.
+            variable.assign(tf.cast(state % (2**31 - 2), variable.dtype))
+
+
+class _Totals(NamedTuple):
+    """What virtual ranks add up to; `fold` joins two of them."""
+
+    table: tf.Tensor  # float64 [V, _ROW]: zeros but for the rows of those that are in it
+    grads: list[list[tf.Tensor]]  # by target: int64, of the variables it depends on
+    state: tf.Tensor  # int64 [2, n]: the floating state that is not trained, all in one
+    low: list[tf.Tensor]  # other state: smallest and largest value of each element
+    high: list[tf.Tensor]
+
+    @staticmethod
+    def fold(one: _Totals, other: _Totals) -> _Totals:
+        table, grads, state = tf.nest.map_structure(tf.add, one[:3], other[:3])
+        low = [tf.minimum(a, b) for a, b in zip(one.low, other.low)]
+        high = [tf.maximum(a, b) for a, b in zip(one.high, other.high)]
+        return _Totals(table, grads, state, low, high)
+
+
+class Passes:
+    """Forward, backward and reduction of a step: virtual rank by virtual rank, then over ranks."""
+
+    def __init__(self, config: Config, world: World, forward: Forward, state: State) -> None:
+        self._count, self._micro_batches = config.virtual_ranks, config.accumulation_steps
+        micro = config.global_batch_size // config.accumulation_steps
+        self._own = shares(micro, self._count, world.rank, world.size)
+        self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+        self._forward, self._state = forward, state
+        self._variables = state.model.trainable_variables
+        self._seeds = Seeds(config.seed, state.model)
+        seeds = {id(v) for v in self._seeds.variables}
+        untrained = [raw(v) for v in state.model.non_trainable_variables]
+        self._floats = [v for v in untrained if v.dtype.is_floating]
+        self._others = [v for v in untrained if not v.dtype.is_floating and id(v) not in seeds]
+        # By target: places of the variables it depends on, and their gradients' types.
+        self._connected: list[dict[int, tf.DType]] = []
+
+    def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
+        """Inside the step's tf.function; all ranks must call it together.
+
+        Args:
+          batch: nested tensors [micro-batches, samples of this rank, ...].
+          votes: float64 [n], this rank's.
+        """
+        start = [(v, v.read_value()) for v in self._held]
+        totals = self._over_own(batch, start)
+        # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
+        parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
+        parts = self._sum(parts, "step.totals")
+        table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
+        sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _ROW - _NUM_SUMS])
+        for variable, value in start:  # so that seeds are as if nothing had been drawn
+            variable.assign(value)
+        uneven = self._set_state(totals)
+        faults = tf.concat([faults, [tf.cast(uneven, tf.float64)]], 0)
+        there = {place for places in self._connected for place in places}
+        return Reduced(
+            grads=self._means(totals.grads, sums, faults),
+            had=[place in there for place in range(len(self._variables))],
+            sums=sums,
+            adds_losses=len(totals.grads) > 1,
+            votes=parts[-votes.shape[0] :],
+            losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
+            faults=faults,
+        )
+
+    @property
+    def _held(self) -> list[tf.Variable]:
+        return [*self._floats, *self._others, *self._seeds.variables]
+
+    def _over_own(self, batch: Any, start: _Values) -> _Totals:
+        """All that this rank holds: two sizes of shares at most, each traced once."""
+        sizes = sorted({part.size for part in self._own})
+        groups = [[part for part in self._own if part.size == size] for size in sizes]
+        return functools.reduce(_Totals.fold, [self._over(batch, start, g) for g in groups])
+
+    def _over(self, batch: Any, start: _Values, group: list[Share]) -> _Totals:
+        """Shares of one size, one after the other."""
+        size = group[0].size
+        numbers = tf.constant([part.number for part in group], tf.int64)
+        firsts = tf.constant([part.first for part in group], tf.int64)
+
+        # Not inlined: what stands around it must not change how TensorFlow fuses its kernels.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        def one(number: tf.Tensor, first: tf.Tensor) -> _Totals:
+            def cut(t: tf.Tensor) -> tf.Tensor:
+                shape = [t.shape[0], size, *t.shape[2:]]
+                return tf.ensure_shape(t[:, first : first + size], shape)
+
+            return self._pass(tf.nest.map_structure(cut, batch), start, number)
+
+        total = one(numbers[0], firsts[0])
+        if len(group) == 1:
+            return total
+        return tf.while_loop(
+            lambda index, _: index < len(group),
+            lambda i, total: (i + 1, _Totals.fold(total, one(numbers[i], firsts[i]))),
+            (tf.constant(1), total),
+            parallel_iterations=1,  # one share's memory; and all of them set the same state
+        )[1]
+
+    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Totals:
+        """Virtual rank `number`: forward and backward from the step's start, in fixed point."""
+        for variable, value in start:
+            variable.assign(value)
+        self._seeds.assign(self._state.step, number)
+        _, sums, grads = gradients.with_gradients(
+            self._forward, part, self._micro_batches, self._variables
+        )
+        self._connected = [{i: g.dtype for i, g in gs.items()} for gs in grads]
+        # float16's loss scale is taken out first: the grid is that of the true gradients.
+        scale = self._state.loss_scale.value
+        fixed = [
+            [to_fixed(g, GRADIENT_BITS, self._count, scale) for g in gs.values()] for gs in grads
+        ]
+        flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in self._floats]
+        moved = tf.concat(flat or [tf.zeros([0], tf.float64)], 0)
+        state, state_fits = state_to_fixed(moved, self._count)
+        floats = [moved, *(g for gs in grads for g in gs.values())]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(t)) for t in floats])
+        fits = tf.reduce_all([state_fits, *(fits for gs in fixed for _, fits in gs)])
+        faults = tf.cast(tf.stack([~finite, finite & ~fits]), tf.float64)
+        own = tf.range(self._count, dtype=tf.int64)[:, None] == number
+        row = tf.concat([sums, faults], 0)[None]
+        others = [tf.cast(v, tf.int64) for v in self._others]
+        return _Totals(
+            tf.where(own, row, tf.zeros_like(row)),
+            [[whole for whole, _ in gs] for gs in fixed],
+            state,
+            others,
+            others,
+        )
+
+    def _means(
+        self, totals: list[list[tf.Tensor]], sums: tf.Tensor, faults: tf.Tensor
+    ) -> list[tf.Tensor | None]:
+        """Gradients over the global batch, None where there is none; NaN where a sum is not whole.
+
+        The task's loss is divided by what was counted; what the model adds is a mean already.
+        """
+        count, positions = sums[1], sums[2]
+        nan = tf.constant(math.nan, tf.float64)
+        sound = tf.where(tf.reduce_any(faults > 0), nan, tf.ones_like(nan))
+        factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
+        means: list[tf.Tensor | None] = [None] * len(self._variables)
+        for target, (factor, places) in enumerate(zip(factors, self._connected)):
+            for place, total in zip(places, totals[target]):
+                total = self._sum(total, f"virtual.gradient.{target}.{place}")
+                part = from_fixed(total, GRADIENT_BITS) * factor
+                means[place] = part if means[place] is None else means[place] + part
+        types = {place: dtype for places in self._connected for place, dtype in places.items()}
+        return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
+
+    def _set_state(self, totals: _Totals) -> tf.Tensor:
+        """State after the step: means of floats; what else there is must be the same for all.
+
+        Returns whether it is not, bool scalar.
+        """
+        if self._floats:
+            mean = state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
+            sizes = [v.shape.num_elements() for v in self._floats]
+            for variable, value in zip(self._floats, tf.split(mean, sizes)):
+                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+        uneven = tf.constant(False)
+        for place, (variable, low, high) in enumerate(zip(self._others, totals.low, totals.high)):
+            low = self._sum(low, f"virtual.low.{place}", hvd.Min)
+            high = self._sum(high, f"virtual.high.{place}", hvd.Max)
+            uneven |= tf.reduce_any(low != high)
+            variable.assign(tf.cast(low, variable.dtype))
+        return uneven
+
+    def _sum(self, tensor: tf.Tensor, name: str, op: Any = hvd.Sum) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=op, name=name, device_dense=self._device)
+
+
+def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
+    """What no smaller loss scale mends in a step: exit code, a word or two, a sentence; or None."""
+    if "faults" not in result:
+        return None
+    _, beyond, uneven = result["faults"].numpy()
+    step = int(result["step"])
+    if beyond:
+        largest = 2 ** (62 - GRADIENT_BITS)
+        return (
+            DIVERGED,
+            "overflow",
+            f"at step {step} {int(beyond)} virtual rank(s) have a gradient of their share larger "
+            f"than {largest}, or a moving statistic larger than {2.0 ** (62 - STATE_BITS[0]):.0e}: "
+            "they do not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
+            "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
+        )
+    if uneven:
+        return (
+            BUG,
+            "uneven state",
+            f"at step {step} state that is no float and not trained (a counter, a flag) differs "
+            "between virtual ranks: each of them must change it in the same way",
+        )
+    return None
