@@ -31,7 +31,7 @@ from flag_values import Row, words
 from small_runs import CLASSES, FEATURES, Outcome, Small, StopSignal, fit_config, folder
 
 # Where there is more than one rank: the first rows have most pairs.
-ROWS_ON_RANKS, TASK_ROWS_ON_RANKS = 12, 2
+ROWS_ON_RANKS, TASK_ROWS_ON_RANKS = 8, 2
 
 
 class Varied(Small):
