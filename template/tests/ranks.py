@@ -44,7 +44,7 @@ def launch(
     ranks: int,
     command: list[str],
     backend: str = "",
-    timeout: float = 240,
+    timeout: float = 400,
     env: dict[str, str] | None = None,
     launcher_flags: list[str] | None = None,
     kill_when: Callable[[], bool] | None = None,

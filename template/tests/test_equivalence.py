@@ -20,7 +20,7 @@ def weights(tiny_data, tmp_path_factory) -> Path:
     for ranks in (1, 3):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
-        ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=280)
+        ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=560)
         assert ended.code == 0, last_lines(ended.output)
     return root
 
