@@ -24,7 +24,7 @@ train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[0\]<std[a-z]*>://")'
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
-	@$(IN_VENV) pytest -n 2 --dist loadfile $(ARGS)
+	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
