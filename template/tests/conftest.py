@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from data.demo import scenes
-from engine.checkpoint import Checkpoints
-from small_checkpoints import ALONE
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
@@ -39,6 +37,10 @@ def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Checkpoints:
-    """The two newest checkpoints of a run on one rank."""
+def kept(tmp_path: Path):
+    """`Checkpoints` that keep the two newest ones of a run on one rank."""
+    # TensorFlow takes seconds, and prints lines where engine.quiet does not come first.
+    from engine.checkpoint import Checkpoints
+    from small_checkpoints import ALONE
+
     return Checkpoints(tmp_path / "checkpoints", keep=2, world=ALONE)
