@@ -103,7 +103,7 @@ class EvaluationFeed:
         rank: int,
         size: int,
     ) -> None:
-        batch_size = min(batch_size, len(source))  # tf.data counts up to it
+        batch_size = min(batch_size, len(source))  # at 2**31 - 1 tf.data hung
         starts = range(rank * batch_size, len(source), size * batch_size)
         self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
         self._source = source

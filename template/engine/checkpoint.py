@@ -168,7 +168,7 @@ class Checkpoints:
 
     def _choose(self, resume: str) -> Found | None:
         path = Path(resume)
-        asked = resume != "auto" and _is_checkpoint(path)
+        asked = resume != "auto" and checkpoint_files.is_checkpoint(path)
         if asked:
             return Found(path, checkpoint_files.verify(path).step, asked)
         folder = self.folder if resume == "auto" else path / "checkpoints"
@@ -234,11 +234,6 @@ def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[
         if config.deterministic:
             found.append(f"--deterministic holds for one number of ranks, {were}")
     return found
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Or a run's folder. One that a person renamed is known by its manifest."""
-    return checkpoint_files.step_of(path) is not None or (path / "manifest.json").exists()
 
 
 def _load(path: Path, variables: Variables) -> None:

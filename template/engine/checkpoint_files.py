@@ -159,6 +159,11 @@ def step_of(path: Path) -> int | None:
     return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Rather than a run's folder. One that a person renamed is known by its manifest."""
+    return step_of(path) is not None or (path / _MANIFEST).exists()
+
+
 def candidates(folder: Path) -> list[Path]:
     """What has a checkpoint's name in `folder`, sound or not, by step; of one step .old first."""
     if not folder.is_dir():

@@ -87,10 +87,10 @@ def begin(
 
 
 def lock(run_dir: Path) -> None:
-    """Keeps other runs out of the folder as long as this process lives; none where it is not yet.
+    """Keeps other runs out of the folder as long as this process lives, if there is the folder.
 
-    Before a run looks for its checkpoint: one that still ends there may save another, and delete
-    the one that was found.
+    To be called before a run looks for its checkpoint. Another run that is about to end may still
+    save one, and delete the one that would be found.
 
     Raises:
       OSError: its lock cannot be made.
@@ -180,8 +180,7 @@ def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
     for name in names:
         path = run_dir / name
         if path.is_dir() and path.is_symlink():  # to another disk: what is in it goes, not the link
-            for inner in path.iterdir():
-                inner.unlink()
+            _remove(path, tuple(inner.name for inner in path.iterdir()))
         elif path.is_dir():
             shutil.rmtree(path)
         else:

@@ -69,8 +69,7 @@ def load(
 def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     if path.suffix == ".keras" and path.is_file():
         return _read_keras(path, averages)
-    one = checkpoint_files.step_of(path) is not None or (path / "manifest.json").exists()
-    folder = path if one else _best(path)
+    folder = path if checkpoint_files.is_checkpoint(path) else _best(path)
     if why := checkpoint_files.fault(folder):
         raise ValueError(f"--init_from={path}: {why}")
     state = checkpoint_files.read(folder, ("model/", "ema/", "optimizer/"))

@@ -153,10 +153,10 @@ def check_sources_that_fail_are_told(world):
     refused(world, Task, "sources failed", "checks_tasks.py, line", "KeyError")
 
 
-def check_a_task_of_its_own_actions_and_schedule(world):
-    seen = []
+def acting(act):
+    """A task with one action, `act(run, step, result)`, at every even step."""
 
-    class Every2:
+    class Acts:
         settles = True
 
         def __init__(self, run):
@@ -166,12 +166,22 @@ def check_a_task_of_its_own_actions_and_schedule(world):
             return step % 2 == 0
 
         def __call__(self, step, result):
-            seen.append((step, float(result["lr"]), len(self.run.model.trainable_variables)))
+            return act(self.run, step, result)
 
     class Task(Small):
         def actions(self, run):
-            return [Every2(run)]
+            return [Acts(run)]
 
+    return Task
+
+
+def check_a_task_of_its_own_actions_and_schedule(world):
+    seen = []
+
+    def look(run, step, result):
+        seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
+
+    class Task(acting(look)):
         def schedule(self, config):
             return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
 
@@ -204,35 +214,16 @@ def check_actions_that_are_none_are_told(world):
     refused(world, Mistake, "actions failed", "KeyError")
 
 
-def acting(act):
-    """A task with one action, `act(run, step)`, at every even step."""
-
-    class Acts:
-        settles = True
-
-        def __init__(self, run):
-            self.run = run
-
-        def due(self, step):
-            return step % 2 == 0
-
-        def __call__(self, step, result):
-            return act(self.run, step)
-
-    class Task(Small):
-        def actions(self, run):
-            return [Acts(run)]
-
-    return Task
-
-
 def check_what_an_action_does_wrong_is_told(world):
-    def fails_on_one_rank(run, step):
+    def fails_on_one_rank(run, step, result):
         if world.rank == world.size - 1:
             raise KeyError("histogram")
 
     for act, words in (
-        (lambda run, step: "stop", "Acts returned 'stop': it must return None, or an Ending"),
+        (
+            lambda run, step, result: "stop",
+            "Acts returned 'stop': it must return None, or an Ending",
+        ),
         (fails_on_one_rank, "Acts failed: checks_tasks.py, line"),
     ):
         ended = fit(world, acting(act))
@@ -242,13 +233,13 @@ def check_what_an_action_does_wrong_is_told(world):
 
 def check_an_ending_of_one_ranks_action_ends_all(world):
     enough = Ending(PREEMPTED, "enough", "the budget is used up", save=True)
-    ended = fit(world, acting(lambda run, step: enough if world.is_chief else None))
+    ended = fit(world, acting(lambda run, step, result: enough if world.is_chief else None))
     assert ended.code == PREEMPTED and "the budget is used up: saved at step 2" in ended.message
     assert ended.checkpoints == ["step-00000002"]
 
 
 def check_what_an_action_changes_is_in_the_checkpoint(world):
-    def halve(run, step):
+    def halve(run, step, result):
         for variable in run.model.trainable_variables:
             variable.assign(variable / 2)
 

@@ -220,6 +220,7 @@ def test_a_board_on_another_disk_is_emptied_and_stays_there(used, tmp_path):
     disk = tmp_path / "disk"
     (used / "tensorboard").rename(disk)
     (used / "tensorboard").symlink_to(disk)
+    (disk / "plugins" / "profile").mkdir(parents=True)
     old = {p.name for p in disk.iterdir()}
     train(used, 2, 2, every=1, resume="never")
     assert (used / "tensorboard").is_symlink()
