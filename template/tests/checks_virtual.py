@@ -21,6 +21,9 @@ from engine import world as world_lib
 from engine.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
+# As in a run: TensorFlow may join and reorder kernels here, which small_runs leaves out.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
 TIMES = {"samples_per_second"}
@@ -215,6 +218,17 @@ def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(wor
         factor = math.inf
 
     told(world, Broken, DIVERGED, "diverged at step 1")
+
+
+def check_float16_skips_steps_until_its_scale_fits(world):
+    class Steep(Scaled):
+        factor = 1e3
+
+    if LAUNCH == "2-mpirun":
+        settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
+        ended = train(world, "steep", Steep, **settings)
+        assert ended.code == DONE, ended.message
+        assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
 
 
 class Counts(keras.layers.Layer):
