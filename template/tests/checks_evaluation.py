@@ -8,6 +8,7 @@ import tensorflow as tf
 import run as run_lib
 from checks_runs import position_of
 from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
+from engine.telemetry import Telemetry
 from small_runs import Small, StopSignal, fit, folder
 
 
@@ -36,22 +37,31 @@ def check_a_failing_evaluation_loses_no_training(world):
 
 
 def check_a_kill_between_log_and_score_loses_no_evaluation(world):
-    add_score = run_lib.Checkpoints.add_score
+    """Whichever comes first at step 4 is done, the other is not."""
+    places = [(run_lib.Checkpoints, "add_score"), (Telemetry, "evaluation")]
+    whole, called = [getattr(*place) for place in places], []
 
-    def killed(self, step, score):
-        if step == 4:
-            raise RuntimeError("killed")
-        add_score(self, step, score)
+    def killed(function):
+        def call(self, step, *args):
+            called.append(step)
+            if called.count(4) == 2:
+                raise RuntimeError("killed")
+            function(self, step, *args)
+
+        return call
 
     where = folder(world) / "run"
     usual = {"eval_every": 2, "num_steps": 8, "run_dir": where}
-    run_lib.Checkpoints.add_score = killed
+    for place, function in zip(places, whole):
+        setattr(*place, killed(function))
     try:
         fit(world, Small, **usual)
     except RuntimeError as error:
         assert str(error) == "killed"
     finally:
-        run_lib.Checkpoints.add_score = add_score
+        for place, function in zip(places, whole):
+            setattr(*place, function)
+    assert called == [2, 2, 4, 4]
     again = fit(world, Small, **usual)
     assert again.code == DONE, again.message
     if world.is_chief:
