@@ -19,6 +19,11 @@ _NOISE = re.compile(
 
 
 def _import_tensorflow() -> None:
+    # Keras imports scikit-learn where it is installed, a third of these seconds, for wrappers that
+    # no run uses. None means "not installed" while it looks.
+    hidden = "sklearn" not in sys.modules
+    if hidden:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -26,6 +31,8 @@ def _import_tensorflow() -> None:
         try:
             import tensorflow  # noqa: F401
         finally:
+            if hidden:
+                del sys.modules["sklearn"]
             os.dup2(shown, 2)
             os.close(shown)
             held.seek(0)
