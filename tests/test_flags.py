@@ -16,23 +16,24 @@ import config as config_lib
 import flag_values
 from ranks import names_of_checks, run_checks
 
-FILE = Path(__file__).parent / "checks_flags.py"
+FILES = {kind: Path(__file__).parent / f"checks_{kind}.py" for kind in ("flags", "flag_facts")}
 NAMES = [field.name for field in dataclasses.fields(config_lib.Config)]
-CHECKS = names_of_checks(FILE)
+CHECKS = {kind: names_of_checks(file) for kind, file in FILES.items()}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """By number of ranks: what failed, and lines of what was counted. Both launches at once."""
+    """By file and number of ranks: what failed, and lines of what was counted. All at once."""
 
-    def launch(ranks):
+    def launch(kind, ranks):
         counts = tmp_path_factory.mktemp("flags") / "counts"
         env = {"FLAGS_COUNTS": str(counts)}
-        failed = run_checks([FILE], ranks, timeout=1700, env=env)
+        failed = run_checks([FILES[kind]], ranks, timeout=1700, env=env)
         return failed, counts.read_text() if counts.exists() else ""
 
+    launches = list(itertools.product(FILES, (1, 2)))
     with ThreadPoolExecutor() as pool:
-        return dict(zip((1, 2), pool.map(launch, (1, 2))))
+        return dict(zip(launches, pool.map(launch, *zip(*launches))))
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,10 @@ def usual(tmp_path_factory):
 # The first waits for the launches: minutes, of which most is tracing.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", CHECKS)
-def test_flags(name, ranks, outcomes, record_property):
-    failed, counts = outcomes[ranks]
-    if name == CHECKS[-1]:
+@pytest.mark.parametrize("kind, name", [(kind, n) for kind in FILES for n in CHECKS[kind]])
+def test_flags(kind, name, ranks, outcomes, record_property):
+    failed, counts = outcomes[kind, ranks]
+    if name == CHECKS[kind][-1]:
         record_property("flags", counts)
     failure = failed[name]
     assert failure is None, failure

@@ -20,7 +20,7 @@ ONLY = {
         "tasks/segmentation.py", "tasks/segmentation_models.py",
         "configs/voc.cfg", "configs/cityscapes.cfg",
         "tests/equivalence.py", "tests/test_equivalence.py",
-        "tests/test_errors.py", "tests/test_training.py",
+        "tests/checks_errors.py", "tests/test_errors.py", "tests/test_training.py",
     },
     "classification": {
         "tasks/classification.py", "tasks/classification_models.py",

