@@ -1,9 +1,13 @@
 """What a setting costs: its time a step over the plain setting's, taken in turn in one run.
 
     python benchmarks/cost.py [--ranks=2] [--rounds=3] [--steps=40] [NAME ...]
+    python benchmarks/cost.py --steps=12 "--virtual_ranks"      the three rows of virtual ranks
+    python benchmarks/cost.py --fixed-point                     nanoseconds a parameter
 
-Prints the ratio of medians and, in brackets, the smallest and largest of a round. The model is
-the demo's (0.55 million parameters, 64 pixels, 32 samples a step); 1.00 is no cost.
+Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
+The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows of virtual
+ranks (V) train ResNet-50 (25.6 million) on random pictures, one thread a rank, against the plain
+step of as many samples: with as many micro-batches where a rank holds several virtual ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ import json
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
@@ -21,16 +28,40 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 from data.demo import scenes
 from ranks import last_lines, launch
 
-SETTINGS = {
-    "--deterministic": ["--deterministic"],
-    "--bn_sync=full": ["--bn_sync=full"],
-    "--bn_sync_every=1": ["--bn_sync_every=1"],
-    "--log_gradients": ["--log_gradients"],
-    "--compression=fp16": ["--compression=fp16"],
-    "--compression=bf16": ["--compression=bf16"],
-    "--gradient_groups=1": ["--gradient_groups=1"],
-    "--accumulation_steps=2": ["--accumulation_steps=2"],
-}
+
+class Row(NamedTuple):
+    """A setting and what it is compared with: flags of both, and of each."""
+
+    both: str
+    plain: str
+    setting: str
+
+
+DEMO = "--flagfile=configs/demo.cfg --global_batch_size=32 --warmup_steps=0 --data_dir={data}"
+RESNET = (
+    "--flagfile=configs/imagenet.cfg --synthetic_data --cpu_threads=1 --image_size={size} "
+    "--global_batch_size={batch}"
+)
+
+
+def rows(ranks: int, data: Path) -> dict[str, Row]:
+    settings = (
+        "--deterministic",
+        "--bn_sync=full",
+        "--bn_sync_every=1",
+        "--log_gradients",
+        "--compression=fp16",
+        "--compression=bf16",
+        "--gradient_groups=1",
+        "--accumulation_steps=2",
+    )
+    found = {name: Row(DEMO.format(data=data), "", name) for name in settings}
+    for size, each, held in ((64, 8, 1), (128, 16, 1), (64, 8, 4)):
+        both = RESNET.format(size=size, batch=each * held * ranks)
+        plain = f"--accumulation_steps={held}" if held > 1 else ""
+        name = f"--virtual_ranks, {size} px, {each} samples each, V = {held} N".replace("1 N", "N")
+        found[name] = Row(both, plain, f"--virtual_ranks={held * ranks}")
+    return found
 
 
 def main() -> None:
@@ -38,41 +69,87 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SETTINGS))
+    parser.add_argument("--fixed-point", action="store_true", help="parts of --virtual_ranks")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
     args = parser.parse_args()
-    unknown = set(args.names) - set(SETTINGS)
-    if unknown:
-        parser.error(f"unknown {sorted(unknown)}; there are {sorted(SETTINGS)}")
-    names = args.names or list(SETTINGS)
+    if args.fixed_point:
+        return fixed_point_table()
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("plain", *names)}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        scenes.make(data, scenes.Settings(train=320, val=4))
+        there = rows(args.ranks, data)
+        wanted = tuple(args.names) or ("",)
+        chosen = {name: row for name, row in there.items() if name.startswith(wanted)}
+        if not chosen:
+            parser.error(f"no row begins with {args.names}; there are {list(there)}")
+        if any(str(data) in row.both for row in chosen.values()):
+            scenes.make(data, scenes.Settings(train=320, val=4))
+        lines = list(dict.fromkeys(line for row in chosen.values() for line in _both_lines(row)))
+        seconds: dict[str, list[float]] = {line: [] for line in lines}
         for _ in range(args.rounds):
-            for name in seconds:
-                flags = SETTINGS.get(name, [])
-                seconds[name].append(_seconds_a_step(data, args.ranks, args.steps, flags))
+            for line in lines:
+                seconds[line].append(_seconds_a_step(line, args.ranks, args.steps))
     print(f"| setting, {args.ranks} ranks, {args.rounds} rounds | time a step over plain |")
     print("| --- | --- |")
-    for name in names:
-        ratios = [a / b for a, b in zip(seconds[name], seconds["plain"])]
-        middle = statistics.median(seconds[name]) / statistics.median(seconds["plain"])
+    for name, row in chosen.items():
+        plain, setting = (seconds[line] for line in _both_lines(row))
+        ratios = [a / b for a, b in zip(setting, plain)]
+        middle = statistics.median(setting) / statistics.median(plain)
         print(f"| {name} | {middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
 
 
-def _seconds_a_step(data: Path, ranks: int, steps: int, flags: list[str]) -> float:
-    """Median over the logged quarters of a run, without the first."""
+def _both_lines(row: Row) -> tuple[str, str]:
+    return f"{row.both} {row.plain}".strip(), f"{row.both} {row.setting}"
+
+
+def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
+    """Median over the logged quarters of a run, without the first; of as many samples a step."""
     with tempfile.TemporaryDirectory() as run_dir:
-        usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--warmup_steps=0"]
-        usual += [f"--data_dir={data}", f"--run_dir={run_dir}", "--eval_every=0"]
-        command = ["train.py", "--flagfile=configs/demo.cfg", *usual, *flags]
+        usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--benchmark"]
+        command = ["train.py", *line.split(), *usual, f"--run_dir={run_dir}"]
         ended = launch(ranks, command, "gloo", timeout=900)
         if ended.code:
             raise SystemExit(last_lines(ended.output))
         lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line).get("samples_per_second") for line in lines]
-    return 32 / statistics.median([rate for rate in rates if rate][1:])
+    return 1 / statistics.median([rate for rate in rates if rate][1:])
+
+
+def fixed_point_table() -> None:
+    """Each part of a step's way into fixed point and back, for ResNet-50's parameters, 1 thread."""
+    import engine.quiet  # noqa: F401
+
+    # isort: split
+    import tensorflow as tf
+
+    from engine import fixed_point
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    shapes = [[3, 3, 256, 256]] * 40 + [[1000, 2048]] + [[256]] * 120
+    grads = [tf.random.normal(shape) for shape in shapes]
+    flat, one = fixed_point.pack(grads), tf.constant(1.0)
+    whole = fixed_point.add_gradients(None, flat, 4, one)
+    factor, sizes = tf.constant(0.5, tf.float64), [tf.TensorShape(shape) for shape in shapes]
+    unpack = tf.function(fixed_point.unpack_gradients, autograph=False)
+    # What is read and written of each parameter, in bytes.
+    parts: dict[str, tuple[int, Callable[[], object]]] = {
+        "packed into one float32 tensor": (8, tf.function(lambda: fixed_point.pack(grads))),
+        "judged": (8, tf.function(lambda: fixed_point.judge(flat, 4, one))),
+        "to fixed point": (12, lambda: fixed_point.add_gradients(None, flat, 4, one)),
+        "to fixed point and added": (20, lambda: fixed_point.add_gradients(whole, flat, 4, one)),
+        "back, and unpacked": (20, lambda: unpack(whole, factor, sizes, tf.float32)),
+    }
+    count = flat.shape[0]
+    print(f"| part, {count / 1e6:.1f} million parameters, 1 thread | ns | bytes |")
+    print("| --- | --- | --- |")
+    for name, (size, part) in parts.items():
+        part()
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            tf.nest.map_structure(lambda t: t.shape, part())
+            times.append(time.perf_counter() - start)
+        print(f"| {name} | {statistics.median(times) / count * 1e9:.2f} | {size} |")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import keras
 
 from config import Config
 from data.source import Source
-from engine import batch_norm, dropout, schedule
+from engine import agreement, batch_norm, dropout, schedule
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints
@@ -32,6 +32,7 @@ class Run:
     optimizer: keras.optimizers.Optimizer
     state: State
     checkpoints: Checkpoints
+    fingerprint: dict[str, str]  # see engine/fingerprint.py
 
 
 def assemble(config: Config, world: World) -> Run:
@@ -41,9 +42,10 @@ def assemble(config: Config, world: World) -> Run:
     and may differ between ranks until they are broadcast.
 
     Raises:
-      Stop: on all ranks, when a part cannot be made, or their data differ.
+      Stop: on all ranks, when a part cannot be made, or their data or devices differ.
     """
     world_lib.set_numbers(config)
+    fingerprint = agreement.fingerprint(world, config)
     with world.together("preparing the data"), check.told("preparing the data"):
         task = tasks.load(config)
         prepare = tasks.optional(task, "prepare")
@@ -62,8 +64,10 @@ def assemble(config: Config, world: World) -> Run:
             dropout.draw_by_rank(model)
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
-    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)
-    return Run(config, world, task, train_source, val_source, model, optimizer, state, checkpoints)
+    folder = Path(config.run_dir) / "checkpoints"
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint)
+    data = (train_source, val_source)
+    return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
 
 def describe(run: Run) -> str:

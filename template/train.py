@@ -230,7 +230,7 @@ def finish(
         {"step": step, "exit_reason": reason, "skipped_steps": int(state.skipped)}
         | {"samples_per_second": telemetry.median_speed()}
         | {f"eval_{name}": value for name, value in figures.items()}
-        | {"weights_sha256": sha, "ranks": world.size}
+        | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
     )
     if ending and ending.code != DONE:
         stopped = ending.code == PREEMPTED and not config.benchmark

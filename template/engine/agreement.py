@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
+from engine import fingerprint as fingerprints
 from engine.stop import BUG, WRONG_USE, Stop
 from engine.words import some
 from engine.world import World, raw
@@ -38,6 +39,25 @@ def check_settings(world: World, config: Config) -> None:
                 f"--{name} is {everyone[ranks[0]][name]} on rank {some(ranks)}, {first} on rank 0: "
                 "give every rank the same flags and flagfiles",
             )
+
+
+def fingerprint(world: World, config: Config) -> dict[str, str]:
+    """What the run's bits depend on besides its settings; call it after the device was chosen.
+
+    Raises:
+      Stop: on all ranks, when they differ and virtual ranks promise the same bits on each of them.
+    """
+    everyone = world.gather_objects(fingerprints.here(), "agreement.fingerprint")
+    for rank, theirs in enumerate(everyone):
+        different = fingerprints.differences(everyone[0], theirs)
+        if different and config.virtual_ranks:
+            raise Stop(
+                WRONG_USE,
+                f"--virtual_ranks={config.virtual_ranks} gives the same bits where all ranks "
+                f"compute alike, and ranks 0 and {rank} differ in {'; '.join(different)}: use "
+                "hosts of one kind, set up alike, or leave out --virtual_ranks",
+            )
+    return fingerprints.of_all(everyone)
 
 
 def check_gradients(

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import checkpoint_files
+from engine import fingerprint as fingerprints
 from engine.checkpoint_files import Damaged, Manifest, OtherFormat
 from engine.stop import WRONG_USE, Stop
 from engine.world import World, raw, say
@@ -58,11 +59,15 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run: `folder`, and how many of the newest are kept."""
+    """The checkpoints of one run: `folder`, and how many of the newest are kept.
+
+    `fingerprint` is what its bits depend on besides settings (engine/fingerprint.py).
+    """
 
     folder: Path
     keep: int
     world: World
+    fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def save(self, step: int, variables: Variables, config: Config) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept.
@@ -75,7 +80,7 @@ class Checkpoints:
             try:
                 arrays = {name: np.asarray(raw(v).numpy()) for name, v in variables.items()}
                 settings = dataclasses.asdict(config)
-                about = (settings, self.world.size, tf.__version__)
+                about = (settings, self.world.size, tf.__version__, self.fingerprint)
                 checkpoint_files.write(self.folder, step, arrays, *about)
             except (OSError, ValueError, MemoryError) as caught:
                 error = _why(caught, self.folder)
@@ -163,6 +168,8 @@ class Checkpoints:
                 before = checkpoint_files.read_manifest(found.path)
                 normed = any(name.endswith("/moving_mean") for name in variables)
                 changed = changes(before, config, self.world.size, normed)
+                if config.deterministic and before.fingerprint:
+                    changed += fingerprints.differences(before.fingerprint, self.fingerprint)
         if changed:
             say(self.world, f"note: another run than {found.path.name}'s: {'; '.join(changed)}")
 

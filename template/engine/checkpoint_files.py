@@ -43,7 +43,8 @@ class Manifest:
     """What a checkpoint says of itself.
 
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
-    `config` holds the settings by name, `dtypes` those of variables that NumPy does not know.
+    `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
+    `fingerprint` what bits depend on besides settings; checkpoints of older versions have none.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Manifest:
     dtypes: dict[str, str]
     score: float | None = None
     evaluated: bool = False
+    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def write(
@@ -63,6 +65,7 @@ def write(
     config: Mapping[str, Any],
     ranks: int,
     tensorflow: str,
+    fingerprint: Mapping[str, str],
 ) -> Path:
     """Writes the checkpoint of this step and returns its folder.
 
@@ -78,7 +81,8 @@ def write(
         partial.mkdir(parents=True)
         sha256 = _write_state(partial / _STATE, arrays)
         dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
-        manifest = Manifest(step, dict(config), ranks, tensorflow, sha256, dtypes)
+        about = (step, dict(config), ranks, tensorflow, sha256, dtypes)
+        manifest = Manifest(*about, fingerprint=dict(fingerprint))
         with contextlib.suppress(Damaged, OtherFormat):
             before = read_manifest(final)
             if before.sha256 == sha256:

@@ -4,17 +4,16 @@ The global batch is dealt to V virtual ranks, the same for any number N <= V of 
 rank computes those it holds one after the other, each from the state that the step began with. What
 they give is added up without rounding, so that neither N nor the order of the sums changes a bit:
 
-  gradients          fixed point, one int64 each, on a grid of 2**-GRADIENT_BITS
-  moving statistics  fixed point, two int64 each, on grids of 2**-STATE_BITS
+  gradients          fixed point, one int64 each
+  moving statistics  fixed point, two int64 each
   totals of the log  each virtual rank's in a place of its own, to which others add zeros
 
-NUMBERS.md, "Virtual ranks", has the analysis of the grids. (EasyScale, SC'23, arXiv:2208.14228, has
-virtual ranks for PyTorch, in a run time of its own.)
+fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch, in
+a run time of its own.)
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from config import Config
-from engine import gradients
+from engine import fixed_point, gradients
 from engine.gradients import Forward, Reduced
 from engine.sampler import share
 from engine.state import State
@@ -33,8 +32,6 @@ from engine.world import World, raw
 
 _Values = list[tuple[tf.Variable, tf.Tensor]]
 
-# The finest bit of a gradient, and of state: a coarse part and what it leaves over.
-GRADIENT_BITS, STATE_BITS = 48, (20, 70)
 # A virtual rank's row of totals: the sums of `Forward`; whether something is not finite, or beyond.
 _NUM_SUMS, _ROW = 4, 6
 
@@ -52,46 +49,6 @@ def shares(micro_batch: int, virtual_ranks: int, rank: int, size: int) -> list[S
     first, last = share(virtual_ranks, rank, size)
     parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
     return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
-
-
-def to_fixed(
-    values: tf.Tensor, bits: int, addends: int, scale: tf.Tensor | float = 1.0
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """`values / scale` in units of 2**-bits, such that `addends` of them cannot wrap when added.
-
-    Args:
-      values: floats of any shape.
-      scale: a power of two, so that dividing by it is exact.
-    Returns:
-      int64 like `values`, 0 where a value does not fit; whether all fit, bool scalar. NaN and
-      infinity do not fit, nor what is larger than 2**(62 - bits) / addends.
-    """
-    scaled = tf.cast(values, tf.float64) * (2.0**bits / tf.cast(scale, tf.float64))
-    fits = tf.abs(scaled) <= 2.0**62 / addends  # False for NaN
-    # A cast of what does not fit would give any number, without a word.
-    whole = tf.cast(tf.round(tf.where(fits, scaled, tf.zeros_like(scaled))), tf.int64)
-    return whole, tf.reduce_all(fits)
-
-
-def from_fixed(total: tf.Tensor, bits: int) -> tf.Tensor:
-    """A sum of `to_fixed` as float64: exact below 2**53 units, else rounded once."""
-    return tf.cast(total, tf.float64) * 2.0**-bits
-
-
-def state_to_fixed(values: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """As `to_fixed`, for values of any layer: int64 [2, n] of float64 [n], coarse and fine part.
-
-    float32 numbers from 2**-46 to 2**42 / addends are exact in it.
-    """
-    coarse, fine = STATE_BITS
-    high, fits = to_fixed(values, coarse, addends)
-    low, rest_fits = to_fixed(values - from_fixed(high, coarse), fine, addends)
-    return tf.stack([high, low]), fits & rest_fits
-
-
-def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
-    high, low = tf.unstack(total)
-    return from_fixed(high, STATE_BITS[0]) + from_fixed(low, STATE_BITS[1])
 
 
 class Seeds:
@@ -127,21 +84,23 @@ class Seeds:
             variable.assign(tf.cast(state % (2**31 - 2), variable.dtype))
 
 
+class _Pass(NamedTuple):
+    """What one virtual rank gives."""
+
+    row: tf.Tensor  # float64 [V, _ROW]: zeros but for its own row
+    grads: list[tf.Tensor]  # by target: floats [n], of the variables it depends on, all in one
+    state: tf.Tensor  # int64 [2, n]: the floating state that is not trained, all in one
+    others: list[tf.Tensor]  # int64: other state
+
+
 class _Totals(NamedTuple):
-    """What virtual ranks add up to; `fold` joins two of them."""
+    """What virtual ranks add up to."""
 
     table: tf.Tensor  # float64 [V, _ROW]: zeros but for the rows of those that are in it
-    grads: list[list[tf.Tensor]]  # by target: int64, of the variables it depends on
-    state: tf.Tensor  # int64 [2, n]: the floating state that is not trained, all in one
+    grads: list[tf.Tensor]  # as in _Pass, int64
+    state: tf.Tensor
     low: list[tf.Tensor]  # other state: smallest and largest value of each element
     high: list[tf.Tensor]
-
-    @staticmethod
-    def fold(one: _Totals, other: _Totals) -> _Totals:
-        table, grads, state = tf.nest.map_structure(tf.add, one[:3], other[:3])
-        low = [tf.minimum(a, b) for a, b in zip(one.low, other.low)]
-        high = [tf.maximum(a, b) for a, b in zip(one.high, other.high)]
-        return _Totals(table, grads, state, low, high)
 
 
 class Passes:
@@ -197,69 +156,84 @@ class Passes:
 
     def _over_own(self, batch: Any, start: _Values) -> _Totals:
         """All that this rank holds: two sizes of shares at most, each traced once."""
-        sizes = sorted({part.size for part in self._own})
-        groups = [[part for part in self._own if part.size == size] for size in sizes]
-        return functools.reduce(_Totals.fold, [self._over(batch, start, g) for g in groups])
+        total = None
+        for size in sorted({part.size for part in self._own}):
+            group = [part for part in self._own if part.size == size]
+            total = self._over(total, batch, start, group)
+        return total
 
-    def _over(self, batch: Any, start: _Values, group: list[Share]) -> _Totals:
-        """Shares of one size, one after the other."""
+    def _over(
+        self, total: _Totals | None, batch: Any, start: _Values, group: list[Share]
+    ) -> _Totals:
+        """Shares of one size, one after the other, added to `total`."""
         size = group[0].size
         numbers = tf.constant([part.number for part in group], tf.int64)
         firsts = tf.constant([part.first for part in group], tf.int64)
 
         # Not inlined: what stands around it must not change how TensorFlow fuses its kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def one(number: tf.Tensor, first: tf.Tensor) -> _Totals:
+        def one(number: tf.Tensor, first: tf.Tensor) -> _Pass:
             def cut(t: tf.Tensor) -> tf.Tensor:
                 shape = [t.shape[0], size, *t.shape[2:]]
                 return tf.ensure_shape(t[:, first : first + size], shape)
 
             return self._pass(tf.nest.map_structure(cut, batch), start, number)
 
-        total = one(numbers[0], firsts[0])
-        if len(group) == 1:
+        begun = 0
+        if total is None:
+            total, begun = self._add(None, one(numbers[0], firsts[0])), 1
+        if begun == len(group):
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda i, total: (i + 1, _Totals.fold(total, one(numbers[i], firsts[i]))),
-            (tf.constant(1), total),
+            lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i]))),
+            (tf.constant(begun), total),
             parallel_iterations=1,  # one share's memory; and all of them set the same state
         )[1]
 
-    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Totals:
-        """Virtual rank `number`: forward and backward from the step's start, in fixed point."""
+    def _add(self, total: _Totals | None, found: _Pass) -> _Totals:
+        # float16's loss scale is taken out first: the grid is that of the true gradients.
+        scale = self._state.loss_scale.value
+        grads = [
+            fixed_point.add_gradients(known, flat, self._count, scale)
+            for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
+        ]
+        if total is None:
+            return _Totals(found.row, grads, found.state, found.others, found.others)
+        return _Totals(
+            total.table + found.row,
+            grads,
+            total.state + found.state,
+            [tf.minimum(a, b) for a, b in zip(total.low, found.others)],
+            [tf.maximum(a, b) for a, b in zip(total.high, found.others)],
+        )
+
+    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Pass:
+        """Virtual rank `number`: forward and backward from the step's start."""
         for variable, value in start:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
         _, sums, grads = gradients.with_gradients(
             self._forward, part, self._micro_batches, self._variables
         )
-        self._connected = [{i: g.dtype for i, g in gs.items()} for gs in grads]
-        # float16's loss scale is taken out first: the grid is that of the true gradients.
+        grads = [known for known in grads if known]  # a target may depend on no variable
+        self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
+        packed = [fixed_point.pack(list(known.values())) for known in grads]
+        state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
         scale = self._state.loss_scale.value
-        fixed = [
-            [to_fixed(g, GRADIENT_BITS, self._count, scale) for g in gs.values()] for gs in grads
-        ]
-        flat = [tf.reshape(tf.cast(v, tf.float64), [-1]) for v in self._floats]
-        moved = tf.concat(flat or [tf.zeros([0], tf.float64)], 0)
-        state, state_fits = state_to_fixed(moved, self._count)
-        floats = [moved, *(g for gs in grads for g in gs.values())]
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(t)) for t in floats])
-        fits = tf.reduce_all([state_fits, *(fits for gs in fixed for _, fits in gs)])
+        judged = [fixed_point.judge(flat, self._count, scale) for flat in packed]
+        judged += [fixed_point.judge_state(state, self._count)] if self._floats else []
+        finite = tf.reduce_all([finite for finite, _ in judged])
+        fits = tf.reduce_all([fits for _, fits in judged])
         faults = tf.cast(tf.stack([~finite, finite & ~fits]), tf.float64)
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
         row = tf.concat([sums, faults], 0)[None]
         others = [tf.cast(v, tf.int64) for v in self._others]
-        return _Totals(
-            tf.where(own, row, tf.zeros_like(row)),
-            [[whole for whole, _ in gs] for gs in fixed],
-            state,
-            others,
-            others,
-        )
+        state = fixed_point.state_to_fixed(state, self._count)
+        return _Pass(tf.where(own, row, tf.zeros_like(row)), packed, state, others)
 
     def _means(
-        self, totals: list[list[tf.Tensor]], sums: tf.Tensor, faults: tf.Tensor
+        self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
     ) -> list[tf.Tensor | None]:
         """Gradients over the global batch, None where there is none; NaN where a sum is not whole.
 
@@ -269,13 +243,17 @@ class Passes:
         nan = tf.constant(math.nan, tf.float64)
         sound = tf.where(tf.reduce_any(faults > 0), nan, tf.ones_like(nan))
         factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
-        means: list[tf.Tensor | None] = [None] * len(self._variables)
-        for target, (factor, places) in enumerate(zip(factors, self._connected)):
-            for place, total in zip(places, totals[target]):
-                total = self._sum(total, f"virtual.gradient.{target}.{place}")
-                part = from_fixed(total, GRADIENT_BITS) * factor
-                means[place] = part if means[place] is None else means[place] + part
         types = {place: dtype for places in self._connected for place, dtype in places.items()}
+        # Rounded once: where two targets are added, after that.
+        once = len(totals) == 1 and tf.float64 not in types.values()
+        wide = tf.float32 if once else tf.float64
+        means: list[tf.Tensor | None] = [None] * len(self._variables)
+        for target, (total, places) in enumerate(zip(totals, self._connected)):
+            total = self._sum(total, f"virtual.gradients.{target}")
+            shapes = [self._variables[place].shape for place in places]
+            parts = fixed_point.unpack_gradients(total, factors[target], shapes, wide)
+            for place, part in zip(places, parts):
+                means[place] = part if means[place] is None else means[place] + part
         return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
 
     def _set_state(self, totals: _Totals) -> tf.Tensor:
@@ -284,7 +262,9 @@ class Passes:
         Returns whether it is not, bool scalar.
         """
         if self._floats:
-            mean = state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
+            mean = (
+                fixed_point.state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
+            )
             sizes = [v.shape.num_elements() for v in self._floats]
             for variable, value in zip(self._floats, tf.split(mean, sizes)):
                 variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
@@ -307,12 +287,12 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     _, beyond, uneven = result["faults"].numpy()
     step = int(result["step"])
     if beyond:
-        largest = 2 ** (62 - GRADIENT_BITS)
+        largest = int(fixed_point.LARGEST_GRADIENT)
         return (
             DIVERGED,
             "overflow",
             f"at step {step} {int(beyond)} virtual rank(s) have a gradient of their share larger "
-            f"than {largest}, or a moving statistic larger than {2.0 ** (62 - STATE_BITS[0]):.0e}: "
+            f"than {largest}, or a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}: "
             "they do not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
             "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
         )

@@ -261,7 +261,7 @@ def test_a_file_that_may_not_grow_so_far_leaves_nothing(kept):
 def test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing(tmp_path):
     def saves(folder, value):
         arrays = {"w": np.full((2, 3), value, np.float32)}
-        checkpoint_files.write(folder, 5, arrays, {}, 1, "")
+        checkpoint_files.write(folder, 5, arrays, {}, 1, "", {})
 
     def start(folder):
         saves(folder, 1.0)

@@ -272,7 +272,7 @@ def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
         arrays = {"w": np.float32(100 + step)}
-        checkpoint_files.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "")
+        checkpoint_files.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
     config_lib.write(Config(seed=1), folder / "config.cfg")

@@ -1,0 +1,82 @@
+"""Says whether runs are the same to the last bit: weights, and every figure but times.
+
+    python compare.py runs/one runs/other ...
+
+Runs that computed on other devices, or with other builds of TensorFlow, Keras or Horovod, are told
+so and not compared. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.fingerprint import differences
+
+# Of a record in metrics.jsonl: what the clock says, not the run.
+_TIMES = ("samples_per_second",)
+
+
+class Ended(NamedTuple):
+    """What a run's folder says of it."""
+
+    folder: str
+    summary: dict[str, Any]
+    records: list[dict[str, Any]]
+
+
+def read(folder: str) -> Ended:
+    """Raises ValueError, naming the file, where `folder` holds no run that has ended."""
+    summary, records = (Path(folder) / name for name in ("summary.json", "metrics.jsonl"))
+    try:
+        lines = [json.loads(line) for line in records.read_text().splitlines()]
+        figures = [{k: v for k, v in line.items() if k not in _TIMES} for line in lines]
+        return Ended(folder, json.loads(summary.read_text()), figures)
+    except (OSError, ValueError) as error:
+        why = "there is none" if isinstance(error, FileNotFoundError) else error
+        name = getattr(error, "filename", None) or folder
+        raise ValueError(f"{name}: {why}: give folders of runs that have ended") from None
+
+
+def verdict(one: Ended, other: Ended) -> tuple[int, str]:
+    """Exit code and sentence."""
+    both = f"{one.folder} and {other.folder}"
+    kinds = [run.summary.get("fingerprint") for run in (one, other)]
+    if None in kinds:
+        return 2, f"{both} cannot be compared: an older version left no fingerprint"
+    unlike = differences(*kinds)
+    if unlike:
+        return 2, f"{both} were not computed alike, so bits tell nothing: {', '.join(unlike)}"
+    steps = [run.summary["step"] for run in (one, other)]
+    if steps[0] != steps[1]:
+        return 1, f"{both} ended at other steps: {steps[0]} and {steps[1]}"
+    if one.records != other.records:
+        rows = zip(one.records, other.records)
+        first = next((a["step"] for a, b in rows if a != b), steps[0])
+        return 1, f"{both} differ in metrics.jsonl, first at step {first}"
+    if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
+        return 1, f"{both} logged the same figures and ended with other weights"
+    return 0, f"{both} are the same to the last bit"
+
+
+def main(folders: list[str]) -> int:
+    if len(folders) < 2 or any(name.startswith("-") for name in folders):
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        runs = [read(folder) for folder in folders]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for run in runs:
+        about = run.summary
+        print(f"{about['weights_sha256'][:12]}  step {about['step']:>8}  {run.folder}")
+    found = [verdict(runs[0], run) for run in runs[1:]]
+    print("\n".join(sentence for _, sentence in found))
+    return max(code for code, _ in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""Sums that do not depend on their order: floats as whole numbers (int64) of a power of two.
+
+Integer addition is exact, so neither the number of ranks nor fusion, ring, tree or backend changes
+a bit of a sum. NUMBERS.md, "Virtual ranks", has the analysis of the grids.
+
+What is done to each gradient of a step is compiled by XLA: one loop that reads and writes each
+number once. TensorFlow's own operations would go over the memory a dozen times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+# The finest bit of a gradient, and of state: a coarse part and what it leaves over.
+GRADIENT_BITS, STATE_BITS = 48, (20, 70)
+# What V addends may be at most, times V: so far from 2**63 no sum of roundings wraps.
+LARGEST_GRADIENT, LARGEST_STATE = 2.0 ** (62 - GRADIENT_BITS), 2.0 ** (62 - STATE_BITS[0])
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All elements in a row: float32, or float64 where any tensor is. Widening is exact."""
+    wide = tf.float64 if any(t.dtype == tf.float64 for t in tensors) else tf.float32
+    flat = [tf.reshape(tf.cast(t, wide), [-1]) for t in tensors]
+    return tf.concat(flat or [tf.zeros([0], wide)], 0)
+
+
+def judge(flat: tf.Tensor, addends: int, scale: tf.Tensor | float) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether all elements are finite, and whether all of them / `scale` fit as gradients."""
+    return _judge(flat, LARGEST_GRADIENT / addends * tf.cast(scale, tf.float64))
+
+
+def judge_state(flat: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The same, for state."""
+    return _judge(flat, tf.constant(LARGEST_STATE / addends, tf.float64))
+
+
+def _judge(flat: tf.Tensor, limit: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
+    finite = tf.math.is_finite(low) & tf.math.is_finite(high)
+    return finite, finite & (tf.cast(tf.maximum(-low, high), tf.float64) <= limit)
+
+
+def to_fixed(
+    values: tf.Tensor, bits: int, addends: int, scale: tf.Tensor | float = 1.0
+) -> tf.Tensor:
+    """`values / scale` in units of 2**-bits, such that `addends` of them cannot wrap when added.
+
+    Args:
+      values: floats of any shape.
+      scale: a power of two, so that dividing by it is exact.
+    Returns:
+      int64 like `values`; 0 for what does not fit: NaN, infinity, and what is larger than
+      2**(62 - bits) / addends.
+    """
+    scaled = tf.cast(values, tf.float64) * (2.0**bits / tf.cast(scale, tf.float64))
+    fits = tf.abs(scaled) <= 2.0**62 / addends  # False for NaN
+    # A cast of what does not fit would give any number, without a word.
+    return tf.cast(tf.round(tf.where(fits, scaled, tf.zeros_like(scaled))), tf.int64)
+
+
+def from_fixed(total: tf.Tensor, bits: int) -> tf.Tensor:
+    """A sum of `to_fixed` as float64: exact below 2**53 units, else rounded once."""
+    return tf.cast(total, tf.float64) * 2.0**-bits
+
+
+def add_gradients(
+    total: tf.Tensor | None, flat: tf.Tensor, addends: int, scale: tf.Tensor
+) -> tf.Tensor:
+    """`total + to_fixed(flat)`, on the grid of gradients; None: nothing was added yet."""
+    if total is None:
+        return _gradients(flat, scale, addends=addends)
+    return _more_gradients(total, flat, scale, addends=addends)
+
+
+@tf.function(autograph=False, jit_compile=True)
+def _gradients(flat, scale, addends):
+    return to_fixed(flat, GRADIENT_BITS, addends, scale)
+
+
+@tf.function(autograph=False, jit_compile=True)
+def _more_gradients(total, flat, scale, addends):
+    return total + to_fixed(flat, GRADIENT_BITS, addends, scale)
+
+
+def unpack_gradients(
+    total: tf.Tensor, factor: tf.Tensor, shapes: Sequence[tf.TensorShape], dtype: tf.DType
+) -> list[tf.Tensor]:
+    """Sums of packed gradients times `factor`, float64 scalar, rounded once to `dtype`."""
+    sizes = [shape.num_elements() for shape in shapes]
+    parts = tf.split(_from_gradients(total, factor, dtype=dtype), sizes)
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
+
+
+@functools.partial(tf.function, autograph=False, jit_compile=True)
+def _from_gradients(total, factor, dtype):
+    return tf.cast(from_fixed(total, GRADIENT_BITS) * factor, dtype)
+
+
+def state_to_fixed(values: tf.Tensor, addends: int) -> tf.Tensor:
+    """As `to_fixed`, for values of any layer: int64 [2, n] of floats [n], coarse and fine part.
+
+    float32 numbers from 2**-46 to 2**42 / addends are exact in it.
+    """
+    coarse, fine = STATE_BITS
+    values = tf.cast(values, tf.float64)
+    high = to_fixed(values, coarse, addends)
+    return tf.stack([high, to_fixed(values - from_fixed(high, coarse), fine, addends)])
+
+
+def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
+    high, low = tf.unstack(total)
+    return from_fixed(high, STATE_BITS[0]) + from_fixed(low, STATE_BITS[1])
