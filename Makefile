@@ -30,8 +30,9 @@ lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 
-bench: setup ## the same weights on any number of ranks, in numbers
+bench: setup ## the same weights on any number of ranks, in numbers, and the same bits; an hour
 	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
+	@$(IN_VENV) python benchmarks/bits.py
 
 fork: setup ## a project of your own, NAME=../my-model; asks four questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }

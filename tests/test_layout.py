@@ -7,7 +7,7 @@ from hosts import ROOT
 
 PROJECT = ROOT / "template"
 # From the top: a file may import what stands below it, or beside it in its own folder.
-FLOORS = ["train", "actions", "evaluation", "run", "step", "tasks", "data", "engine"]
+FLOORS = ["compare", "train", "actions", "evaluation", "run", "step", "tasks", "data", "engine"]
 FLOORS += ["config", "combinations", "settings", "flagfiles"]
 # Imports nothing of the project and nothing heavy, so that every floor can use it.
 GROUND = "engine.stop"

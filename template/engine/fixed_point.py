@@ -38,6 +38,8 @@ def judge_state(flat: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _judge(flat: tf.Tensor, limit: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    if flat.shape[0] == 0:
+        return tf.constant(True), tf.constant(True)
     low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     return finite, finite & (tf.cast(tf.maximum(-low, high), tf.float64) <= limit)

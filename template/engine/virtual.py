@@ -216,13 +216,12 @@ class Passes:
         _, sums, grads = gradients.with_gradients(
             self._forward, part, self._micro_batches, self._variables
         )
-        grads = [known for known in grads if known]  # a target may depend on no variable
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
         state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
         scale = self._state.loss_scale.value
         judged = [fixed_point.judge(flat, self._count, scale) for flat in packed]
-        judged += [fixed_point.judge_state(state, self._count)] if self._floats else []
+        judged.append(fixed_point.judge_state(state, self._count))
         finite = tf.reduce_all([finite for finite, _ in judged])
         fits = tf.reduce_all([fits for _, fits in judged])
         faults = tf.cast(tf.stack([~finite, finite & ~fits]), tf.float64)
@@ -249,6 +248,8 @@ class Passes:
         wide = tf.float32 if once else tf.float64
         means: list[tf.Tensor | None] = [None] * len(self._variables)
         for target, (total, places) in enumerate(zip(totals, self._connected)):
+            if not places:  # a target may depend on no variable: an activity that nothing makes
+                continue
             total = self._sum(total, f"virtual.gradients.{target}")
             shapes = [self._variables[place].shape for place in places]
             parts = fixed_point.unpack_gradients(total, factors[target], shapes, wide)

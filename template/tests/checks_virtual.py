@@ -180,6 +180,25 @@ def check_every_virtual_rank_step_and_generator_draws_its_own(world):
         assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
 
 
+class AddsNothing(Small):
+    """What the model adds depends on no variable: an activity of its inputs."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.ActivityRegularization(l2=0.1)(x)
+        return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+
+
+def check_a_loss_of_no_variable_is_shown_as_without_virtual_ranks(world):
+    if LAUNCH == "2-mpirun":
+        shown = []
+        for virtual in (0, 4):
+            ended = train(world, f"adds-{virtual}", AddsNothing, virtual_ranks=virtual, num_steps=2)
+            assert ended.code == DONE, ended.message
+            shown.append([r["keras_loss"] for r in ended.records if "loss" in r])
+        np.testing.assert_allclose(*shown, rtol=1e-6)
+
+
 # ---- What is told ------------------------------------------------------------------------------
 
 
