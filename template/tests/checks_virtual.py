@@ -72,7 +72,7 @@ RUNS = {
     "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
 }
 # What these launches are needed for; 3 ranks end an "adam" besides.
-ONLY = {"2-gloo": ["sgd"], "3-gloo": ["sgd", "bfloat16"]}
+ONLY = {"3-gloo": ["sgd", "bfloat16"]}
 
 
 def begin(world):
