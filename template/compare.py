@@ -32,9 +32,14 @@ def read(folder: str) -> Ended:
     summary, records = (Path(folder) / name for name in ("summary.json", "metrics.jsonl"))
     try:
         lines = [json.loads(line) for line in records.read_text().splitlines()]
+        about = json.loads(summary.read_text())
+        if not {"step", "weights_sha256", "exit_reason"} <= set(about):
+            raise ValueError(f"{summary} is no summary of a run")
+        if not all(isinstance(line, dict) and "step" in line for line in lines):
+            raise ValueError(f"{records} holds other lines than a run's")
         figures = [{k: v for k, v in line.items() if k not in _TIMES} for line in lines]
-        return Ended(folder, json.loads(summary.read_text()), figures)
-    except (OSError, ValueError) as error:
+        return Ended(folder, dict(about), figures)
+    except (OSError, ValueError, TypeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else error
         name = getattr(error, "filename", None) or folder
         raise ValueError(f"{name}: {why}: give folders of runs that have ended") from None
@@ -43,8 +48,10 @@ def read(folder: str) -> Ended:
 def verdict(one: Ended, other: Ended) -> tuple[int, str]:
     """Exit code and sentence."""
     both = f"{one.folder} and {other.folder}"
+    if Path(one.folder).resolve() == Path(other.folder).resolve():
+        return 2, f"{both} are one folder: give those of two runs"
     kinds = [run.summary.get("fingerprint") for run in (one, other)]
-    if None in kinds:
+    if not all(isinstance(kind, dict) for kind in kinds):
         return 2, f"{both} cannot be compared: an older version left no fingerprint"
     unlike = differences(*kinds)
     if unlike:
@@ -54,11 +61,14 @@ def verdict(one: Ended, other: Ended) -> tuple[int, str]:
         return 1, f"{both} ended at other steps: {steps[0]} and {steps[1]}"
     if one.records != other.records:
         rows = zip(one.records, other.records)
-        first = next((a["step"] for a, b in rows if a != b), steps[0])
-        return 1, f"{both} differ in metrics.jsonl, first at step {first}"
+        first = next((a["step"] for a, b in rows if a != b), None)
+        counts = f"{len(one.records)} and {len(other.records)} lines"
+        where = f"they hold {counts}" if first is None else f"first at step {first}"
+        return 1, f"{both} differ in metrics.jsonl: {where}"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
         return 1, f"{both} logged the same figures and ended with other weights"
-    return 0, f"{both} are the same to the last bit"
+    count = len(one.records)
+    return 0, f"{both} are the same to the last bit: weights, and {count} lines of metrics.jsonl"
 
 
 def main(folders: list[str]) -> int:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from data.pipeline import EvaluationFeed
 from engine import metrics
+from engine.seeds import Seeds
 from engine.world import raw, say
 from run import Run
 from tasks import base as tasks
@@ -36,7 +37,11 @@ class Evaluator:
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
-        self._sums = metrics.ExactSums if run.config.virtual_ranks else metrics.RankSums
+        # With virtual ranks a layer that draws in evaluation draws by batch, whoever has it.
+        exact = bool(run.config.virtual_ranks)
+        self._sums = metrics.ExactSums if exact else metrics.RankSums
+        self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
+        self._at = run.state
 
     def try_out(self) -> None:
         """One example through all of it: a mistake shows before the first training step.
@@ -69,13 +74,17 @@ class Evaluator:
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         total, shown, error = self._sums(self._world, metrics.zeros(self._step)), None, None
         batches, ballot = iter(self._feed), Ballot()
-        for _ in range(self._feed.rounds):  # as many as the rank with most batches has
+        step = tf.cast(self._at.step, tf.int64)
+        for place in range(self._feed.rounds):  # as many as the rank with most batches has
             batch = None
             try:
                 batch = next(batches, None)
             except ValueError as caught:
                 error = caught
             if batch is not None:
+                if self._seeds:
+                    number = place * self._world.size + self._world.rank
+                    self._seeds.assign(step, tf.constant(number, tf.int64))
                 outputs, more = self._step(batch)
                 total.add({name: value.numpy() for name, value in more.items()})
                 shown = shown or (batch, outputs)

@@ -81,8 +81,11 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
         ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "other weights"),
         ("summary.json", '"step": 12', '"step": 11', 1, "ended at other steps: 12 and 11"),
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"step": 3, "loss": 1', 1, "first at step 3"),
+        ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "other lines than a run's"),
+        ("metrics.jsonl", "{", "7\n{", 2, "other lines than a run's"),
         ("summary.json", '"threads": "1"', '"threads": "2"', 2, "threads (1; 2)"),
         ("summary.json", '"fingerprint"', '"other"', 2, "older version"),
+        ("summary.json", '"weights_sha256"', '"other"', 2, "no summary of a run"),
         ("summary.json", "{", "", 2, "folders of runs that have ended"),
     ],
 )
@@ -98,6 +101,18 @@ def test_runs_that_are_not_the_same_are_told_how(whole, tmp_path, name, old, new
 def test_what_has_not_ended_is_named(whole, tmp_path):
     found = compare(whole, tmp_path)
     assert found.returncode == 2 and f"{tmp_path}/metrics.jsonl: there is none" in found.stderr
+
+
+def test_lines_that_are_missing_are_told(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "other")
+    (tmp_path / "other" / "metrics.jsonl").write_text("")
+    found = compare(whole, tmp_path / "other")
+    assert found.returncode == 1 and "and 0 lines" in found.stdout
+
+
+def test_one_folder_is_not_compared_with_itself(whole):
+    found = compare(whole, whole / ".." / whole.name)
+    assert found.returncode == 2 and "one folder" in found.stdout
 
 
 def test_times_are_no_difference(whole, tmp_path):

@@ -15,7 +15,8 @@ from typing import Any
 # Choose other kernels for the same operations; newest last.
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _SWITCHES = (
-    *("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE"),
+    *("TF_ENABLE_ONEDNN_OPTS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE"),
     *("NVIDIA_TF32_OVERRIDE", "XLA_FLAGS", "TF_XLA_FLAGS"),
 )
 

@@ -18,6 +18,8 @@ import tensorflow as tf
 GRADIENT_BITS, STATE_BITS = 48, (20, 70)
 # What V addends may be at most, times V: so far from 2**63 no sum of roundings wraps.
 LARGEST_GRADIENT, LARGEST_STATE = 2.0 ** (62 - GRADIENT_BITS), 2.0 ** (62 - STATE_BITS[0])
+# Below it fewer than 4 bits of a gradient are left.
+SMALLEST_GRADIENT = 2.0 ** (4 - GRADIENT_BITS)
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -27,22 +29,30 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(flat or [tf.zeros([0], wide)], 0)
 
 
-def judge(flat: tf.Tensor, addends: int, scale: tf.Tensor | float) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether all elements are finite, and whether all of them / `scale` fit as gradients."""
-    return _judge(flat, LARGEST_GRADIENT / addends * tf.cast(scale, tf.float64))
+def judge(flat: tf.Tensor, addends: int, scale: tf.Tensor | float) -> list[tf.Tensor]:
+    """Whether all elements are finite; whether all of them / `scale` fit as gradients.
+
+    And whether the largest keeps some of its bits, or all are 0. Bool scalars.
+    """
+    scale = tf.cast(scale, tf.float64)
+    finite, largest = _size(flat)
+    kept = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
+    return [finite, finite & (largest <= LARGEST_GRADIENT / addends * scale), kept]
 
 
-def judge_state(flat: tf.Tensor, addends: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """The same, for state."""
-    return _judge(flat, tf.constant(LARGEST_STATE / addends, tf.float64))
+def judge_state(flat: tf.Tensor, addends: int) -> list[tf.Tensor]:
+    """Whether all elements are finite, and whether all fit as state."""
+    finite, largest = _size(flat)
+    return [finite, finite & (largest <= LARGEST_STATE / addends)]
 
 
-def _judge(flat: tf.Tensor, limit: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _size(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether all are finite; the largest absolute value, float64."""
     if flat.shape[0] == 0:
-        return tf.constant(True), tf.constant(True)
+        return tf.constant(True), tf.constant(0.0, tf.float64)
     low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
-    return finite, finite & (tf.cast(tf.maximum(-low, high), tf.float64) <= limit)
+    return finite, tf.cast(tf.maximum(-low, high), tf.float64)
 
 
 def to_fixed(

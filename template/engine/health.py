@@ -18,7 +18,7 @@ from engine import virtual
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
-from engine.world import World
+from engine.world import World, say
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
@@ -50,6 +50,7 @@ class Health:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
+        self._told = False  # a note that is said once
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
@@ -72,6 +73,10 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        note = virtual.too_small(result)
+        if note and not self._told:
+            say(self._world, note)
+            self._told = True
         if fault := virtual.fault(result):
             return Ending(*fault, save=False)
         if not result["finite"] and not (self._float16 and self._may_recover(result)):

@@ -7,6 +7,8 @@ the ranks' shares differ.
 
 from __future__ import annotations
 
+import math
+
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
@@ -51,13 +53,20 @@ class ExactSums(RankSums):
         totals = super().over_ranks()
         everyone = self._world.gather_objects(self._units, "metrics.exact")
         for name in self._units:
-            units = np.ravel(sum(theirs[name] for theirs in everyone))
+            units = np.ravel(np.asarray(sum(theirs[name] for theirs in everyone), object))
             rounded = totals[name]
-            # Python divides whole numbers with one rounding.
-            exact = np.reshape([n / 2**_FINEST for n in units], rounded.shape)
+            exact = np.reshape([_rounded(n) for n in units], rounded.shape)
             # What is no number stays none in any order.
             totals[name] = np.where(np.isfinite(rounded), exact, rounded).astype(rounded.dtype)
         return totals
+
+
+def _rounded(units: int) -> float:
+    """Python divides whole numbers with one rounding."""
+    try:
+        return units / 2**_FINEST
+    except OverflowError:  # larger than any float
+        return math.inf if units > 0 else -math.inf
 
 
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:

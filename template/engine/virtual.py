@@ -19,21 +19,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 
 from config import Config
 from engine import fixed_point, gradients
+from engine.assigned import assigned
 from engine.gradients import Forward, Reduced
 from engine.sampler import share
+from engine.seeds import Seeds
 from engine.state import State
 from engine.stop import BUG, DIVERGED
+from engine.words import some
 from engine.world import World, raw
 
 _Values = list[tuple[tf.Variable, tf.Tensor]]
 
-# A virtual rank's row of totals: the sums of `Forward`; whether something is not finite, or beyond.
-_NUM_SUMS, _ROW = 4, 6
+# A virtual rank's row of totals: the sums of `Forward`, then faults: not finite, a gradient beyond
+# the grid, state beyond it, all gradients below it.
+_NUM_SUMS, _NUM_FAULTS = 4, 4
+_ROW = _NUM_SUMS + _NUM_FAULTS
 
 
 class Share(NamedTuple):
@@ -49,39 +53,6 @@ def shares(micro_batch: int, virtual_ranks: int, rank: int, size: int) -> list[S
     first, last = share(virtual_ranks, rank, size)
     parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
     return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
-
-
-class Seeds:
-    """The states of a model's seed generators, drawn anew for every virtual rank and step.
-
-    So draws of two virtual ranks, steps or generators have nothing in common, and are the same
-    whoever makes them and however often the run was interrupted.
-    """
-
-    def __init__(self, seed: int, model: keras.Model) -> None:
-        layers = model._flatten_layers()
-        found = {id(g): g for layer in layers for g in layer._seed_generators}
-        self.variables = [raw(generator.state) for generator in found.values()]
-        # Samples' keys are philox's words under the key `seed`: this bit makes it another key.
-        self._key = seed | 1 << 63
-
-    def assign(self, step: tf.Tensor, number: tf.Tensor) -> None:
-        """Args: step and number of the virtual rank, int64 scalars."""
-        if not self.variables:
-            return
-        # Philox counts on from the counter for every four words: the step stands beside, and
-        # 2**32 lie between two virtual ranks.
-        counter = tf.cast(tf.stack([number * 2**32, step]), tf.uint64)
-        words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-            shape=[len(self.variables), 2],
-            key=tf.constant([self._key], tf.uint64),
-            counter=counter,
-            alg=tf.random.Algorithm.PHILOX.value,
-            dtype=tf.uint32,
-        )
-        for variable, state in zip(self.variables, tf.unstack(words)):
-            # Keras draws from (a, b + k) in its k-th draw, both modulo 2**31 - 2.
-            variable.assign(tf.cast(state % (2**31 - 2), variable.dtype))
 
 
 class _Pass(NamedTuple):
@@ -115,9 +86,13 @@ class Passes:
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
-        untrained = [raw(v) for v in state.model.non_trainable_variables]
-        self._floats = [v for v in untrained if v.dtype.is_floating]
-        self._others = [v for v in untrained if not v.dtype.is_floating and id(v) not in seeds]
+        self._untrained = [
+            raw(v) for v in state.model.non_trainable_variables if id(raw(v)) not in seeds
+        ]
+        # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
+        # that it only reads stays as it is, to the last bit.
+        self._floats: list[tf.Variable] = []
+        self._others: list[tf.Variable] = []
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
@@ -128,13 +103,14 @@ class Passes:
           batch: nested tensors [micro-batches, samples of this rank, ...].
           votes: float64 [n], this rank's.
         """
-        start = [(v, v.read_value()) for v in self._held]
+        held = [*self._untrained, *self._seeds.variables]
+        start = [(v, v.read_value()) for v in held]
         totals = self._over_own(batch, start)
         # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
         parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
-        sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _ROW - _NUM_SUMS])
+        sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _NUM_FAULTS])
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
         uneven = self._set_state(totals)
@@ -149,10 +125,6 @@ class Passes:
             losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
             faults=faults,
         )
-
-    @property
-    def _held(self) -> list[tf.Variable]:
-        return [*self._floats, *self._others, *self._seeds.variables]
 
     def _over_own(self, batch: Any, start: _Values) -> _Totals:
         """All that this rank holds: two sizes of shares at most, each traced once."""
@@ -214,22 +186,46 @@ class Passes:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
         _, sums, grads = gradients.with_gradients(
-            self._forward, part, self._micro_batches, self._variables
+            self._watched, part, self._micro_batches, self._variables
         )
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
         state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
         scale = self._state.loss_scale.value
         judged = [fixed_point.judge(flat, self._count, scale) for flat in packed]
-        judged.append(fixed_point.judge_state(state, self._count))
-        finite = tf.reduce_all([finite for finite, _ in judged])
-        fits = tf.reduce_all([fits for _, fits in judged])
-        faults = tf.cast(tf.stack([~finite, finite & ~fits]), tf.float64)
+        finite, fits, kept = (tf.reduce_all(words) for words in zip(*judged))
+        state_finite, state_fits = fixed_point.judge_state(state, self._count)
+        faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~kept]
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
-        row = tf.concat([sums, faults], 0)[None]
+        row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
         others = [tf.cast(v, tf.int64) for v in self._others]
         state = fixed_point.state_to_fixed(state, self._count)
         return _Pass(tf.where(own, row, tf.zeros_like(row)), packed, state, others)
+
+    def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The forward pass, and which variables it changes.
+
+        Raises ValueError where virtual ranks one after the other would make something else of it.
+        """
+        found = self._forward(micro)
+        changed = {id(v) for v in assigned(tf.compat.v1.get_default_graph())}
+        trained = [v.path for v in self._variables if id(raw(v).handle) in changed]
+        if trained:
+            raise ValueError(
+                f"the forward pass assigns {some(trained)}, which the optimizer trains (as Keras's "
+                "SpectralNormalization does): one virtual rank after the other would do so again. "
+                "Leave out --virtual_ranks"
+            )
+        moved = [v for v in self._untrained if id(v.handle) in changed]
+        self._floats = [v for v in moved if v.dtype.is_floating]
+        self._others = [v for v in moved if not v.dtype.is_floating]
+        no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
+        if no_numbers:
+            raise ValueError(
+                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot bring "
+                "together: it must be of a real or whole type"
+            )
+        return found
 
     def _means(
         self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
@@ -240,7 +236,7 @@ class Passes:
         """
         count, positions = sums[1], sums[2]
         nan = tf.constant(math.nan, tf.float64)
-        sound = tf.where(tf.reduce_any(faults > 0), nan, tf.ones_like(nan))
+        sound = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
         factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
         types = {place: dtype for places in self._connected for place, dtype in places.items()}
         # Rounded once: where two targets are added, after that.
@@ -285,23 +281,37 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     """What no smaller loss scale mends in a step: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
-    _, beyond, uneven = result["faults"].numpy()
-    step = int(result["step"])
-    if beyond:
-        largest = int(fixed_point.LARGEST_GRADIENT)
+    _, gradients_beyond, state_beyond, _, uneven = map(int, result["faults"].numpy())
+    at = f"at step {int(result['step'])}"
+    if gradients_beyond or state_beyond:
+        limit = (
+            f"a gradient of their share larger than {int(fixed_point.LARGEST_GRADIENT)}"
+            if gradients_beyond
+            else f"a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}"
+        )
         return (
             DIVERGED,
             "overflow",
-            f"at step {step} {int(beyond)} virtual rank(s) have a gradient of their share larger "
-            f"than {largest}, or a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}: "
-            "they do not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
-            "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
+            f"{at} {gradients_beyond or state_beyond} virtual rank(s) have {limit}: it does not "
+            "fit the fixed point of --virtual_ranks. Try a lower --base_lr, --warmup_steps, "
+            "smaller inputs, or leave out --virtual_ranks",
         )
     if uneven:
         return (
             BUG,
             "uneven state",
-            f"at step {step} state that is no float and not trained (a counter, a flag) differs "
-            "between virtual ranks: each of them must change it in the same way",
+            f"{at} state that is no float and not trained (a counter, a flag) differs between "
+            "virtual ranks: each of them must change it in the same way",
         )
     return None
+
+
+def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
+    """What a person should know of a step whose gradients lose their digits; or None."""
+    if "faults" not in result or not result["faults"][3]:
+        return None
+    return (
+        f"note: at step {int(result['step'])} all gradients of a virtual rank are smaller than "
+        f"{fixed_point.SMALLEST_GRADIENT:.0e}: little or nothing is left of them in the fixed "
+        "point of --virtual_ranks. Multiply the loss, or leave out --virtual_ranks"
+    )

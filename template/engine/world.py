@@ -24,6 +24,9 @@ from config import Config
 from engine import reduction
 from engine.stop import BUG, RANK_VARIABLES, WRONG_USE, Stop
 
+# What Horovod 0.28.1 cannot broadcast.
+_NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -84,8 +87,14 @@ class World:
 
     def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Overwrites the variables with rank 0's; same variables in the same order on all ranks."""
-        if self.size > 1:
-            hvd.broadcast_variables([raw(v) for v in variables], root_rank=0)
+        if self.size == 1:
+            return
+        values = [raw(v) for v in variables]
+        hvd.broadcast_variables([v for v in values if v.dtype not in _NOT_SENT], root_rank=0)
+        others = [v for v in values if v.dtype in _NOT_SENT]
+        known = self.broadcast_object([v.numpy() for v in others], "broadcast.others")
+        for variable, value in zip(others, known):
+            variable.assign(value)
 
     def check_same(self, fingerprint: str, what: str) -> None:
         """Raises Stop on every rank when `fingerprint` is not the same on all of them."""

@@ -6,6 +6,8 @@ compares the launches.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -38,6 +40,17 @@ VIRTUAL = {
 }
 
 
+class Always(keras.layers.Layer):
+    """Draws in evaluation too, as the middle of a variational autoencoder does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(tf.shape(x), dtype=x.dtype, seed=self.generator)
+
+
 class Ordinary(Small):
     """Batch norm, dropout twice, noise, a regularizer, an embedding, and weights that differ."""
 
@@ -50,7 +63,7 @@ class Ordinary(Small):
         more = keras.layers.Flatten()(keras.layers.Embedding(2, 4)(ids))
         y = keras.layers.Concatenate()([y, keras.layers.GaussianNoise(0.1)(more)])
         y = keras.layers.BatchNormalization()(keras.layers.Dense(32, activation="relu")(y))
-        y = keras.layers.Dropout(0.2)(y)
+        y = Always()(keras.layers.Dropout(0.2)(y))
         return keras.Model(x, keras.layers.Dense(CLASSES, dtype="float32")(y))
 
     def loss(self, outputs, targets):
@@ -132,13 +145,22 @@ def check_sums_of_an_evaluation_are_rounded_once(world):
     begin(world)
     values = np.random.default_rng(2).normal(size=30) * 10.0 ** np.arange(-15, 15)
     values[3] = -values[20]
-    zeros = {"x": np.zeros(()), "bad": np.zeros(2), "n": np.zeros((), np.int64)}
+    zeros = {
+        "x": np.zeros(()),
+        "none": np.zeros(()),
+        "huge": np.zeros(()),
+        "bad": np.zeros(2),
+        "n": np.zeros((), np.int64),
+    }
     sums = metrics.ExactSums(world, zeros)
     for place in range(world.rank, len(values), world.size):
         bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
-        sums.add({"x": values[place], "bad": bad, "n": np.int64(place)})
+        large = 1.7e308 if place < 2 else 0.0
+        more = {"x": values[place], "none": 0.0, "huge": large, "bad": bad, "n": np.int64(place)}
+        sums.add({name: np.asarray(value) for name, value in more.items()})
     totals = sums.over_ranks()
     assert totals["x"] == math.fsum(values)
+    assert totals["none"] == 0.0 and np.isposinf(totals["huge"])
     assert np.isnan(totals["bad"][0]) and np.isposinf(totals["bad"][1])
     assert totals["n"] == sum(range(30)) and totals["n"].dtype == np.int64
 
@@ -189,14 +211,68 @@ class AddsNothing(Small):
         return keras.Model(x, keras.layers.Dense(CLASSES)(y))
 
 
-def check_a_loss_of_no_variable_is_shown_as_without_virtual_ranks(world):
-    if LAUNCH == "2-mpirun":
+class Adds(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.square(x - 1.0)))
+        return tf.stop_gradient(x)
+
+
+class OnlyAdds(Small):
+    """What the task adds depends on no variable, and its weights are not 1."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, Adds()(keras.layers.Dense(CLASSES)(x)))
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        return losses, weights * tf.gather([1.0, 0.0, 2.5], targets)
+
+
+def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
+    for task in (AddsNothing, OnlyAdds) if LAUNCH == "2-mpirun" else ():
         shown = []
-        for virtual in (0, 4):
-            ended = train(world, f"adds-{virtual}", AddsNothing, virtual_ranks=virtual, num_steps=2)
+        for count in (0, 4):
+            name = f"{task.__name__}-{count}"
+            ended = train(world, name, task, virtual_ranks=count, num_steps=2)
             assert ended.code == DONE, ended.message
-            shown.append([r["keras_loss"] for r in ended.records if "loss" in r])
-        np.testing.assert_allclose(*shown, rtol=1e-6)
+            shown.append([[r["keras_loss"], r["grad_norm"]] for r in ended.records if "loss" in r])
+        np.testing.assert_allclose(*shown, rtol=1e-5)
+
+
+HELD = {"float32": (1e-25, 3e-15, np.inf), "bfloat16": (1.5,), "complex64": (1 + 2j,)}
+
+
+class Holds(keras.layers.Layer):
+    """State that nothing changes, of sizes and types that the grids do not hold."""
+
+    def build(self, shape):
+        for dtype, values in HELD.items():
+            for place, value in enumerate(values):
+                start = keras.initializers.Constant(value)
+                name = f"held_{dtype}_{place}"
+                self.add_weight((), start, dtype, trainable=False, name=name)
+
+    def call(self, x):
+        return x + 0.0 * sum(tf.cast(tf.math.real(w.value), x.dtype) for w in self.weights[:2])
+
+
+class Held(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Holds()(x)))
+
+
+def check_state_that_nothing_changes_stays_as_it_is(world):
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "held", Held)
+        assert ended.code == DONE, ended.message
+        held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
+        for dtype, values in HELD.items():
+            for place, value in enumerate(values):
+                assert held[f"held_{dtype}_{place}"] == np.asarray(
+                    value, held[f"held_{dtype}_0"].dtype
+                )
 
 
 # ---- What is told ------------------------------------------------------------------------------
@@ -237,6 +313,49 @@ def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(wor
         factor = math.inf
 
     told(world, Broken, DIVERGED, "diverged at step 1")
+
+
+def check_gradients_that_round_to_nothing_are_told_once(world):
+    class Flat(Scaled):
+        factor = 1e-16
+
+    if LAUNCH == "2-mpirun":
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            ended = train(world, "flat", Flat)
+        assert ended.code == DONE, ended.message
+        notes = said.getvalue().count("all gradients of a virtual rank are smaller than 6e-14")
+        assert notes == world.is_chief, said.getvalue()
+
+
+class Spectral(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        inner = keras.layers.SpectralNormalization(keras.layers.Dense(9))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(inner(x)))
+
+
+def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
+    told(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
+
+
+class Complex(keras.layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight((), "zeros", "complex64", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(1j)
+        return x
+
+
+class Rotates(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Complex()(x)))
+
+
+def check_state_that_cannot_be_brought_together_is_refused(world):
+    told(world, Rotates, WRONG_USE, "seen", "real or whole")
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
