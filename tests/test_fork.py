@@ -140,9 +140,10 @@ def test_a_projects_tests_find_what_they_import(task, forks):
 
 
 def test_a_projects_own_fast_tests(forks):
-    """All but those that start ranks or draw many scenes."""
+    """All but those that start ranks, draw many scenes or build networks."""
     slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes", "small_runs")
     slow += ("interrupt", "sampler", "optimizer", "checkpoint", "checkpoint_damage", "run_folder")
+    slow += ("virtual", "warm_start", "tasks", "readers_records", "classification", "augment")
     left_out = " ".join(f"--ignore=tests/test_{name}.py" for name in slow)
     words = "ranks or a_run_ or a_head_of"
     output = shell(

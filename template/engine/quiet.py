@@ -5,6 +5,7 @@ written before its logging is set up), so standard error is looked through while
 what is not known to be noise still comes out.
 """
 
+import gc
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ def _import_tensorflow() -> None:
     hidden = "sklearn" not in sys.modules
     if hidden:
         sys.modules["sklearn"] = None  # type: ignore[assignment]
+    # What is made here stays: to look through it for what might go takes a fifth of them.
+    gc.disable()
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -31,6 +34,8 @@ def _import_tensorflow() -> None:
         try:
             import tensorflow  # noqa: F401
         finally:
+            gc.enable()
+            gc.freeze()
             if hidden:
                 del sys.modules["sklearn"]
             os.dup2(shown, 2)

@@ -1,6 +1,7 @@
 """Averages of weights, weights of other runs, and when to give up."""
 
 import json
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ from config import Config
 from engine import checkpoint, checkpoint_files, early_stop, ema, warm_start
 from engine.state import State
 from engine.world import World
-from ranks import last_lines, launch
+from ranks import names_of_checks, run_checks
 
 WORLD = World(0, 1, 0, 1)
 
@@ -272,92 +273,22 @@ def test_giving_up():
     assert not early_stop.given_up(10**6, 20, 0, 3)
 
 
-# Real runs, of the skeleton: every project has it.
-STEADY = ["--num_steps=6", "--log_every=1", "--optimizer=sgd", "--deterministic"]
-STILL = ["--num_steps=40", "--optimizer=sgd", "--base_lr=1e-12", "--deterministic"]
-
-
-def run(ranks, run_dir, *flags):
-    """Trains; returns what it printed and its summary."""
-    command = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={run_dir}", *flags]
-    ended = launch(ranks, command)
-    assert ended.code == 0, last_lines(ended.output)
-    return ended.output, json.loads((run_dir / "summary.json").read_text())
-
-
-def state(run_dir, step):
-    return np.load(run_dir / "checkpoints" / f"step-{step:08d}" / "state.npz")
-
-
-def test_a_run_with_averages_trains_alike_and_evaluates_them_on_any_number_of_ranks(tmp_path):
-    _, plain = run(1, tmp_path / "plain", *STEADY)
-    flags = [*STEADY, "--ema_decay=0.8"]
-    _, one = run(1, tmp_path / "one", *flags)
-    assert one["weights_sha256"] == plain["weights_sha256"], "evaluating must not change weights"
-    assert abs(one["eval_loss"] - plain["eval_loss"]) > 1e-4
-    _, two = run(2, tmp_path / "two", *flags)
-    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
-    _, again = run(1, tmp_path / "two", *flags)  # has nothing left to do but to evaluate
-    assert again["eval_loss"] == pytest.approx(two["eval_loss"], rel=1e-9)
-
-
-def test_a_run_that_gets_no_better_ends_early_and_at_the_same_step_after_a_restart(tmp_path):
-    flags = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3", "--keep=9"]
-    output, summary = run(2, tmp_path / "run", *flags)
-    assert (summary["step"], summary["exit_reason"]) == (8, "early stop")
-    assert "stopped early: no accuracy above" in output and "of step 2, in 3 eval" in output
-    sixth = tmp_path / "run" / "checkpoints" / "step-00000006"
-    for more in ([], [f"--resume={sixth}"]):
-        _, again = run(1, tmp_path / "run", *flags, *more)
-        assert again["step"] == 8
-    records = (tmp_path / "run" / "metrics.jsonl").read_text()
-    _, again = run(1, tmp_path / "run", *flags)  # has nothing left to do but to evaluate
-    assert again["step"] == 8 and again["eval_loss"] == pytest.approx(summary["eval_loss"])
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eval") == records.count("eval")
-
-
-def test_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(first, tmp_path):
-    """Its evaluations were the other run's; where one is due, the new run makes its own."""
-    resume = f"--resume={first}"
-    flags = [*STEADY, resume, "--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
-    _, later = run(1, tmp_path / "later", *flags)
-    assert (later["step"], later["exit_reason"]) == (8, "done")
-    _, ended = run(1, tmp_path / "ended", *STEADY, resume)
-    assert (ended["step"], ended["exit_reason"]) == (6, "done") and "eval_loss" in ended
-    assert (tmp_path / "ended" / "checkpoints" / "step-00000006").is_dir()
+# Real runs, of the skeleton: every project has it. What 1 rank begins, 2 and then 1 go on with.
+FILE = Path(__file__).parent / "checks_warm_start.py"
+LAUNCHES = {"begin": 1, "two": 2, "end": 1}
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """The folder of a run that has ended."""
-    folder = tmp_path_factory.mktemp("first")
-    run(1, folder, *STEADY)
-    return folder
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    found = {}
+    for launch, ranks in LAUNCHES.items():
+        env = {"WARM_RUNS": str(folder), "WARM_LAUNCH": launch}
+        found[launch] = run_checks([FILE], ranks, env=env)
+    return found
 
 
-def test_a_run_starts_from_another_ones_weights_on_every_rank(first, tmp_path):
-    start = f"--init_from={first}"
-    output, _ = run(2, tmp_path / "second", *STILL, "--num_steps=2", start)
-    assert output.count(f"starting from the weights of {first}") == 1
-    with state(first, 6) as before, state(tmp_path / "second", 2) as after:
-        weights = [n for n in before.files if n.startswith("model/")]
-        assert len(weights) == 4 and after["step"] == 2
-        for name in weights:
-            np.testing.assert_allclose(after[name], before[name], atol=1e-9)
-    # Typed again it goes on from its own checkpoint, not from the other run's.
-    output, _ = run(1, tmp_path / "second", *STILL, "--num_steps=3", start)
-    assert "resuming from" in output and "starting from" not in output
-
-
-def test_a_head_of_another_size_ends_all_ranks_or_is_left_out_on_request(first, tmp_path):
-    flags = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={first}"]
-    command = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={tmp_path / 'second'}"]
-    ended = launch(2, [*command, *flags])
-    (error,) = ended.errors()
-    assert ended.code != 0 and "dense_1/kernel ([32, 3] there, [32, 5] here)" in error
-    assert "--init_skip_mismatched" in error
-    output, _ = run(1, tmp_path / "second", *flags, "--init_skip_mismatched")
-    assert "left as made: dense_1/kernel ([32, 3] there" in output
-    with state(first, 6) as before, state(tmp_path / "second", 2) as after:
-        body = next(n for n in before.files if n.endswith("/dense/kernel"))
-        np.testing.assert_allclose(after[body], before[body], atol=1e-9)
+@pytest.mark.parametrize("name", names_of_checks(FILE))
+def test_real_runs(name, outcomes):
+    failure = outcomes[name.split("_")[1]][name]
+    assert failure is None, failure
