@@ -130,12 +130,11 @@ def test_make_train_runs_on_two_ranks(task, forks):
     assert not shell("git status --porcelain", fork), "what a run leaves behind is not ignored"
 
 
-@pytest.mark.parametrize("task", ["blank"])
-def test_a_projects_tests_find_what_they_import(task, forks):
+def test_a_projects_tests_find_what_they_import(forks):
     """They are the same in every project, so a few are run, where least is beside them."""
     chosen = " ".join(f"tests/test_{name}.py" for name in ("config", "folders"))
-    assert " passed" in shell(f"make -o setup test ARGS='-q {chosen}'", forks[task], 300)
-    found = shell("make -o setup test ARGS='-n 0 -q --collect-only'", forks[task], 300)
+    assert " passed" in shell(f"make -o setup test ARGS='-q {chosen}'", forks["blank"], 300)
+    found = shell("make -o setup test ARGS='-n 0 -q --collect-only'", forks["blank"], 300)
     assert int(re.search(r"(\d+) tests collected", found)[1]) > 400
 
 
