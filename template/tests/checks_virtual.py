@@ -23,9 +23,6 @@ from engine import world as world_lib
 from engine.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
-# As in a run: TensorFlow may join and reorder kernels here, which small_runs leaves out.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
-
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
 TIMES = {"samples_per_second"}
@@ -94,7 +91,13 @@ def begin(world):
 
 
 def train(world, name, task=Ordinary, stop_signal=None, **settings):
+    """One of RUNS by `name`, or a part of one (""), with the graph's optimizer, as users have it.
+
+    Others leave it out, which takes most of a small run's time.
+    """
     begin(world)
+    left_out = name not in ("", *RUNS)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
     run_dir = FOLDER / f"{LAUNCH}-{name}"
     return fit(world, task, stop_signal, **{"run_dir": run_dir} | VIRTUAL | settings)
 
