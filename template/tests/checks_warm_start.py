@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import config as config_lib
+from config import Config
+from engine import world as world_lib
 from engine.stop import DONE, WRONG_USE
 from small_runs import Outcome, fit_config
 from tasks.blank import Task
@@ -32,6 +34,7 @@ def part_of(launch):
     def decorate(check):
         @functools.wraps(check)
         def checked(world):
+            world_lib.set_up(world, Config())  # before ranks exchange anything, as in a run
             if os.environ.get("WARM_LAUNCH") == launch:
                 check(world)
 
