@@ -30,7 +30,7 @@ lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 
-bench: setup ## the same weights on any number of ranks, in numbers, and the same bits; an hour
+bench: setup ## the same weights on any number of ranks, in numbers, and the same bits; 50 minutes and more
 	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
 	@$(IN_VENV) python benchmarks/bits.py
 

@@ -41,7 +41,7 @@ class Evaluator:
         exact = bool(run.config.virtual_ranks)
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
-        self._at = run.state
+        self._at = run.state.step
 
     def try_out(self) -> None:
         """One example through all of it: a mistake shows before the first training step.
@@ -74,7 +74,6 @@ class Evaluator:
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         total, shown, error = self._sums(self._world, metrics.zeros(self._step)), None, None
         batches, ballot = iter(self._feed), Ballot()
-        step = tf.cast(self._at.step, tf.int64)
         for place in range(self._feed.rounds):  # as many as the rank with most batches has
             batch = None
             try:
@@ -84,7 +83,7 @@ class Evaluator:
             if batch is not None:
                 if self._seeds:
                     number = place * self._world.size + self._world.rank
-                    self._seeds.assign(step, tf.constant(number, tf.int64))
+                    self._seeds.assign(self._at, tf.constant(number, tf.int64))
                 outputs, more = self._step(batch)
                 total.add({name: value.numpy() for name, value in more.items()})
                 shown = shown or (batch, outputs)

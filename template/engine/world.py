@@ -92,9 +92,10 @@ class World:
         values = [raw(v) for v in variables]
         hvd.broadcast_variables([v for v in values if v.dtype not in _NOT_SENT], root_rank=0)
         others = [v for v in values if v.dtype in _NOT_SENT]
-        known = self.broadcast_object([v.numpy() for v in others], "broadcast.others")
-        for variable, value in zip(others, known):
-            variable.assign(value)
+        if others:
+            known = self.broadcast_object([v.numpy() for v in others], "broadcast.others")
+            for variable, value in zip(others, known):
+                variable.assign(value)
 
     def check_same(self, fingerprint: str, what: str) -> None:
         """Raises Stop on every rank when `fingerprint` is not the same on all of them."""

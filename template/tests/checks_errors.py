@@ -16,8 +16,8 @@ from small_runs import fit_config, folder
 from tasks.segmentation import Task
 
 
-def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, list[str]]:
-    """Trains on scenes that rank 0 has spoilt; the message, and the names of the checkpoints."""
+def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, Path, list[str]]:
+    """Trains on scenes that rank 0 has spoilt: message, folder of the scenes, checkpoints."""
     root = folder(world)
     if world.is_chief:
         settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
@@ -30,7 +30,7 @@ def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, lis
     ended = fit_config(config_lib.parse(words), world, Task)
     assert ended.code == WRONG_USE, (ended.code, ended.message)
     assert "\n" not in ended.message
-    return ended.message, ended.checkpoints
+    return ended.message, root / "data", ended.checkpoints
 
 
 def names(root: Path, split: str) -> list[str]:
@@ -42,8 +42,11 @@ def labels(root: Path) -> list[Path]:
 
 
 def check_image_without_label(world):
-    message, _ = refused(world, lambda root: labels(root)[0].unlink())
-    assert ".png" in message and "label" in message, message
+    def spoil(root):
+        (root / "labels" / f"{names(root, 'train')[0]}.png").unlink()
+
+    message, root, _ = refused(world, spoil)
+    assert names(root, "train")[0] in message, message
 
 
 def check_corrupt_png_in_mid_run_keeps_what_was_trained(world):
@@ -53,8 +56,8 @@ def check_corrupt_png_in_mid_run_keeps_what_was_trained(world):
         path = root / "images" / f"{names(root, 'train')[9]}.png"  # the first is tried at start
         path.write_bytes(path.read_bytes()[:60])
 
-    message, (saved,) = refused(world, spoil, "--num_steps=9")
-    assert ".png" in message, message
+    message, root, (saved,) = refused(world, spoil, "--num_steps=9")
+    assert f"{names(root, 'train')[9]}.png" in message, message
     assert int(saved[5:]) < 4
 
 
@@ -62,8 +65,8 @@ def check_corrupt_validation_image(world):
     def spoil(root):
         (root / "images" / f"{names(root, 'val')[0]}.png").write_bytes(b"not a picture")
 
-    message, _ = refused(world, spoil, "--num_steps=1")
-    assert ".png" in message, message
+    message, root, _ = refused(world, spoil, "--num_steps=1")
+    assert f"{names(root, 'val')[0]}.png" in message, message
 
 
 def check_label_value_out_of_range(world):
@@ -73,7 +76,7 @@ def check_label_value_out_of_range(world):
             label.putpixel((3, 4), 99)
             label.save(path)
 
-    message, _ = refused(world, spoil)
+    message, *_ = refused(world, spoil)
     assert "99" in message and ".png" in message, message
 
 
@@ -82,7 +85,7 @@ def check_image_and_label_of_different_size(world):
         for path in labels(root):
             Image.open(path).resize((30, 32)).save(path)
 
-    message, _ = refused(world, spoil)
+    message, *_ = refused(world, spoil)
     assert "30" in message and "32" in message, message
 
 
@@ -91,7 +94,7 @@ def check_fewer_samples_than_ranks(world):
         listing = root / "splits" / "train.txt"
         listing.write_text(names(root, "train")[0] + "\n")
 
-    message, _ = refused(world, spoil)
+    message, *_ = refused(world, spoil)
     assert "1 training sample" in message and f"{world.size} ranks" in message, message
 
 
@@ -99,10 +102,10 @@ def check_unwritable_run_folder(world):
     def spoil(root):
         (root.parent / "file").write_text("in the way")
 
-    message, _ = refused(world, spoil, "--run_dir={root}/file/run")
+    message, *_ = refused(world, spoil, "--run_dir={root}/file/run")
     assert "file" in message, message
 
 
 def check_no_such_data(world):
-    message, _ = refused(world, shutil.rmtree)
+    message, *_ = refused(world, shutil.rmtree)
     assert "/data" in message, message
