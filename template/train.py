@@ -46,6 +46,7 @@ from engine import world as world_lib
 from engine.checkpoint import Found
 from engine.health import Ending
 from engine.interrupt import StopSignal
+from engine.peers import Peers
 from engine.sampler import Sampler
 from engine.stop import BUG, DONE, PREEMPTED, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
@@ -252,7 +253,13 @@ def main(argv: list[str]) -> int:
     config = config_lib.from_command_line(argv)
     # From here on: a run may be told to stop while it starts.
     stop_signal = StopSignal(launch_rank())
-    world, code = world_lib.connect(reduction.environment(config)), DONE
+    try:
+        world, code = world_lib.connect(reduction.environment(config)), DONE
+    except Stop as stop:
+        if launch_rank() == 0:
+            complain(str(stop))
+        return stop.code
+    peers = Peers(world, config.stall_shutdown_s)
     try:
         fit(config, world, stop_signal)
     except Stop as stop:
@@ -262,7 +269,7 @@ def main(argv: list[str]) -> int:
     except tf.errors.OpError as error:
         if "Horovod has been shut down" not in str(error):
             raise
-        complain(f"rank {world.rank} on {world_lib.hostname()} ends: another rank ended before it")
+        peers.explain()
         return BUG
     world_lib.finish(world)
     return code

@@ -3,6 +3,10 @@
 A host is a process in namespaces of its own (its sshd, number 1 there) on a bridge that all
 share. When that process ends, so does everything on the host and so does its network: nothing
 is left behind, whatever a test did.
+
+They help nobody: a command over ssh finds what Debian's sshd gives it, no PATH to the project and
+no variables; each host has a home of its own, with the user's key and nothing else in it, and a
+umask that keeps files to their owner.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,8 +28,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PORT = 2222
 _LAST_LINES = 60
+# No host key is left behind that the product would have to learn by itself.
+_LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 
-# What horovodrun, mpirun and the ranks need, as on a cluster where root runs nothing.
+# Where a command is typed the environment is active, as the README says; that root may run MPI
+# stands for the ordinary user that a cluster has.
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -92,15 +100,17 @@ class Host:
     ) -> None:
         self.name, self.address = f"node{number}", f"10.77.0.{number}"
         self._folder = folder / self.name
-        self._folder.mkdir()
+        self.home = self._folder / "home"
+        (self.home / ".ssh").mkdir(parents=True, mode=0o700)
         self._write_settings(key, count, ssh_port)
         script = f"""
             set -e
             hostname {self.name}
             mount --bind {self._folder}/hosts /etc/hosts
-            mount --bind {self._folder}/ssh_config /etc/ssh/ssh_config
+            mount --bind {self._folder}/passwd /etc/passwd
             read -r _ # until its network is there
-            exec /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
+            umask 077
+            exec env --ignore-environment /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
         """
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc"]
         self._outer = subprocess.Popen(
@@ -124,12 +134,12 @@ class Host:
         (self._folder / "sshd_config").write_text(
             f"Port {ssh_port}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nPidFile none\n"
             "UsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
-            f"MaxStartups 100\nSetEnv PATH={ENVIRONMENT['PATH']}\n"
+            "MaxStartups 100\n"
         )
-        (self._folder / "ssh_config").write_text(
-            f"IdentityFile {key}\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
-            "LogLevel ERROR\nServerAliveInterval 2\nServerAliveCountMax 3\n"
-        )
+        users = Path("/etc/passwd").read_text()
+        users = re.sub(r"^(root:.*:)[^:]*:", rf"\1{self.home}:", users, flags=re.MULTILINE)
+        (self._folder / "passwd").write_text(users)
+        shutil.copy(key, self.home / ".ssh" / "id_ed25519")
 
     def _connect(self, switch: int, number: int) -> None:
         port = f"port{number}"
@@ -145,7 +155,8 @@ class Host:
     def words(self, *command: str) -> list[str]:
         """The command that runs `command` on this host."""
         enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc"]
-        return [*enter, "--pid", f"--wd={ROOT / 'template'}", "--", *map(str, command)]
+        home = ["--", "env", f"HOME={self.home}"]
+        return [*enter, "--pid", f"--wd={ROOT / 'template'}", *home, *map(str, command)]
 
     def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Ended:
         return run(self.words(*command), timeout, env)
@@ -210,7 +221,8 @@ class Hosts:
 
     def _wait_for_ssh(self, host: Host) -> None:
         for _ in range(50):
-            ended = self[1].run("ssh", "-p", str(self._port), host.name, "hostname", timeout=10)
+            words = ["ssh", "-p", str(self._port), *_LEAVES_NO_TRACE, host.name, "hostname"]
+            ended = self[1].run(*words, timeout=10)
             if ended.output.strip() == host.name:
                 return
             time.sleep(0.1)

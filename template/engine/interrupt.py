@@ -1,4 +1,5 @@
-"""Requests to stop: Ctrl-C (SIGINT), a preemption notice (SIGTERM), a time limit (SIGUSR1).
+"""Requests to stop: Ctrl-C (SIGINT), a preemption notice (SIGTERM), a time limit (SIGUSR1), a
+terminal that is gone (SIGHUP).
 
 Python runs a signal handler only when the main thread is back from C code, and there a rank may
 be for minutes: in `hvd.init`, in a long step, or in a collective that another rank never enters.
@@ -16,6 +17,7 @@ import time
 # SIGINTs this close together, in seconds, are one Ctrl-C that came in two ways: the terminal
 # sends it to every process, and a launcher may pass it on.
 _ONE_PRESS = 0.5
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
 
 
@@ -29,7 +31,7 @@ class StopSignal:
     """Remembers that this process was asked to save and end; a second Ctrl-C ends it at once.
 
     SIGINT and SIGTERM are answered with a line on standard error by rank 0. SIGUSR1 is not: it
-    comes from hosts.sh or Slurm, which tell by themselves.
+    comes from hosts.sh or Slurm, which tell by themselves. Nor is SIGHUP: nobody is there.
 
     Attributes:
       asked: whether a stop was asked for.
@@ -47,9 +49,10 @@ class StopSignal:
         threading.Thread(target=self._listen, args=(heard,), name="stop", daemon=True).start()
         # The C part of a handler writes the signal's number there without waiting for Python.
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            if number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # started by `nohup` or a script's `&`: Ctrl-C is not meant for it
+        for number in _REQUESTS:
+            by_terminal = number in (signal.SIGINT, signal.SIGHUP)
+            if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # started by `nohup` or a script's `&`: not meant for it
             signal.signal(number, _left_to_the_thread)
 
     def _listen(self, heard: int) -> None:
@@ -58,7 +61,7 @@ class StopSignal:
                 self._hear(number)
 
     def _hear(self, number: int) -> None:
-        if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if number not in _REQUESTS:
             return
         if number == signal.SIGINT:
             now = time.monotonic()
@@ -71,7 +74,7 @@ class StopSignal:
             self._answer(number)
 
     def _answer(self, number: int) -> None:
-        if not self._speaks or number == signal.SIGUSR1:
+        if not self._speaks or number in (signal.SIGUSR1, signal.SIGHUP):
             return
         text = "stopping after this step: saving, then ending"
         if number == signal.SIGINT:

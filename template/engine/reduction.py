@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import tensorflow as tf
 from config import Config
 
 _MIB = 1 << 20
+_STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -34,6 +36,11 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
     if config.hierarchical_allgather:
         knobs["HOROVOD_HIERARCHICAL_ALLGATHER"] = "1"
+    # Who started the run may have told Horovod by itself.
+    if config.stall_shutdown_s and _STALL_SHUTDOWN not in os.environ:
+        knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
+        if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
+            knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
     if config.autotune:
         # Horovod opens its log when it starts; a folder that cannot be made is told of later.
         with contextlib.suppress(OSError):
@@ -50,7 +57,7 @@ def check_backend(config: Config) -> None:
     """
     wanted = config.reduce_backend
     if wanted == "nccl":
-        if not hvd.nccl_built() or not tf.config.list_physical_devices("GPU"):
+        if not hvd.nccl_built() or not tf.config.get_visible_devices("GPU"):
             raise ValueError("--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU")
     elif wanted != "auto" and wanted != ("mpi" if hvd.mpi_enabled() else "gloo"):
         raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")

@@ -13,6 +13,9 @@ DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
+_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
 class Stop(Exception):
     """The run ends here, on every rank, with this exit code; `message` is for a person."""
 
@@ -24,6 +27,15 @@ class Stop(Exception):
 def launch_rank() -> int:
     """This process's rank as its launcher told it, before Horovod is up; 0 when run alone."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
+
+
+def launched_ranks() -> tuple[int, str]:
+    """How many processes the launcher says it started with this one, and where it says so."""
+    for name in _SIZE_VARIABLES:
+        # Slurm describes the whole job to a batch script too, which is one process.
+        if name in os.environ and (name != "SLURM_STEP_NUM_TASKS" or "SLURM_PROCID" in os.environ):
+            return int(os.environ[name]), name
+    return 1, ""
 
 
 def complain(text: str) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import reduction
-from engine.stop import BUG, RANK_VARIABLES, WRONG_USE, Stop
+from engine import devices, reduction
+from engine.stop import BUG, RANK_VARIABLES, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
@@ -107,7 +107,11 @@ class World:
 
 
 def connect(knobs: Mapping[str, str] | None = None) -> World:
-    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
+
+    Raises:
+      Stop: Horovod sees another number of ranks than the launcher started.
+    """
     os.environ.update(knobs or {})
     if not any(name in os.environ for name in RANK_VARIABLES):
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
@@ -116,6 +120,15 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
         # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
         from mpi4py import MPI  # noqa: F401
     hvd.init()
+    started, variable = launched_ranks()
+    if hvd.size() < started:
+        # Each would train alone, all of them into one folder.
+        raise Stop(
+            WRONG_USE,
+            f"{variable} says that {started} processes were started together, but Horovod sees "
+            f"{hvd.size()}: their MPI is not the one that Horovod was built with. Use horovodrun, "
+            "that MPI's own mpirun, or srun --mpi=pmix",
+        )
     return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
@@ -123,10 +136,11 @@ def set_up(world: World, config: Config) -> None:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
     Raises:
-      Stop: on all ranks, when a host has more ranks than GPUs.
+      Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
+    threads = config.cpu_threads or _share_of_cores(world)
     with world.together("choosing a device"):
-        _choose_device(world, config.cpu_threads)
+        _choose_device(world, config.device, threads)
         reduction.check_backend(config)
 
 
@@ -150,11 +164,11 @@ def describe(world: World) -> str:
     shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     device = (
         "one GPU each"
-        if tf.config.list_physical_devices("GPU")
+        if tf.config.get_visible_devices("GPU")
         else f"{_threads()} CPU thread(s) each"
     )
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
-    if tf.config.list_physical_devices("GPU") and hvd.nccl_built():
+    if tf.config.get_visible_devices("GPU") and hvd.nccl_built():
         carrier = f"NCCL, set up over {carrier}"
     ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
     return f"{ranks} on {len(hosts)} host(s) ({shown}), {device}, {carrier}"
@@ -177,9 +191,11 @@ def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _choose_device(world: World, threads: int) -> None:
+def _choose_device(world: World, device: str, threads: int) -> None:
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
+    if device == "cpu":
+        tf.config.set_visible_devices([], "GPU")
+    elif gpus:
         if world.local_rank >= len(gpus):
             raise ValueError(
                 f"{hostname()} has {len(gpus)} visible GPU(s) but runs {world.local_size} ranks: "
@@ -188,17 +204,24 @@ def _choose_device(world: World, threads: int) -> None:
         tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
         tf.config.experimental.set_memory_growth(gpus[world.local_rank], True)
         return
-    threads = threads or _threads_for(world)
+    elif reason := devices.why_no_gpu(device):
+        raise ValueError(reason)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
-def _threads_for(world: World) -> int:
-    """Cores of this process over the ranks that share them."""
-    cores = len(os.sched_getaffinity(0))
-    # mpirun or launch/bind.sh gave each rank cores of its own.
-    bound = {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ)
-    return max(1, cores if bound else cores // world.local_size)
+def _share_of_cores(world: World) -> int:
+    """How many threads this process may have, with all ranks of its host at work.
+
+    Whatever bound them, or did not: a core that this process may run on counts by how many ranks
+    of the host may run on it as well.
+    """
+    own = os.sched_getaffinity(0)
+    mask = f"{sum(1 << core for core in own):x}"
+    everyone = world.gather_objects((hostname(), mask), "cores")
+    masks = [int(theirs, 16) for host, theirs in everyone if host == hostname()]
+    share = sum(1 / sum(mask >> core & 1 for mask in masks) for core in own)
+    return max(1, int(share + 1e-6))
 
 
 def _threads() -> int:

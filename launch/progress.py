@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Prints the newest step that the folder of a run knows of, as saved or as logged; 0: none yet.
+
+    progress.py python train.py --flagfile=configs/demo.cfg ...
+
+slurm.sbatch asks it before and after a start: a job that gets nowhere is not started again. Exit
+code 1 where the command is no training command: nothing can be said then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from pathlib import Path
+
+
+def run_folder(words: list[str]) -> Path:
+    """--run_dir of a training command, as its own project's config.py reads it."""
+    program = next(number for number, word in enumerate(words) if word.endswith("train.py"))
+    project = Path(words[program]).resolve().parent
+    sys.path.insert(0, str(project))
+    config = importlib.import_module("config")
+    return Path(config.parse(words[program:]).run_dir)
+
+
+def newest_step(folder: Path) -> int:
+    steps = [0]
+    for path in (folder / "checkpoints").glob("step-*"):
+        with contextlib.suppress(ValueError):
+            steps.append(int(path.name.removeprefix("step-")))
+    with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                steps.append(int(json.loads(line)["step"]))
+    return max(steps)
+
+
+if __name__ == "__main__":
+    try:
+        print(newest_step(run_folder(sys.argv[1:])))
+    except (StopIteration, ImportError, ValueError):
+        sys.exit(1)

@@ -1,0 +1,171 @@
+"""Who still answers when ranks wait for each other in vain: the rank that hangs, and its host.
+
+Horovod says the same, that it was shut down, when another rank has ended, was stopped or hangs
+elsewhere. Every rank has a thread that tells whoever connects where its main thread is; so the
+ranks that are left can ask all others. And each rank asks its neighbour from time to time: over
+MPI a process that was stopped would otherwise be waited for for ever.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from engine.stop import BUG, complain
+from engine.world import World, hostname
+
+_PROJECT = Path(__file__).resolve().parent.parent
+_CONNECT = 5.0  # seconds in which a process that runs answers
+_SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
+_ASKED_AT_ONCE = 64
+
+
+class _Place(NamedTuple):
+    host: str
+    addresses: list[str]
+    port: int
+
+
+class Peers:
+    """The ranks' answering threads. Every rank makes one, at the same place."""
+
+    def __init__(self, world: World, stall_seconds: int) -> None:
+        """Opens this rank's port and starts to watch the neighbour.
+
+        Args:
+          stall_seconds: how long a neighbour may be silent before this process ends; 0: for ever.
+        """
+        self._rank = world.rank
+        self._asking = False
+        self._main = threading.main_thread().ident
+        server = socket.create_server(("", 0), backlog=128)
+        self._run = world.broadcast_object(os.urandom(8).hex(), "peers.run")
+        own = _Place(hostname(), _addresses(), server.getsockname()[1])
+        self._places = [_Place(*found) for found in world.gather_objects(tuple(own), "peers.place")]
+        threading.Thread(target=self._answer, args=(server,), name="peers", daemon=True).start()
+        if world.size > 1 and stall_seconds:
+            watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
+            watch.start()
+
+    def explain(self) -> None:
+        """Says who ended or hangs, from the lowest rank that is left; all others are silent."""
+        self._asking = True
+        end = time.monotonic() + _SETTLE
+        while True:
+            states = self._ask_all()
+            missing = {rank: how for rank, how in states.items() if how != "asking"}
+            # Others that are left may still wait for the transport to give up.
+            if time.monotonic() > end or all(how == "gone" for how in missing.values()):
+                break
+            time.sleep(0.5)
+        if self._rank == min(set(range(len(self._places))) - set(missing)):
+            complain(self._sentence(missing))
+
+    def _sentence(self, missing: dict[int, str]) -> str:
+        if not missing:
+            return "Horovod was shut down though all ranks are there: its own lines above say why"
+        # Who ended may have done so for lack of who hangs.
+        hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
+        parts = [f"{self._who(rank)} {_in_words(how)}" for rank, how in list(hangs.items())[:4]]
+        more = f", and {len(hangs) - 4} more ranks" if len(hangs) > 4 else ""
+        return f"the run ends: {'; '.join(parts)}{more}"
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} on {self._places[rank].host}"
+
+    # What a rank says of itself. Nothing is read, so nobody can keep it from answering.
+    def _answer(self, server: socket.socket) -> None:
+        while True:
+            try:
+                link, _ = server.accept()
+                with link:
+                    link.settimeout(1)
+                    at = "asking" if self._asking else self._main_thread()
+                    link.sendall(json.dumps([self._run, self._rank, at]).encode())
+            except OSError:
+                time.sleep(0.1)  # out of open files, or who asked has gone
+
+    def _main_thread(self) -> str:
+        """The innermost line of the project's own that the main thread is at."""
+        frame = sys._current_frames().get(self._main)
+        while frame and not Path(frame.f_code.co_filename).is_relative_to(_PROJECT):
+            frame = frame.f_back
+        if not frame:
+            return "not in the project's code"
+        file = Path(frame.f_code.co_filename).relative_to(_PROJECT)
+        return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
+
+    def _ask_all(self) -> dict[int, str]:
+        others = [rank for rank in range(len(self._places)) if rank != self._rank]
+        with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            return dict(zip(others, pool.map(self._ask, others)))
+
+    def _ask(self, rank: int) -> str:
+        """asking, gone, silent, or the place in the code that the rank is at."""
+        place, gone = self._places[rank], False
+        addresses = ["127.0.0.1"] if place.host == hostname() else place.addresses
+        for address in addresses:
+            try:
+                with socket.create_connection((address, place.port), _CONNECT) as link:
+                    run, number, at = json.loads(_all_of(link))
+                if (run, number) == (self._run, rank):
+                    return at
+                gone = True  # another program has the port by now
+            except ConnectionError:
+                gone = True
+            except (OSError, ValueError):
+                continue
+        return "gone" if gone else "silent"
+
+    def _watch(self, seconds: int) -> None:
+        neighbour = (self._rank + 1) % len(self._places)
+        heard = 0.0  # where a firewall is between, it never is
+        while not self._asking:
+            time.sleep(min(seconds / 4, 30))
+            if self._ask(neighbour) not in ("silent", "gone"):
+                heard = time.monotonic()
+            elif self._ask(neighbour) == "gone":
+                heard = 0.0  # it has ended: launchers see to that
+            elif heard and time.monotonic() - heard > seconds:
+                complain(
+                    f"the run ends: {self._who(neighbour)} has not answered for {seconds} s: its "
+                    "process was stopped, or its host or network hangs"
+                )
+                os._exit(BUG)
+
+
+def _in_words(how: str) -> str:
+    if how == "gone":
+        return "ended before the others; its own words say why"
+    if how == "silent":
+        return "does not answer: its process was stopped, or its host or network hangs"
+    return f"did not come to where the others waited for it: it is at {how}"
+
+
+def _addresses() -> list[str]:
+    """Of this host as others may reach it, the most likely first."""
+    own = [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name != "lo"
+    ]
+    named = os.environ.get("HOROVOD_GLOO_IFACE", "").split(",")
+    first = {a.address for n in named for a in psutil.net_if_addrs().get(n, [])}
+    return sorted(own, key=lambda address: address not in first)
+
+
+def _all_of(link: socket.socket) -> bytes:
+    parts = []
+    while part := link.recv(4096):
+        parts.append(part)
+    return b"".join(parts)
