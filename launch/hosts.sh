@@ -238,6 +238,18 @@ end_at_once() {
     exit 130
 }
 
+# A launcher that was ended itself, as by `scancel`, leaves ranks on other hosts behind.
+# shellcheck disable=SC2329
+sweep() {
+    local name
+    for name in "${names[@]}"; do
+        if is_here "$name"; then continue; fi
+        "${reach[@]}" "$name" sh -s "$LAUNCH_ID" LEFT <"$here/stop.sh" >/dev/null 2>&1 &
+    done
+    sh "$here/stop.sh" "$LAUNCH_ID" LEFT >/dev/null || true
+    wait
+}
+
 # What horovodrun says at its end, in few words; its exit code is always 1, the one that the
 # first failing rank had is in what it says.
 readable() {
@@ -292,6 +304,7 @@ launch() {
     done
     drain
     [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
+    [ "$code" = 0 ] || sweep
     trap - TERM USR1 INT HUP
 }
 

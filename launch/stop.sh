@@ -5,26 +5,47 @@
 #   stop.sh            the ranks of every run on this host
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
 #   stop.sh ID KILL    ends them at once, with all that they started; nothing is saved
+#   stop.sh ID LEFT    what is left of it after its launcher has ended: 20 s to save, then the end
 #   ssh HOST sh -s ID <stop.sh
 
-signal=${2:-USR1} mine=' ' told=0
+signal=${2:-USR1}
+
 # The environment that a process was started with: variables that end with a zero byte. Without
 # /dev/null, grep would read this script's input where no process is left to look at.
-files=$(grep -lszE '^(HOROVOD_RANK|OMPI_COMM_WORLD_RANK|PMIX_RANK)=' /proc/[0-9]*/environ)
-# shellcheck disable=SC2086 # a list of files
-[ -z "${1:-}" ] || files=$(grep -lszxF "LAUNCH_ID=$1" /dev/null $files)
-for file in $files; do
-    pid=${file#/proc/}
-    mine="$mine${pid%/environ} "
-done
+ranks() {
+    files=$(grep -lszE '^(HOROVOD_RANK|OMPI_COMM_WORLD_RANK|PMIX_RANK)=' /proc/[0-9]*/environ)
+    # shellcheck disable=SC2086 # a list of files
+    [ -z "$1" ] || files=$(grep -lszxF "LAUNCH_ID=$1" /dev/null $files)
+    for file in $files; do
+        pid=${file#/proc/}
+        echo "${pid%/environ}"
+    done
+}
 
-for pid in $mine; do
-    if [ "$signal" = USR1 ]; then
-        # Not what a rank has started itself: it knows nothing of this signal.
-        parent=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
-        case $mine in *" $parent "*) continue ;; esac
-    fi
-    kill "-$signal" "$pid" 2>/dev/null && told=$((told + 1))
-done
-echo "sent $signal to $told rank(s) on $(uname -n)"
+# send SIGNAL PIDS: sets `told` to how many got it.
+send() {
+    told=0
+    for pid in $2; do
+        if [ "$1" = USR1 ]; then
+            # Not what a rank has started itself: it knows nothing of this signal.
+            parent=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
+            case " $2 " in *" $parent "*) continue ;; esac
+        fi
+        kill "-$1" "$pid" 2>/dev/null && told=$((told + 1))
+    done
+    echo "sent $1 to $told rank(s) on $(uname -n)"
+}
+
+pids=$(ranks "${1:-}" | tr "\n" " ")
+if [ "$signal" = LEFT ]; then
+    [ -n "$pids" ] || exit 0
+    send USR1 "$pids"
+    for _ in $(seq 20); do
+        pids=$(ranks "$1" | tr "\n" " ")
+        [ -n "$pids" ] || exit 0
+        sleep 1
+    done
+    signal=KILL
+fi
+send "$signal" "$pids"
 [ "$told" -gt 0 ]

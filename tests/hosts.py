@@ -137,7 +137,7 @@ class Host:
             "MaxStartups 100\n"
         )
         users = Path("/etc/passwd").read_text()
-        users = re.sub(r"^(root:.*:)[^:]*:", rf"\1{self.home}:", users, flags=re.MULTILINE)
+        users = re.sub(r"^(root(?::[^:\n]*){4}):[^:\n]*", rf"\1:{self.home}", users, flags=re.M)
         (self._folder / "passwd").write_text(users)
         shutil.copy(key, self.home / ".ssh" / "id_ed25519")
 

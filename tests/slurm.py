@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import time
 from pathlib import Path
 
-from hosts import ENVIRONMENT, Host, Hosts, require
+from hosts import Host, Hosts, require
 
 _CONF = """
 ClusterName=test
@@ -26,7 +25,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -34,6 +33,8 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MpiDefault=none
 ReturnToService=2
+KillOnBadExit={kill_on_bad_exit}
+SlurmdTimeout=10
 KillWait=10
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
@@ -49,7 +50,7 @@ class Slurm:
         require("munged", "slurmctld", "slurmd", "sbatch")
         self._folder, self._node = folder, hosts[1]
         (folder / "state").mkdir()
-        (folder / "slurm.conf").write_text(_CONF.format(folder=folder))
+        self.kill_on_bad_exit(0)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self._env = {"SLURM_CONF": str(folder / "slurm.conf")}
         key = folder / "munge.key"
@@ -77,6 +78,11 @@ class Slurm:
         place = ["env", f"--chdir={cwd}"] if cwd else ["env"]
         return self._node.run(*place, *words, timeout=30, env=self._env).output
 
+    def kill_on_bad_exit(self, value: int) -> None:
+        """What srun does, from now on, where no flag says it."""
+        conf = _CONF.format(folder=self._folder, kill_on_bad_exit=value)
+        (self._folder / "slurm.conf").write_text(conf)
+
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
@@ -97,7 +103,8 @@ class Slurm:
         return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
 
     def _start(self, host: Host, *words: str) -> subprocess.Popen:
-        env = os.environ | ENVIRONMENT | self._env
+        # As a machine starts them: nothing of the user's reaches a job but what the job brings.
+        env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"} | self._env
         with open(self._folder / f"{words[0]}-{host.name}.out", "w") as log:
             return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)
 

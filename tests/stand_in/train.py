@@ -1,0 +1,66 @@
+"""Stands for a training program where a launcher is tested: steps of a fifth of a second, each
+third one saved, and the one after which it is told to stop. Ranks come from srun or from hosts.sh.
+
+    train.py --run_dir=FOLDER [--steps=20] [--mute] [--slow_rank=0] [--fail=STEP:HOW[:once]]
+
+--mute makes no step; --slow_rank takes two seconds longer to end; --fail ends the last rank at a
+step: by an exit code, or by a signal's name.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def rank_and_size() -> tuple[int, int]:
+    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+        if all(name in os.environ for name in names):
+            return int(os.environ[names[0]]), int(os.environ[names[1]])
+    return 0, 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run_dir", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--mute", action="store_true")
+    parser.add_argument("--slow_rank", type=int, default=-1)
+    parser.add_argument("--fail", default="")
+    options = parser.parse_args()
+    rank, size = rank_and_size()
+    told = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: told.append(number))
+    checkpoints = options.run_dir / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    step = max((int(path.name[5:]) for path in checkpoints.iterdir()), default=0)
+    print(f"rank {rank} of {size} begins at step {step}", flush=True)
+    while step < options.steps and not told:
+        time.sleep(0.2)
+        step += not options.mute
+        if rank == 0 and step and (told or step % 3 == 0):
+            (checkpoints / f"step-{step:08}").mkdir(exist_ok=True)
+        if rank == size - 1:
+            fail(options, step)
+    if rank == options.slow_rank:
+        time.sleep(2)
+    print(f"rank {rank} ends at step {step}, told {told}", flush=True)
+    return 75 if told else 0
+
+
+def fail(options: argparse.Namespace, step: int) -> None:
+    at, how, *once = options.fail.split(":") if options.fail else ("-1", "")
+    mark = options.run_dir / "failed"
+    if step != int(at) or (once and mark.exists()):
+        return
+    mark.touch()
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    os._exit(int(how))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
