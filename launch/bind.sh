@@ -68,16 +68,18 @@ share=$((${#cores[@]} / sharers))
 # Slurm has bound a task that may not use all cores that the job has on this host.
 by_slurm=''
 if [ -n "${SLURM_STEP_ID:-}" ] && [ "$available" -lt "${SLURM_CPUS_ON_NODE:-0}" ]; then by_slurm=yes; fi
-if [ -n "${OMPI_MCA_orte_bound_at_launch:-}$by_slurm" ] || [ "$share" -lt 1 ]; then
+if [ -n "${OMPI_MCA_orte_bound_at_launch:-}${RANK_BOUND:-}$by_slurm" ] || [ "$share" -lt 1 ]; then
     exec "$@"
 fi
 own=$(IFS=, && echo "${cores[*]:place * share:share}")
 [ -z "${BIND_SHOW:-}" ] || echo "local rank $rank of $ranks: cores $own${node:+, NUMA node $node}" >&2
 
+export RANK_BOUND=$own # the cores it sees are its own: it need not share them out again
 for words in "numactl --physcpubind=$own --preferred=$node --" "taskset --cpu-list $own"; do
     if [ -z "$node" ] && [[ $words == numactl* ]]; then continue; fi
     # shellcheck disable=SC2086 # words
     if $words true 2>/dev/null; then exec $words "$@"; fi
 done
+unset RANK_BOUND
 echo "note: local rank $rank cannot be bound to cores $own here: it runs as it is" >&2
 exec "$@"

@@ -26,8 +26,6 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
-import tensorflow as tf
-
 from actions import Action, Evaluate, Log, Own, Save, Sync, evaluation_due
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
@@ -48,7 +46,7 @@ from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.peers import Peers
 from engine.sampler import Sampler
-from engine.stop import BUG, DONE, PREEMPTED, Stop, complain, launch_rank
+from engine.stop import DONE, PREEMPTED, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
 from engine.words import some
 from engine.world import World, say
@@ -61,8 +59,7 @@ from tasks import check
 
 def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
-    # 1. One GPU a process, or a share of the cores; settings that depend on the ranks.
-    world_lib.set_up(world, given)
+    # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
     say(world, world_lib.describe(world))
     with world.together("reading the settings"):
@@ -259,18 +256,15 @@ def main(argv: list[str]) -> int:
         if launch_rank() == 0:
             complain(str(stop))
         return stop.code
-    peers = Peers(world, config.stall_shutdown_s)
     try:
-        fit(config, world, stop_signal)
+        # One GPU a process, or a share of the cores.
+        world_lib.set_up(world, config)
+        with Peers(world, config.stall_shutdown_s):
+            fit(config, world, stop_signal)
     except Stop as stop:
         code = stop.code
         if world.is_chief:
             complain(str(stop))
-    except tf.errors.OpError as error:
-        if "Horovod has been shut down" not in str(error):
-            raise
-        peers.explain()
-        return BUG
     world_lib.finish(world)
     return code
 

@@ -158,7 +158,9 @@ def test_no_step_since_the_last_start_ends_it(slurm: Slurm, tmp_path: Path):
 
 
 def test_a_killed_rank_goes_back_and_is_counted(slurm: Slurm, tmp_path: Path):
-    once = Job(slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8", sbatch=("--nodes=1", "--ntasks=1"))
+    once = Job(
+        slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8", sbatch=("--nodes=1", "--ntasks=1")
+    )
     ended = once.end()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), once.log()
 

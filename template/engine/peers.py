@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import tensorflow as tf
 
 from engine.stop import BUG, complain
 from engine.world import World, hostname
@@ -36,7 +37,11 @@ class _Place(NamedTuple):
 
 
 class Peers:
-    """The ranks' answering threads. Every rank makes one, at the same place."""
+    """The ranks' answering threads. Every rank makes one, at the same place.
+
+    For `with`: where the block ends because Horovod was shut down, the lowest rank that is left
+    says who ended or hangs, and the process exits with BUG.
+    """
 
     def __init__(self, world: World, stall_seconds: int) -> None:
         """Opens this rank's port and starts to watch the neighbour.
@@ -56,8 +61,15 @@ class Peers:
             watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
             watch.start()
 
-    def explain(self) -> None:
-        """Says who ended or hangs, from the lowest rank that is left; all others are silent."""
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
+            self._explain()
+            raise SystemExit(BUG)
+
+    def _explain(self) -> None:
         self._asking = True
         end = time.monotonic() + _SETTLE
         while True:

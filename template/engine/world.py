@@ -138,9 +138,8 @@ def set_up(world: World, config: Config) -> None:
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
-    threads = config.cpu_threads or _share_of_cores(world)
     with world.together("choosing a device"):
-        _choose_device(world, config.device, threads)
+        _choose_device(world, config.device, config.cpu_threads or _share_of_cores(world))
         reduction.check_backend(config)
 
 
@@ -211,17 +210,14 @@ def _choose_device(world: World, device: str, threads: int) -> None:
 
 
 def _share_of_cores(world: World) -> int:
-    """How many threads this process may have, with all ranks of its host at work.
-
-    Whatever bound them, or did not: a core that this process may run on counts by how many ranks
-    of the host may run on it as well.
-    """
-    own = os.sched_getaffinity(0)
-    mask = f"{sum(1 << core for core in own):x}"
-    everyone = world.gather_objects((hostname(), mask), "cores")
-    masks = [int(theirs, 16) for host, theirs in everyone if host == hostname()]
-    share = sum(1 / sum(mask >> core & 1 for mask in masks) for core in own)
-    return max(1, int(share + 1e-6))
+    """Cores of this process over the ranks that share them."""
+    cores = len(os.sched_getaffinity(0))
+    # mpirun or launch/bind.sh gave each rank cores of its own; so did Slurm, where a task may not
+    # run on all that the job has on this host.
+    bound = {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ)
+    if "SLURM_STEP_ID" in os.environ and cores < int(os.environ.get("SLURM_CPUS_ON_NODE", 0)):
+        return cores
+    return max(1, cores if bound else cores // world.local_size)
 
 
 def _threads() -> int:

@@ -6,6 +6,7 @@ with all it started or one Python.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -52,7 +53,7 @@ class Terminal:
             except ProcessLookupError:
                 continue
         self._process.wait()
-        os.close(self._keyboard)
+        self.hang_up()
 
     def wait_for(self, pattern: str, timeout: float) -> re.Match[str]:
         """The first match in all that was printed.
@@ -65,6 +66,11 @@ class Terminal:
             assert time.monotonic() < end, f"no {pattern!r} in {timeout} s:\n{self.shown}"
             assert self._read() or self._process.poll() is None, f"no {pattern!r}:\n{self.shown}"
         return found
+
+    def hang_up(self) -> None:
+        """As when its window is closed, or its ssh connection is lost."""
+        with contextlib.suppress(OSError):
+            os.close(self._keyboard)
 
     def press(self, key: bytes) -> None:
         os.write(self._keyboard, key)

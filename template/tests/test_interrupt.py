@@ -86,6 +86,7 @@ def test_only_rank_0_answers():
         (["SIGTERM", "SIGINT"], SAYS),
         (["SIGTERM"], SAYS),
         (["SIGUSR1"], None),  # who sends it tells
+        (["SIGHUP"], None),  # nobody is there
     ],
 )
 def test_a_forwarded_signal_is_no_second_ctrl_c(signals: list[str], answer: str | None):

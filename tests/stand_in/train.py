@@ -1,10 +1,12 @@
 """Stands for a training program where a launcher is tested: steps of a fifth of a second, each
-third one saved, and the one after which it is told to stop. Ranks come from srun or from hosts.sh.
+third one saved, and the one after which it is told to stop. Started by srun, hosts.sh or mpirun.
 
-    train.py --run_dir=FOLDER [--steps=20] [--mute] [--slow_rank=0] [--fail=STEP:HOW[:once]]
+    train.py --run_dir=FOLDER [--steps=20] [--mute] [--deaf] [--slow_rank=0]
+             [--fail=STEP:HOW[:once]]
 
---mute makes no step; --slow_rank takes two seconds longer to end; --fail ends the last rank at a
-step: by an exit code, or by a signal's name.
+--mute makes no step; --deaf hears no signal; --slow_rank takes two seconds longer to end; --fail
+ends the last rank at a step: by an exit code, or by a signal's name. What a rank was told is in
+FOLDER/told-RANK when it has ended.
 """
 
 import argparse
@@ -16,7 +18,11 @@ from pathlib import Path
 
 
 def rank_and_size() -> tuple[int, int]:
-    for names in (("HOROVOD_RANK", "HOROVOD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+    for names in (
+        ("HOROVOD_RANK", "HOROVOD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ):
         if all(name in os.environ for name in names):
             return int(os.environ[names[0]]), int(os.environ[names[1]])
     return 0, 1
@@ -27,13 +33,14 @@ def main() -> int:
     parser.add_argument("--run_dir", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--mute", action="store_true")
+    parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--slow_rank", type=int, default=-1)
     parser.add_argument("--fail", default="")
     options = parser.parse_args()
     rank, size = rank_and_size()
-    told = []
+    told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: told.append(number))
+        signal.signal(number, lambda number, _: options.deaf or told.append(number))
     checkpoints = options.run_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     step = max((int(path.name[5:]) for path in checkpoints.iterdir()), default=0)
@@ -47,6 +54,8 @@ def main() -> int:
             fail(options, step)
     if rank == options.slow_rank:
         time.sleep(2)
+    if told:
+        (options.run_dir / f"told-{rank}").write_text(f"{told}")
     print(f"rank {rank} ends at step {step}, told {told}", flush=True)
     return 75 if told else 0
 
