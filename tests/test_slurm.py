@@ -86,24 +86,58 @@ def test_srun_with_pmix_is_preempted_requeued_and_goes_on(slurm: Slurm, tmp_path
     job.check_that_it_went_on_to_the_end()
 
 
-@pytest.mark.timeout(700)
-def test_horovodrun_is_told_of_its_time_limit_requeued_and_goes_on(slurm: Slurm, tmp_path: Path):
-    job = Job(slurm, tmp_path, "horovodrun", "-p 2222 --interface eth0")
-    job.wait_for("first steps", lambda: f"step 2/{STEPS}" in job.log())
-    assert "2 ranks on 2 host(s) (node1, node2)" in job.log()
-    assert ", Gloo" in job.log()
-    # What --signal=B:USR1 does when the limit comes near.
-    slurm("scancel", "--batch", "--signal=USR1", job.number)
-    job.check_that_it_went_on_to_the_end()
+@pytest.mark.timeout(400)
+def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path):
+    """A script is given a rank by Slurm too, though it is nobody's peer."""
+    words = [*TRAINING, "--synthetic_data", "--num_steps=1", f"--run_dir={tmp_path}/run"]
+    alone = " ".join(words)
+    script = f"{alone}; echo alone $?; srun --mpi=none {alone}; echo srun $?"
+    job = [
+        "sbatch",
+        "--parsable",
+        "--nodes=1",
+        "--ntasks=2",
+        "--time=9",
+        f"--output={tmp_path}/log",
+    ]
+    number = slurm(*job, f"--wrap={script}", cwd=ROOT / "template").strip()
+    wait_for_end(slurm, number, 300)
+    log = (tmp_path / "log").read_text()
+    assert "1 rank on 1 host(s) (node1)" in log and "alone 0" in log, log
+    assert log.count("error: srun started 2 tasks that know nothing of each other") == 1, log
+    assert "srun 2" in log and "Traceback" not in log, log
 
 
-def test_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path):
-    words = ["sbatch", "--parsable", "--nodes=1", "--time=5", f"--output={tmp_path}/log"]
-    words += [str(ROOT / "launch/slurm.sbatch"), sys.executable, "-c", "import sys; sys.exit(3)"]
-    number = slurm(*words, cwd=ROOT / "template").strip()
-    for _ in range(60):
-        job = slurm.job(number)
-        if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
-            break
+def test_ranks_that_slurm_has_bound_stay_where_they_are(slurm: Slurm, tmp_path: Path):
+    """task/affinity gave each a core of its own: bind.sh would share it out again."""
+    show = "import os; print('cores', sorted(os.sched_getaffinity(0)))"
+    words = [
+        "sbatch",
+        "--parsable",
+        "--nodes=1",
+        "--ntasks=2",
+        "--time=5",
+        f"--output={tmp_path}/log",
+    ]
+    words += ["--export=ALL,BIND=1,BIND_SHOW=1", str(ROOT / "launch/slurm.sbatch")]
+    number = slurm(*words, sys.executable, "-c", show, cwd=ROOT / "template").strip()
+    wait_for_end(slurm, number, 60)
+    log = (tmp_path / "log").read_text()
+    assert "cores [0]" in log and "cores [1]" in log and "local rank" not in log, log
+
+
+def wait_for_end(slurm: Slurm, number: str, seconds: float) -> dict[str, str]:
+    end = time.monotonic() + seconds
+    while (job := slurm.job(number))["JobState"] not in ("COMPLETED", "FAILED"):
+        assert time.monotonic() < end, job
         time.sleep(0.5)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "0")
+    return job
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path, code: int):
+    words = ["sbatch", "--parsable", "--nodes=1", "--time=5", f"--output={tmp_path}/log"]
+    words += [str(ROOT / "launch/slurm.sbatch"), sys.executable, "-c", f"raise SystemExit({code})"]
+    job = wait_for_end(slurm, slurm(*words, cwd=ROOT / "template").strip(), 60)
+    found = (job["JobState"], job["ExitCode"], job["Restarts"])
+    assert found == ("FAILED", f"{code}:0", "0")

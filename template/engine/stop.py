@@ -9,8 +9,10 @@ import sys
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
-# Where launchers tell a process its rank: horovodrun, mpirun, other PMIx launchers, srun.
-RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+# Where launchers tell a process its rank: horovodrun, mpirun, PMIx and PMI launchers; and srun,
+# also to a job's script, which is rank 0 of nothing.
+LAUNCHED = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+RANK_VARIABLES = (*LAUNCHED, "SLURM_PROCID")
 
 
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -32,8 +34,7 @@ def launch_rank() -> int:
 def launched_ranks() -> tuple[int, str]:
     """How many processes the launcher says it started with this one, and where it says so."""
     for name in _SIZE_VARIABLES:
-        # Slurm describes the whole job to a batch script too, which is one process.
-        if name in os.environ and (name != "SLURM_STEP_NUM_TASKS" or "SLURM_PROCID" in os.environ):
+        if name in os.environ:
             return int(os.environ[name]), name
     return 1, ""
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import devices, reduction
-from engine.stop import BUG, RANK_VARIABLES, WRONG_USE, Stop, launched_ranks
+from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
@@ -110,17 +110,23 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
     """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
 
     Raises:
-      Stop: Horovod sees another number of ranks than the launcher started.
+      Stop: Horovod would see, or sees, fewer ranks than were started together.
     """
     os.environ.update(knobs or {})
-    if not any(name in os.environ for name in RANK_VARIABLES):
+    started, variable = launched_ranks()
+    if not any(name in os.environ for name in LAUNCHED):
+        if started > 1:
+            raise Stop(
+                WRONG_USE,
+                f"srun started {started} tasks that know nothing of each other: use srun "
+                "--mpi=pmix (srun --mpi=list names what there is)",
+            )
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     elif "OMPI_COMM_WORLD_RANK" in os.environ:
         # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
         from mpi4py import MPI  # noqa: F401
     hvd.init()
-    started, variable = launched_ranks()
     if hvd.size() < started:
         # Each would train alone, all of them into one folder.
         raise Stop(
