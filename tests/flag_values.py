@@ -79,6 +79,8 @@ VALUES: dict[str, list[str]] = {
     "cache_capacity": ["", "--cache_capacity=0", "--cache_capacity=1"],
     "hierarchical_allreduce": ["", "--hierarchical_allreduce"],
     "hierarchical_allgather": ["", "--hierarchical_allgather"],
+    "device": ["", "--device=cpu"],
+    "stall_shutdown_s": ["", "--stall_shutdown_s=0", "--stall_shutdown_s=60"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],
     "log_gradients": ["", "--log_gradients"],

@@ -67,7 +67,7 @@ class Slurm:
         for node in (hosts[1], hosts[2]):
             for name in ("spool", "tmp"):
                 (folder / f"{name}-{node.name}").mkdir()
-            self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
+            self.start_node(node)
         _wait_for(
             lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3,
             "nodes",
@@ -77,6 +77,13 @@ class Slurm:
         """A Slurm command on the first node."""
         place = ["env", f"--chdir={cwd}"] if cwd else ["env"]
         return self._node.run(*place, *words, timeout=30, env=self._env).output
+
+    def start_node(self, node: Host) -> None:
+        self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
+
+    def kill_node(self, node: Host) -> None:
+        """As when its power is cut: Slurm's daemon, and what it has started there."""
+        node.sh("pkill -KILL slurmd; pkill -KILL slurmstepd; pkill -KILL -f [r]un_dir= || true")
 
     def kill_on_bad_exit(self, value: int) -> None:
         """What srun does, from now on, where no flag says it."""

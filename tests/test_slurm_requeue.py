@@ -185,3 +185,16 @@ def test_a_limit_of_restarts(slurm: Slurm, tmp_path: Path):
     ended = job.end()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "1"), job.log()
     assert "it was started again 1 times" in job.log()
+
+
+def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path):  # noqa: F811
+    """Slurm requeues the job by itself; it goes on from its last checkpoint."""
+    job = Job(slurm, tmp_path, "--steps=40")
+    job.wait_for("begins at step 0")
+    time.sleep(2)
+    slurm.kill_node(hosts[2])
+    job.wait_for(lambda: job.state() == "PENDING", 90)
+    slurm.start_node(hosts[2])
+    ended = job.end(120)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log()
+    assert job.steps_at_starts()[1] > 0

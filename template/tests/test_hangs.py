@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str):
     assert ended.code != 0
     (said,) = ended.errors()
     assert f"rank 1 on {HOST}" in said and all(word in said for word in words), said
-    assert "Traceback" not in ended.output, last_lines(ended.output)
+    assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
 
 
 def test_a_rank_that_ended_is_named_and_a_stopped_one_is_not_said_to_have_ended():

@@ -105,10 +105,10 @@ def test_a_backend_that_was_not_started_is_an_error(tmp_path):
 
 def test_hierarchical_reduction_reaches_horovod_as_its_knobs():
     """Only that: Horovod compiles both algorithms for GPUs alone, so none runs on CPUs."""
-    plain = reduction.environment(config_lib.Config())
-    asked = config_lib.Config(hierarchical_allreduce=True, hierarchical_allgather=True)
+    plain = reduction.environment(config_lib.Config(stall_shutdown_s=0))
+    asked = {"hierarchical_allreduce": True, "hierarchical_allgather": True}
     assert plain == {}
-    assert reduction.environment(asked) == {
+    assert reduction.environment(config_lib.Config(stall_shutdown_s=0, **asked)) == {
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
         "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
     }
