@@ -73,6 +73,8 @@ np=${np:-$slots}
 [[ $key != *[[:space:]]* ]] || die "-i '$key': horovodrun and mpirun split a path with spaces: copy the key elsewhere"
 
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
+# doctor.py names the host of a rank that never reports.
+[ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts
 
 # ----------------------------------------------------------------------- the launcher's words
 

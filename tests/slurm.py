@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -65,8 +66,7 @@ class Slurm:
         _wait_for(names["socket"].exists, "munged")
         self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
         for node in (hosts[1], hosts[2]):
-            for name in ("spool", "tmp"):
-                (folder / f"{name}-{node.name}").mkdir()
+            (folder / f"tmp-{node.name}").mkdir()
             self.start_node(node)
         _wait_for(
             lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3,
@@ -79,6 +79,10 @@ class Slurm:
         return self._node.run(*place, *words, timeout=30, env=self._env).output
 
     def start_node(self, node: Host) -> None:
+        # What a killed daemon leaves would keep a step with the same number from starting.
+        spool = self._folder / f"spool-{node.name}"
+        shutil.rmtree(spool, ignore_errors=True)
+        spool.mkdir()
         self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
 
     def kill_node(self, node: Host) -> None:

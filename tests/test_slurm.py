@@ -115,12 +115,13 @@ def test_ranks_that_slurm_has_bound_stay_where_they_are(slurm: Slurm, tmp_path: 
         "sbatch",
         "--parsable",
         "--nodes=1",
-        "--ntasks=2",
+        "--ntasks-per-node=2",
         "--time=5",
         f"--output={tmp_path}/log",
     ]
     words += ["--export=ALL,BIND=1,BIND_SHOW=1", str(ROOT / "launch/slurm.sbatch")]
     number = slurm(*words, sys.executable, "-c", show, cwd=ROOT / "template").strip()
+    assert number.isdigit(), number
     wait_for_end(slurm, number, 60)
     log = (tmp_path / "log").read_text()
     assert "cores [0]" in log and "cores [1]" in log and "local rank" not in log, log
