@@ -123,8 +123,10 @@ def examine(
     if others.rank == 0 and options.run_dir:
         facts.leave_mark(options.run_dir, mark)
 
-    # Rank 0 looks for the others' facts for one time-out, so they wait longer for what follows.
-    with watch("telling rank 0 what it saw", 3 * options.timeout, _which_interface(own)):
+    # Rank 0 looks for the others' facts for one time-out, so they wait longer for what follows;
+    # MPI does not look, and all of its ranks have come when one is here.
+    patience = options.timeout * (1 if others.name == "MPI" else 3)
+    with watch("telling rank 0 what it saw", patience, _which_interface(own)):
         everyone = others.gather("facts", own, options.timeout)
         plan: dict[str, Any] = {}
         if others.rank == 0:
