@@ -16,13 +16,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from preflight import collectives, exchange, facts, links, report, verdict
+from preflight import (
+    collectives,
+    exchange,
+    facts,
+    findings,
+    gpus,
+    links,
+    nccl,
+    network,
+    report,
+    verdict,
+    verdict_network,
+)
 from preflight.exchange import Exchange, watch
 
 MB = 1 << 20
@@ -34,9 +48,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data_dir", default="", help="data folder, as each host will open it")
     add("--run_dir", default="", help="run folder, as training will get it")
     add("--interface", default="", help="network interface between hosts; default: Horovod's")
+    add("--device", default="auto", choices=("auto", "gpu", "cpu"), help="as training will have it")
     add("--json", default="", metavar="FILE", help="write everything there as JSON; - is stdout")
     add("--full", action="store_true", help="also allgather and broadcast, sizes up to 256 MB")
     add("--max_mb", type=int, default=16, help="largest allreduce that is timed (default 16)")
+    add(
+        "--min_busbw",
+        type=float,
+        default=0.0,
+        help="least bus bandwidth of the largest allreduce, GB/s; 0: not judged",
+    )
     add("--no_collectives", action="store_true", help="stop before Horovod is started")
     add("--min_free_gb", type=float, default=1.0, help="free space wanted in the run folder")
     add("--max_clock_s", type=float, default=1.0, help="clock difference that is still fine")
@@ -48,70 +69,119 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="time for each try of each direction of each link",
     )
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.min_busbw and options.no_collectives:
+        parser.error("--min_busbw wants the collectives that --no_collectives leaves out")
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    # A name of a file or a variable may hold bytes that are no text.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stderr.reconfigure(errors="backslashreplace")
     with watch("looking at its own host", options.timeout, "a disk, a mount or nvidia-smi hangs"):
-        own = facts.collect(options.data_dir, options.run_dir, options.interface)
+        own = facts.collect(options.data_dir, options.run_dir, options.interface, options.device)
         if not own["imports"]:
             own["libraries"] = facts.library_versions()
+            own["tensorflow"] = gpus.tensorflow()
     if exchange.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix", file=sys.stderr)
         return 1
-    with watch("reaching the other ranks", options.timeout, "look at --interface and firewalls"):
-        others = exchange.connect()
-    record = examine(others, own, options)
-    with watch("waiting for rank 0", options.timeout, "look at its host"):
-        if others.rank == 0:
-            show(record, others, options)
-        failed = any(f.level == "wrong" for f in record["findings"]) if record else None
-        return int(others.broadcast("verdict", failed, options.timeout))
+    record: dict[str, Any] = {"findings": []}
+    try:
+        with watch("reaching the other ranks", options.timeout, _which_interface(own)):
+            others = exchange.connect()
+        examine(others, own, options, record)
+        with watch("waiting for rank 0", options.timeout, "look at its host"):
+            failed = show(record, others, options) if others.rank == 0 else None
+            return int(others.broadcast("verdict", failed, options.timeout))
+    except exchange.Failed as error:
+        print(*known(record), f"error: {error}", sep="\n", file=sys.stderr, flush=True)
+        return 1
 
 
-def examine(others: Exchange, own: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """All stages; rank 0 gets the record of what was seen, the others get {}."""
-    record: dict[str, Any] = {}
+def _which_interface(own: dict[str, Any]) -> str:
+    inner = network.inner(own["interfaces"])
+    mostly = f": {inner} on this host most likely leads to no other" if inner else ""
+    return f"look at firewalls, name the right --interface{mostly}"
+
+
+def known(record: dict[str, Any]) -> list[str]:
+    """What was found until now, for an early end."""
+    found = record["findings"]
+    return [report.findings(found)] if found else []
+
+
+def examine(
+    others: Exchange, own: dict[str, Any], options: argparse.Namespace, record: dict[str, Any]
+) -> None:
+    """All stages; on rank 0 `record` gets what was seen."""
     mark = f".doctor-{uuid.uuid4().hex}"
     door = links.Door()
-    own["port"] = door.port
+    own["door"] = [door.port, door.token]
     if others.rank == 0 and options.run_dir:
         facts.leave_mark(options.run_dir, mark)
 
-    with watch("telling rank 0 what it saw", 2 * options.timeout, "rank 0 or the network hangs"):
+    # Rank 0 looks for the others' facts for one time-out, so they wait longer for what follows;
+    # MPI does not look, and all of its ranks have come when one is here.
+    patience = options.timeout * (1 if others.name == "MPI" else 3)
+    with watch("telling rank 0 what it saw", patience, _which_interface(own)):
         everyone = others.gather("facts", own, options.timeout)
         plan: dict[str, Any] = {}
         if others.rank == 0:
-            record = {"facts": everyone, "pairs": [], "speeds": [], "clocks": None}
-            record["findings"] = verdict.before_horovod(everyone, others.name, options)
-            record["hosts"] = list(verdict.leaders(everyone).values())
-            places = [(everyone[r]["address"], everyone[r]["port"]) for r in record["hosts"]]
-            plan = {"leaders": record["hosts"], "places": places, "mark": mark}
-        plan = others.broadcast("plan", plan, options.timeout)
+            plan = _plan(everyone, others, options, record) | {"mark": mark}
+        plan = others.broadcast("plan", plan, 2 * options.timeout)
 
-    # Every host with every other; a rank that is not its host's first only waits.
+    go_on = False
+    if plan["everyone_came"]:
+        go_on = _test_links(others, plan, door, options, record)
+    if others.rank == 0 and options.run_dir:
+        facts.remove_mark(options.run_dir, mark)
+    door.close()
+    if go_on:
+        _test_collectives(others, options, record)
+
+
+def _plan(
+    everyone: list[Any], others: Exchange, options: argparse.Namespace, record: dict[str, Any]
+) -> dict[str, Any]:
+    """On rank 0: judges the facts; what all ranks must know for the next stage."""
+    findings.tell_apart(everyone)
+    doors = {rank: its.pop("door") for rank, its in enumerate(everyone) if its}
+    record |= {"facts": everyone, "pairs": [], "speeds": [], "clocks": None, "networks": []}
+    gone = verdict.missing(everyone, exchange.dealt(), others.meeting, options.timeout)
+    record["findings"] += gone + verdict.before_horovod(everyone, others.name, options)
+    record["hosts"] = list(findings.leaders(everyone).values())
+    theirs = [everyone[rank] for rank in record["hosts"]]
+    places = [(everyone[rank]["address"], *doors[rank]) for rank in record["hosts"]]
+    return {
+        "everyone_came": not gone,
+        "leaders": record["hosts"],
+        "places": places,
+        "addresses": [verdict_network.others_addresses(its) for its in theirs],
+    }
+
+
+def _test_links(
+    others: Exchange,
+    plan: dict[str, Any],
+    door: links.Door,
+    options: argparse.Namespace,
+    record: dict[str, Any],
+) -> bool:
+    """Every host with every other; a rank that is not its host's first only waits."""
     limit = options.timeout + len(plan["leaders"]) * (4 * options.link_seconds + 5)
-    with watch("testing links between hosts", limit, "look at the findings of other ranks"):
+    advice = "look at the findings of other ranks"
+    with watch("testing links between hosts", limit, advice, lambda: "\n".join(known(record))):
         seen, closed = _look_around(others, plan, door, options, limit)
         views = others.gather("views", seen, limit)
         go_on = None
         if others.rank == 0:
             record["pairs"] = [p for view in views if view for p in view.get("pairs", [])]
             record["closed"] = closed
-            go_on = _judge_links(record, views, options)
-            if options.run_dir:
-                facts.remove_mark(options.run_dir, mark)
-        go_on = others.broadcast("go_on", go_on, limit)
-    door.close()
-    if go_on:
-        measured = run_collectives(others.rank, options)
-        if others.rank == 0:
-            record |= measured
-            differences = measured["clocks"]
-            record["findings"] += verdict.clocks(everyone, differences, options.max_clock_s)
-            record["findings"] += verdict.results(everyone, measured["wrong"])
-    return record
+            go_on = _judge_links(record, views, others.name, options)
+        return others.broadcast("go_on", go_on, limit)
 
 
 def _look_around(
@@ -128,48 +198,84 @@ def _look_around(
     everyone = others.gather("knocks", failed, limit)
     closed = others.broadcast("closed", [way for its in everyone for way in its or []], limit)
     if position is not None:
-        ways = {way["pair"] for way in closed}
+        seen["unreached"] = links.unreached(position, places, plan["addresses"])
+        ways = {tuple(way["pair"]) for way in closed}
         seen["pairs"] = links.measure(door, position, places, ways, options.link_seconds)
         if options.run_dir:
             seen["mark"] = facts.sees_mark(options.run_dir, plan["mark"])
     return seen, closed
 
 
-def _judge_links(record: dict[str, Any], views: list[Any], options: argparse.Namespace) -> bool:
+def _judge_links(
+    record: dict[str, Any], views: list[Any], via: str, options: argparse.Namespace
+) -> bool:
     """On rank 0; returns whether Horovod can be started."""
-    everyone, found = record["facts"], record["findings"]
+    everyone, hosts, found = record["facts"], record["hosts"], record["findings"]
     pairs = record["closed"] + record["pairs"]
-    found += verdict.links(everyone, pairs, record["hosts"], options.slow_factor)
+    found += verdict_network.links(everyone, pairs, hosts, options.slow_factor)
+    record["unreached"] = unreached = [
+        way for view in views if view for way in view.get("unreached", [])
+    ]
+    found += verdict_network.interfaces(everyone, hosts, unreached, via, options)
     sees = {rank: v["mark"] for rank, v in enumerate(views) if v and "mark" in v}
     found += verdict.run_folder(everyone, sees, options.run_dir)
     return not options.no_collectives and not any(f.fatal for f in found)
 
 
-def run_collectives(rank: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Clocks, right results, speeds: the same on every rank."""
+def _test_collectives(
+    others: Exchange, options: argparse.Namespace, record: dict[str, Any]
+) -> None:
+    own = run_collectives(others.rank, options, lambda: "\n".join(known(record)))
+    # Not by Horovod, which may be what is wrong.
+    with watch("telling rank 0 what came out", options.timeout, "look at the other ranks"):
+        seen = others.gather("collectives", [own.pop("wrong"), own.pop("network")], options.timeout)
+    if others.rank == 0:
+        everyone, found = record["facts"], record["findings"]
+        record |= own | {"wrong": [its[0] for its in seen], "networks": [its[1] for its in seen]}
+        found += verdict.clocks(everyone, own["clocks"], options.max_clock_s)
+        found += verdict.results(everyone, record["wrong"])
+        found += verdict_network.fabric(everyone, record["networks"], options)
+        found += verdict_network.bandwidth(own["speeds"], options.min_busbw)
+
+
+def run_collectives(
+    rank: int, options: argparse.Namespace, known: Callable[[], str]
+) -> dict[str, Any]:
+    """Clocks and speeds, the same on every rank; of this rank, wrong results and NCCL's network."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    if exchange.launcher() == "alone":  # Gloo needs no launcher, MPI would look for its daemon
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     advice = "its transport finds no way: look at --interface, firewalls, NCCL_DEBUG=INFO"
-    with watch("starting Horovod", options.timeout, advice):
-        hvd.init()
-        gpus = tf.config.list_physical_devices("GPU")
-        if gpus:
-            own = gpus[hvd.local_rank() % len(gpus)]
-            tf.config.set_visible_devices(own, "GPU")
-            tf.config.experimental.set_memory_growth(own, True)
-    advice = "look at NCCL_DEBUG=INFO and at the links above"
-    with watch("running the first collectives", options.timeout, advice):
-        differences = collectives.clock_differences(hvd, tf)
-        wrong = collectives.wrong_results(hvd, tf)
-        wrong_by_rank = hvd.allgather_object(wrong, name="doctor.wrong")
-    with watch("timing collectives", 10 * options.timeout, "try a smaller --max_mb"):
-        largest = (256 if options.full else options.max_mb) * MB
-        rows = collectives.speeds(hvd, tf, largest, options.full) if hvd.size() > 1 else []
-    return {"clocks": [float(d) for d in differences], "wrong": wrong_by_rank, "speeds": rows}
+    with nccl.listening() as log:
+        with watch("starting Horovod", options.timeout, advice, known):
+            hvd.init()
+            devices = tf.config.list_physical_devices("GPU") if options.device != "cpu" else []
+            own = devices[hvd.local_rank() % len(devices)] if devices else None
+            tf.config.set_visible_devices([own] if own else [], "GPU")
+            if own:
+                tf.config.experimental.set_memory_growth(own, True)
+        advice = "look at NCCL_DEBUG=INFO and at the links above"
+        try:
+            with watch("running the first collectives", options.timeout, advice, known):
+                differences = collectives.clock_differences(hvd, tf)
+                wrong = collectives.wrong_results(hvd, tf)
+            with watch("timing collectives", 10 * options.timeout, "try a smaller --max_mb", known):
+                largest = (256 if options.full else options.max_mb) * MB
+                rows = collectives.speeds(hvd, tf, largest, options.full) if hvd.size() > 1 else []
+        except (tf.errors.OpError, RuntimeError) as error:
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise exchange.Failed(
+                f"collectives failed on rank {rank}, host {os.uname().nodename}: {said}; {advice}"
+            ) from None
+        taken = {"network": log.network(), "excuse": log.excuse} if own else None
+    clocks = [float(d) for d in differences]
+    return {"clocks": clocks, "speeds": rows, "wrong": wrong, "network": taken}
 
 
-def show(record: dict[str, Any], others: Exchange, options: argparse.Namespace) -> None:
+def show(record: dict[str, Any], others: Exchange, options: argparse.Namespace) -> bool:
+    """Prints and writes everything; returns whether something is wrong."""
     everyone, found = record["facts"], record["findings"]
     bad = sum(f.level == "wrong" for f in found)
     if options.json != "-":
@@ -180,17 +286,23 @@ def show(record: dict[str, Any], others: Exchange, options: argparse.Namespace) 
             print(f"\n{report.links(everyone, record['pairs'], record['hosts'])}")
         if record["speeds"]:
             print(f"\n{report.speeds(record['speeds'])}")
+        if any(record["networks"]):
+            print(f"\n{report.networks(record['networks'])}")
         if found:
             print(f"\n{report.findings(found)}")
         print(f"\n{bad} thing(s) wrong" if bad else "\nnothing is wrong", flush=True)
     if options.json:
         content = record | {"findings": [dataclasses.asdict(f) for f in found]}
         content |= {"ok": not bad, "launcher": others.name, "time": time.time()}
-        text = json.dumps(content, indent=1, default=str)
+        text = json.dumps(content, indent=1)
         if options.json == "-":
             print(text, flush=True)
         else:
-            Path(options.json).write_text(text + "\n")
+            try:
+                Path(options.json).write_text(text + "\n")
+            except OSError as error:
+                raise exchange.Failed(f"--json={options.json}: {error.strerror}") from None
+    return bool(bad)
 
 
 if __name__ == "__main__":

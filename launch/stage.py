@@ -51,6 +51,7 @@ def stage(source: Path, target: Path, workers: int) -> str:
             f"{target} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be copied"
         )
     (target / _RECORD).unlink(missing_ok=True)
+    _remove_what_was_cut_off(target)
     for folder in {(target / name).parent for name in missing}:
         folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -128,6 +129,14 @@ def _copy_once(source: Path, partial: Path) -> str:
     return digest.hexdigest()
 
 
+def _remove_what_was_cut_off(target: Path) -> None:
+    """Partial copies of processes of this host that have ended."""
+    for path in target.rglob(f"*.{os.uname().nodename}.*{_PART}"):
+        process = path.name.removesuffix(_PART).rpartition(".")[2]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            path.unlink(missing_ok=True)
+
+
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -152,9 +161,10 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError) as caught:
             error = str(caught)
             print(f"error: {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
+    failed = bytearray([error is not None])
     if ranks is not None:  # all ranks of the host end alike, when the copy is there
-        error = ranks.bcast(error)
-    return 1 if error else 0
+        ranks.Bcast(failed)
+    return failed[0]
 
 
 def _ranks_of_this_host():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,7 +78,7 @@ def test_sound_hosts_and_a_clock_that_is_ahead(hosts: Hosts, tmp_path, folders):
 
 @pytest.mark.timeout(400)
 def test_each_fault_is_named_with_its_host(hosts: Hosts, tmp_path, folders):  # noqa: F811
-    """Six faults at once, on different hosts; and not a second finding for any of them."""
+    """Seven faults at once, on different hosts; and not a second finding for any of them."""
     one, two, three = hosts
     # node1: its disk is full.
     one.sh(
@@ -96,7 +98,7 @@ def test_each_fault_is_named_with_its_host(hosts: Hosts, tmp_path, folders):  # 
     other.write_text(metadata.read_text().replace("\nVersion: ", "\nVersion: 0."))
     three.sh(f"mount --bind {other} {metadata}")
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 550.1'\n")
+    smi.write_text("#!/bin/sh\necho '0, GPU-0a1b, NVIDIA H100 80GB HBM3, 550.54.15'\n")
     smi.chmod(0o755)
     for host in hosts:  # a driver that shows one GPU
         host.sh(f"touch /usr/local/bin/nvidia-smi && mount --bind {smi} /usr/local/bin/nvidia-smi")
@@ -123,7 +125,9 @@ def test_each_fault_is_named_with_its_host(hosts: Hosts, tmp_path, folders):  # 
     one_at("node3 (rank 2)", "data folder", "is empty")
     one_at("node3 (rank 2, 3)", "absl-py is 0.", "elsewhere 2.")
     one_at("node3 (rank 2, 3)", "2 ranks but 1 visible GPU(s)")
-    assert len(wrong) == 7, wrong
+    idle = "nvidia-smi shows 1 GPU(s)", "TensorFlow sees none: it is the CPU build"
+    one_at("node1 (rank 0); node2 (rank 1); node3 (rank 2, 3)", *idle)
+    assert len(wrong) == 8, wrong
     # Horovod was not started: under Gloo it would have crashed.
     assert json.loads(result.read_text())["speeds"] == []
     assert "10.77.0.2" in ended.output and "/etc/hosts" in ended.output  # what to do
@@ -158,14 +162,71 @@ def test_two_hosts_that_cannot_reach_each_other(hosts: Hosts, tmp_path):  # noqa
     assert {tuple(p["pair"]) for p in record["pairs"]} == {(0, 1), (0, 2)}
 
 
-def test_alone_without_a_launcher(tmp_path: Path):
-    import subprocess
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dealt", [None, "node1:1,node2:1,node3:1"])
+def test_a_rank_that_never_reports_is_named_with_its_host(hosts: Hosts, tmp_path, dealt):  # noqa: F811
+    """It hangs before it can say anything, as on a disk that does not answer."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$(hostname)" != node3 ] || exec sleep 300\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    words = ["-H", "node1:1,node2:1,node3:1", "--gloo", "-p", "2222", "--interface", "eth0"]
+    command = [str(python), DOCTOR, "--timeout=40", f"--json={tmp_path / 'doctor.json'}"]
+    env = {"LAUNCH_HOSTS": dealt} if dealt else {}
+    ended = hosts[1].run(str(ROOT / "launch/hosts.sh"), *words, *command, timeout=200, env=env)
+    assert ended.code == 1, ended.output
+    [(where, what)] = found(json.loads((tmp_path / "doctor.json").read_text()))
+    assert where == ("node3 (rank 2)" if dealt else "unknown host (rank 2)")
+    assert "nothing came from there in 40 s to the launcher's server at 10.77.0.1 port" in what
+    assert "hung" not in ended.output, "all other ranks ended by themselves"
 
-    words = [sys.executable, DOCTOR, "--json=-", "--no_collectives", f"--data_dir={tmp_path}/none"]
+
+@pytest.mark.timeout(400)
+def test_an_interface_with_the_same_address_everywhere(hosts: Hosts, tmp_path):  # noqa: F811
+    """docker0 as Docker makes it on every host, with no container on it: Open MPI might take it."""
+    for host in hosts:
+        host.sh(
+            "ip link add docker0 type bridge && ip link set docker0 up\n"
+            "ip address add 172.17.0.1/16 dev docker0"
+        )
+    try:
+        words = ["-H", "node1:1,node2:1,node3:1", "--mpi", "-p", "2222"]
+        words += [sys.executable, DOCTOR, "--timeout=40"]
+        ended = hosts[1].run(str(ROOT / "launch/hosts.sh"), *words, timeout=200)
+        assert ended.code == 1, ended.output
+        assert "on node2 hung for 40 s while telling rank 0 what it saw: " in ended.output
+        assert "--interface: docker0 on this host most likely leads to no other" in ended.output
+        # With the interface named nothing is left to say.
+        ended, record = examine(hosts, tmp_path, "--no_collectives", via="mpi")
+        assert (ended.code, record["findings"]) == (0, []), ended.output
+        tried = [[own, other, "172.17.0.1"] for own in range(3) for other in range(3)]
+        assert sorted(record["unreached"]) == [way for way in tried if way[0] != way[1]]
+    finally:
+        for host in hosts:
+            host.sh("ip link del docker0")
+
+
+def test_alone_without_a_launcher(tmp_path: Path):
+    words = [sys.executable, DOCTOR, "--json=-", f"--data_dir={tmp_path}/none"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=100)
     record = json.loads(ended.stdout)
     assert ended.returncode == 1
     assert not record["ok"]
+    assert record["wrong"] == [[]], "collectives run, without MPI's daemon"
     assert [what for _, what in found(record)] == [
         f"the data folder {tmp_path}/none: there is no such folder"
     ]
+
+
+def test_a_host_that_gives_nothing(tmp_path: Path):
+    """No HOME, no PATH, a folder for temporary files that is not there, a run folder of bytes."""
+    run_dir = os.fsdecode(bytes(tmp_path) + b"/r\xff")
+    words = [sys.executable, DOCTOR, "--json=-", "--no_collectives", f"--run_dir={run_dir}"]
+    env = {"TMPDIR": f"{tmp_path}/gone", "TF_X": os.fsdecode(b"\xff")}
+    ended = subprocess.run(words, capture_output=True, timeout=100, env=env, umask=0o077)
+    record = json.loads(ended.stdout)
+    assert [what for _, what in found(record)] == [
+        f"{tmp_path}/gone (temporary files) cannot be written to: there is no such folder"
+    ], ended.stderr
+    assert record["facts"][0]["environment"]["TF_X"] == "\udcff"

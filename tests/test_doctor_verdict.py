@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import copy
 import sys
-import types
 
 import pytest
 
+from doctor_facts import OPTIONS, fact
 from hosts import ROOT
 
 sys.path.insert(0, str(ROOT / "launch"))
-from preflight import exchange, links, verdict
-
-OPTIONS = types.SimpleNamespace(min_free_gb=1.0)
-GB = 1 << 30
-
-
-def fact(host: str, number: int) -> dict:
-    """A sound host's facts."""
-    disk = {"path": "/x", "free": 50 * GB, "error": None}
-    return {
-        "host": host,
-        "program": "/usr/bin/python3",
-        "versions": {"python": "3.11.7", "tensorflow": "2.21.0"},
-        "libraries": {"NCCL": "2.27.7"},
-        "imports": {},
-        "gpus": {"count": 2, "visible": 2, "names": ["H100"], "driver": "550"},
-        "names": {"name": host, "addresses": [f"10.0.0.{number}"]},
-        "interfaces": {"eth0": [f"10.0.0.{number}"], "lo": ["127.0.0.1"]},
-        "address": f"10.0.0.{number}",
-        "disks": {use: dict(disk) for use in ("the run folder", "temporary files", "/dev/shm")},
-        "data": None,
-        "limits": {"open files": 65536.0, "locked memory": float("inf")},
-        "infiniband": True,
-        "environment": {},
-    }
+from preflight import exchange, findings, links, verdict, verdict_network
 
 
 @pytest.fixture
 def facts() -> list[dict]:
     """Two ranks on each of three hosts."""
-    return [fact(f"node{n}", n) for n in (1, 2, 3) for _ in range(2)]
+    every = [fact(f"node{n}", n) for n in (1, 2, 3) for _ in range(2)]
+    for rank, one in enumerate(every):
+        one["local_rank"] = rank % 2
+    return every
 
 
 def texts(findings: list[verdict.Finding]) -> list[str]:
@@ -52,10 +31,34 @@ def test_nothing_is_found_on_sound_hosts(facts):
     assert verdict.before_horovod(facts, "Gloo", OPTIONS) == []
 
 
-def test_a_rank_that_did_not_come_is_fatal(facts):
-    facts[3] = None
-    [finding] = verdict.before_horovod(facts, "Gloo", OPTIONS)
-    assert finding.where == "rank 3" and finding.fatal
+@pytest.mark.parametrize(
+    "gone, dealt, where",
+    [
+        ([3], [], "node2 (rank 3)"),  # beside rank 2
+        ([2, 3], [], "unknown host (rank 2, 3)"),
+        ([2, 3], ["node1"] * 2 + ["node2"] * 2 + ["node3"] * 2, "node2 (rank 2, 3)"),
+        ([1, 2, 3], [], "node1 (rank 1); unknown host (rank 2, 3)"),
+    ],
+)
+def test_a_rank_that_did_not_come_is_fatal(facts, gone, dealt, where):
+    for rank in gone:
+        facts[rank] = None
+    [finding] = verdict.missing(facts, dealt, "the server at a port 1", 120)
+    assert finding.where == where and finding.fatal
+    assert "nothing came from there in 120 s to the server at a port 1" in finding.what
+    verdict.before_horovod(facts, "Gloo", OPTIONS)
+
+
+def test_hosts_of_ranks_as_the_launcher_dealt_them(monkeypatch):
+    monkeypatch.setenv("LAUNCH_HOSTS", "node1:2,fe80::1:1,node3")
+    assert exchange.dealt() == ["node1", "node1", "fe80::1", "node3"]
+
+
+def test_machines_of_one_name_are_told_apart(facts):
+    for rank in (2, 3):
+        facts[rank]["host"] = "node1"
+    findings.tell_apart(facts)
+    assert list(findings.leaders(facts)) == ["node1 at 10.0.0.1", "node1 at 10.0.0.2", "node3"]
 
 
 @pytest.mark.parametrize(
@@ -69,17 +72,25 @@ def test_a_rank_that_did_not_come_is_fatal(facts):
         (lambda f: f["versions"].pop("tensorflow"), "node2 (rank 2)", "tensorflow is not there"),
         (lambda f: f["libraries"].update(NCCL="2.18.1"), "node2 (rank 2)", "NCCL is 2.18.1"),
         (lambda f: f["gpus"].update(driver="470"), "node2 (rank 2)", "GPU driver is 470"),
-        (lambda f: f["gpus"].update(visible=0), "node2 (rank 2, 3)", "no GPU is visible"),
-        (lambda f: f["gpus"].update(visible=1), "node2 (rank 2, 3)", "2 ranks but 1 visible"),
+        (lambda f: f["gpus"].update(driver="471"), "node2 (rank 2)", "GPU driver is 471"),
+        (
+            lambda f: f["fabric"][1].update(state="DOWN"),
+            "node2 (rank 2)",
+            "active InfiniBand ports is 1, elsewhere 2",
+        ),
         (lambda f: f["imports"].update(keras="ImportError: x"), "node2 (rank 2)", "import keras"),
-        (lambda f: f["names"].update(addresses=["10.9.9.9"]), "node2 (rank 2)", "no address of"),
+        (
+            lambda f: f["names"].update(addresses=["10.9.9.9"]),
+            "node2 (rank 2)",
+            "no interface there",
+        ),
         (
             lambda f: f["names"].update(addresses=[], error="unknown"),
             "node2 (rank 2)",
             "not resolve",
         ),
-        (lambda f: f["limits"].update({"locked memory": 65536.0}), "node2 (rank 2)", "locked"),
-        (lambda f: f["limits"].update({"open files": 1024.0}), "node2 (rank 2)", "1024 open"),
+        (lambda f: f["limits"].update({"locked memory": 65536}), "node2 (rank 2)", "locked"),
+        (lambda f: f["limits"].update({"open files": 1024}), "node2 (rank 2)", "1024 open"),
         (lambda f: f["environment"].update(NCCL_IB_DISABLE="1"), "node2 (rank 2)", "NCCL_IB_D"),
         (lambda f: f["disks"]["/dev/shm"].update(free=64 << 20), "node2 (rank 2)", "0.06 GB free"),
     ],
@@ -123,7 +134,7 @@ def rates(hosts: int, slow: set[tuple[int, int]]) -> list[dict]:
 
 def test_a_slow_host_is_named_once_a_direction(facts):
     slow = {(1, 0), (0, 1), (1, 2), (2, 1)}
-    found = texts(verdict.links(facts, rates(3, slow), [0, 2, 4], 4.0))
+    found = texts(verdict_network.links(facts, rates(3, slow), [0, 2, 4], 4.0))
     assert [text.split(" at ")[0] for text in found] == [
         "node2 (rank 2): sends",
         "node2 (rank 2): receives",
@@ -131,12 +142,12 @@ def test_a_slow_host_is_named_once_a_direction(facts):
 
 
 def test_a_slow_pair_is_named_as_a_pair(facts):
-    [text] = texts(verdict.links(facts, rates(3, {(0, 2)}), [0, 2, 4], 4.0))
+    [text] = texts(verdict_network.links(facts, rates(3, {(0, 2)}), [0, 2, 4], 4.0))
     assert text.startswith("node1 (rank 0) to node3 (rank 4): 10.0 MB/s")
 
 
 def test_even_links_are_fine(facts):
-    assert verdict.links(facts, rates(3, set()), [0, 2, 4], 4.0) == []
+    assert verdict_network.links(facts, rates(3, set()), [0, 2, 4], 4.0) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,10 +59,16 @@ def test_goes_on_after_an_interruption(source: Path, tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="power"):
         stage.stage(source, target, 1)
     assert not (target / "a/2.png").exists()
+    cut_off_by = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True).stdout
+    [partial] = target.rglob("*.part")
+    partial.rename(
+        f"{str(partial).removesuffix('.part').rpartition('.')[0]}.{int(cut_off_by)}.part"
+    )
     monkeypatch.undo()
     done = stage.stage(source, target, 1)
     assert "up to date" not in done
     assert same(source, target)
+    assert not list(target.rglob("*.part")), "it would fill the disk, a little each time"
 
 
 def test_a_copy_that_came_out_different_does_not_get_its_name(source, tmp_path, monkeypatch):

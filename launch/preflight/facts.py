@@ -15,14 +15,12 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
+from . import gpus, network
 
 PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py"),
@@ -31,30 +29,43 @@ PACKAGES = (
 _MAX_FILES = 300_000  # of a data folder that are listed; the first ones in the order of names
 
 
-def collect(data_dir: str, run_dir: str, interface: str) -> dict[str, Any]:
-    """Facts of this rank, picklable."""
-    addresses = interfaces()
-    names = resolve(socket.gethostname())
+def collect(data_dir: str, run_dir: str, interface: str, device: str) -> dict[str, Any]:
+    """Facts of this rank, as JSON holds them."""
+    addresses = network.interfaces()
+    names = network.resolve(socket.gethostname())
+    first = local_rank() == 0  # of its host: does what is done once a host
     return {
         "host": os.uname().nodename,
+        "boot": _boot(),
         "local_rank": local_rank(),
         "local_size": local_size(),
         "program": sys.executable,
+        "gpus": gpus.gpus(),
+        "health": gpus.health() if first and device != "cpu" else None,
         "versions": versions(),
         "imports": import_errors(),
-        "gpus": gpus(),
         "names": names,
         "interfaces": addresses,
-        "address": address(interface, addresses, names),
-        "disks": {"temporary files": disk(tempfile.gettempdir())}
+        "down": network.down(),
+        "address": network.address(interface, addresses, names),
+        "disks": {"temporary files": disk(os.environ.get("TMPDIR") or "/tmp", True)}
         | ({"the run folder": disk(run_dir)} if run_dir else {})
-        | {"/dev/shm": disk("/dev/shm")},
-        "data": listing(data_dir) if data_dir and local_rank() == 0 else None,
+        | {"/dev/shm": disk("/dev/shm", True)},
+        "data": listing(data_dir) if data_dir and first else None,
         "limits": limits(),
-        "infiniband": Path("/sys/class/infiniband").is_dir(),
+        "fabric": network.fabric(),
+        "verbs": network.verbs(),
         "cores": len(os.sched_getaffinity(0)),
         "environment": environment(),
     }
+
+
+def _boot() -> str:
+    """The machine, since it was started: containers on it have the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def local_rank() -> int:
@@ -102,7 +113,7 @@ def import_errors() -> dict[str, str]:
 def _held_back_stderr():
     """TensorFlow writes lines of no interest when it is imported, past Python's sys.stderr."""
     shown, text = os.dup(2), [""]
-    with tempfile.TemporaryFile() as held:
+    with open(os.memfd_create("stderr"), "w+b") as held:  # no disk, which may be full
         os.dup2(held.fileno(), 2)
         try:
             yield text
@@ -138,66 +149,11 @@ def _pip_nccl() -> list[Path]:
     return [p for s in sys.path for p in Path(s).glob("nvidia/nccl/lib/libnccl.so.2")]
 
 
-def gpus() -> dict[str, Any]:
-    """GPUs that the driver shows: all of them, and how many this process may use."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except FileNotFoundError:
-        return {"count": 0, "visible": 0, "names": [], "driver": "none"}
-    except (OSError, subprocess.SubprocessError) as error:
-        return {"count": 0, "visible": 0, "names": [], "driver": "none", "error": str(error)}
-    rows = [line.split(", ") for line in text.splitlines() if line.strip()]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = len(rows)
-    if chosen is not None:
-        visible = min(visible, len([c for c in chosen.split(",") if c.strip() not in ("", "-1")]))
-    names = sorted({row[0] for row in rows})
-    driver = rows[0][-1] if rows else "none"
-    return {"count": len(rows), "visible": visible, "names": names, "driver": driver}
-
-
-def resolve(name: str) -> dict[str, Any]:
-    """What this host's own name stands for, as this host sees it."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return {"name": name, "addresses": [], "error": str(error)}
-    return {"name": name, "addresses": list(dict.fromkeys(str(entry[4][0]) for entry in found))}
-
-
-def interfaces() -> dict[str, list[str]]:
-    """Addresses by interface."""
-    kinds = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [a.address.split("%")[0] for a in addresses if a.family in kinds]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-
-
-def address(interface: str, interfaces: dict[str, list[str]], names: dict[str, Any]) -> str:
-    """Where other hosts reach this one: the interface that was named, else the host's own name."""
-    named = interface or os.environ.get("HOROVOD_GLOO_IFACE", "")
-    for name in (n for n in named.split(",") if n != "lo"):
-        for found in interfaces.get(name, []):
-            return found
-    own = {a for addresses in interfaces.values() for a in addresses}
-    outside = [
-        a for a in names["addresses"] if a in own and not a.startswith("127.") and a != "::1"
-    ]
-    if outside:
-        return outside[0]
-    # The way out: towards the launcher, or towards anywhere; nothing is sent.
-    target = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "192.0.2.1")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
-
-
-def disk(path: str) -> dict[str, Any]:
+def disk(path: str, must_be_there: bool = False) -> dict[str, Any]:
     """Free bytes where `path` is or will be, and whether a file can be written there."""
     folder = Path(path).absolute()
+    if must_be_there and not folder.is_dir():
+        return {"path": str(folder), "free": 0, "error": "there is no such folder"}
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     found: dict[str, Any] = {"path": str(folder), "free": 0, "error": None}
@@ -247,17 +203,17 @@ def _files(folder: str):
                 yield name, entry.stat().st_size
 
 
-def limits() -> dict[str, float]:
-    """Soft limits; infinite where there is none."""
+def limits() -> dict[str, int | None]:
+    """Soft limits; None where there is none."""
     names = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
     values = {k: resource.getrlimit(getattr(resource, f"RLIMIT_{n}"))[0] for k, n in names.items()}
-    infinite = resource.RLIM_INFINITY
-    return {k: float("inf") if v == infinite else float(v) for k, v in values.items()}
+    return {k: None if v == resource.RLIM_INFINITY else v for k, v in values.items()}
 
 
 def environment() -> dict[str, str]:
     """Variables that change how ranks talk or compute, without those that differ by design."""
     chosen = ("NCCL_", "HOROVOD_", "OMPI_MCA_btl", "OMPI_MCA_pml", "UCX_", "FI_", "TF_", "OMP_")
+    chosen += ("OFI_NCCL_", "CUDA_DEVICE_")
     own = ("RANK", "SIZE", "HOSTNAME", "RENDEZVOUS", "SECRET")
     return {
         name: value

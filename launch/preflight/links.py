@@ -3,17 +3,23 @@
 One rank of each host takes part. First each knocks at every other's door; then, in rounds in which
 each host talks to one other, they measure: H hosts are through in H - 1 rounds. Runs before
 Horovod is up: a port that a firewall closes is named here, where a collective would hang.
+
+The ports are open to anyone who reaches the host. Each door has a token that only the ranks are
+told; whoever does not bring it is shown out, and what is read has a longest length and time.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import hmac
+import secrets
 import socket
 import statistics
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 _KNOCK = 5.0  # seconds in which a connection is there or will not be
@@ -21,9 +27,13 @@ _TIMEOUT = 30.0  # for any one answer of a host that can be reached
 _CHUNK = bytes(1 << 18)
 _PINGS = 20
 _TRIES = 2  # a busy host may be slow once, a bad link always is
+_ASKERS = 2  # hosts that try every address of another one
+_AT_ONCE = 256  # callers that are being let in; others of that moment are shown out
 
+_TOKEN = 16  # bytes
+_GREETING = struct.Struct(f"!{_TOKEN}si")  # the door's token; the caller's position, or -1: a knock
 
-Place = tuple[str, int]  # address, port
+Place = tuple[str, int, str]  # address, port, the door's token in hexadecimal
 Pair = tuple[int, int]  # positions of two hosts
 
 
@@ -31,11 +41,17 @@ class Door:
     """A listening port on every interface, as the transports under Horovod open them."""
 
     def __init__(self) -> None:
-        self._server = socket.create_server(("", 0), backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
         self.port = self._server.getsockname()[1]
+        self.token = secrets.token_hex(_TOKEN)
         self._callers: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
-        threading.Thread(target=self._let_in, daemon=True).start()
+        self._room = threading.BoundedSemaphore(_AT_ONCE)
+        threading.Thread(target=self._open, daemon=True).start()
 
     def caller(self, position: int) -> socket.socket:
         """The connection over which the host at `position` wants to measure."""
@@ -47,40 +63,82 @@ class Door:
     def close(self) -> None:
         self._server.close()
 
-    def _let_in(self) -> None:
+    def _open(self) -> None:
         while True:
             try:
                 link, _ = self._server.accept()
             except OSError:
                 return  # closed
-            with contextlib.suppress(OSError):
-                _prepare(link)
-                position = struct.unpack("!i", _receive_exactly(link, 4))[0]
-                if position < 0:  # only a knock
-                    link.sendall(b"k")
-                    link.close()
-                    continue
-                with self._changed:
-                    self._callers[position] = link
-                    self._changed.notify_all()
+            # Each in a thread of its own: one who says nothing must not keep others waiting.
+            if self._room.acquire(blocking=False):
+                threading.Thread(target=self._let_in, args=(link,), daemon=True).start()
+            else:
+                link.close()
+
+    def _let_in(self, link: socket.socket) -> None:
+        position = None
+        with contextlib.suppress(OSError), _at_most(link, _KNOCK):
+            position = self._greet(link)
+        self._room.release()
+        if position is None:
+            link.close()
+            return
+        with self._changed:
+            self._callers[position] = link
+            self._changed.notify_all()
+
+    def _greet(self, link: socket.socket) -> int | None:
+        """The caller's position; None for a stranger, and for one who only knocks."""
+        token, position = _GREETING.unpack(_receive_exactly(link, _GREETING.size))
+        if not hmac.compare_digest(token, bytes.fromhex(self.token)):
+            return None
+        _prepare(link)
+        if position >= 0:
+            return position
+        link.sendall(b"k")
+        return None
 
 
 def knock(own: int, places: list[Place]) -> list[dict[str, Any]]:
     """{"pair": (own, other), "error"} for each place that cannot be reached from here."""
 
     def try_one(other: int) -> dict[str, Any] | None:
-        try:
-            with socket.create_connection(places[other], timeout=_KNOCK) as link:
-                link.sendall(struct.pack("!i", -1))
-                _receive_exactly(link, 1)
-        except OSError as error:
-            place = f"{places[other][0]} port {places[other][1]}"
-            return {"pair": (own, other), "error": f"{place}: {error.strerror or error}"}
-        return None
+        error = _knock(places[other])
+        return {"pair": (own, other), "error": error} if error else None
 
     others = [other for other in range(len(places)) if other != own]
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         return [failed for failed in pool.map(try_one, others) if failed]
+
+
+def asked_by(own: int, hosts: int) -> list[int]:
+    """The hosts whose every address `own` tries: few, for all by all would be too many."""
+    return sorted({(own + step) % hosts for step in range(1, _ASKERS + 1)} - {own})
+
+
+def unreached(
+    own: int, places: list[Place], addresses: list[list[str]]
+) -> list[tuple[int, int, str]]:
+    """(own, other, address) for each further address of others where their door does not answer."""
+
+    def fails(way: tuple[int, int, str]) -> bool:
+        _, other, address = way
+        return bool(_knock((address, *places[other][1:])))
+
+    ways = [(own, other, a) for other in asked_by(own, len(places)) for a in addresses[other]]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        return [way for way, failed in zip(ways, pool.map(fails, ways)) if failed]
+
+
+def _knock(place: Place) -> str:
+    """Why it was in vain; empty if that very door answered."""
+    try:
+        with socket.create_connection(place[:2], timeout=_KNOCK) as link, _at_most(link, _KNOCK):
+            link.sendall(_GREETING.pack(bytes.fromhex(place[2]), -1))
+            _receive_exactly(link, 1)
+    except OSError as error:
+        return f"{place[0]} port {place[1]}: {error.strerror or error}"
+    return ""
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
@@ -125,9 +183,12 @@ def measure(
 
 def _call(own: int, place: Place, seconds: float) -> dict[str, Any]:
     try:
-        with socket.create_connection(place, timeout=_TIMEOUT) as link:
+        with (
+            socket.create_connection(place[:2], timeout=_TIMEOUT) as link,
+            _at_most(link, _TIMEOUT + 4 * _TRIES * seconds),
+        ):
             _prepare(link)
-            link.sendall(struct.pack("!i", own))
+            link.sendall(_GREETING.pack(bytes.fromhex(place[2]), own))
             _receive_exactly(link, 1)
             times, there, back = [], 0.0, 0.0
             for _ in range(_PINGS):
@@ -146,7 +207,7 @@ def _call(own: int, place: Place, seconds: float) -> dict[str, Any]:
 
 
 def _answer(door: Door, first: int, seconds: float) -> None:
-    with door.caller(first) as link:
+    with door.caller(first) as link, _at_most(link, _TIMEOUT + 4 * _TRIES * seconds):
         link.sendall(b"g")
         for _ in range(_PINGS):
             _receive_exactly(link, 1)
@@ -156,6 +217,23 @@ def _answer(door: Door, first: int, seconds: float) -> None:
             link.sendall(struct.pack("!d", rate))
             _receive_exactly(link, 1)
             _send(link, seconds)
+
+
+@contextlib.contextmanager
+def _at_most(link: socket.socket, seconds: float) -> Iterator[None]:
+    """Cuts the connection if the block takes longer: what waits on it gets an error."""
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _prepare(link: socket.socket) -> None:
@@ -178,19 +256,21 @@ def _receive(link: socket.socket) -> float:
     """Bytes a second from the first block's end to the last one's."""
     moved, first, last = 0, 0.0, 0.0
     while length := struct.unpack("!i", _receive_exactly(link, 4))[0]:
+        if length != len(_CHUNK):
+            raise ConnectionResetError("the other side does not speak as a door does")
         _receive_exactly(link, length)
         last = time.perf_counter()
         if first:
             moved += length
         else:
             first = last
-    return moved / (last - first) if moved else 0.0
+    return moved / (last - first) if last > first else 0.0
 
 
 def _receive_exactly(link: socket.socket, count: int) -> bytes:
     parts = []
     while count:
-        part = link.recv(min(count, 1 << 20))
+        part = link.recv(count)
         if not part:
             raise ConnectionResetError("the other side closed the connection")
         parts.append(part)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
-from . import verdict
+from .findings import Finding, leaders
 
 GB = 1 << 30
 
@@ -18,7 +19,7 @@ def table(rows: list[list[str]]) -> str:
 def hosts(facts: list[Any], differences: list[float] | None) -> str:
     rows = [["host", "ranks", "address", "GPUs", "Python", "TensorFlow", "Horovod"]]
     rows[0] += ["run folder", "/dev/shm", "data", "clock"]
-    for host, rank in verdict.leaders(facts).items():
+    for host, rank in leaders(facts).items():
         fact = facts[rank]
         its = [r for r, f in enumerate(facts) if f and f["host"] == host]
         versions, seen = fact["versions"], fact["data"]
@@ -28,7 +29,7 @@ def hosts(facts: list[Any], differences: list[float] | None) -> str:
                 host,
                 f"{its[0]}-{its[-1]}" if len(its) > 1 else str(rank),
                 fact["address"],
-                str(fact["gpus"]["visible"]),
+                str(len(fact["gpus"]["visible"])),
                 versions["python"],
                 tensorflow,
                 versions.get("horovod", "none"),
@@ -75,7 +76,13 @@ def speeds(rows: list[dict[str, Any]]) -> str:
     return table(cells)
 
 
-def findings(found: list[verdict.Finding]) -> str:
+def networks(taken: list[dict[str, str] | None]) -> str:
+    """Which network NCCL took, and on how many ranks."""
+    count = collections.Counter(its["network"] or "not known" for its in taken if its)
+    return "NCCL took " + ", ".join(f"{name} ({n} ranks)" for name, n in count.items())
+
+
+def findings(found: list[Finding]) -> str:
     lines = []
     for level in ("wrong", "note"):
         for one in (f for f in found if f.level == level):
