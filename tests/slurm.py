@@ -66,7 +66,6 @@ class Slurm:
         _wait_for(names["socket"].exists, "munged")
         self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
         for node in (hosts[1], hosts[2]):
-            (folder / f"tmp-{node.name}").mkdir()
             self.start_node(node)
         _wait_for(
             lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3,
@@ -80,9 +79,9 @@ class Slurm:
 
     def start_node(self, node: Host) -> None:
         # What a killed daemon leaves would keep a step with the same number from starting.
-        spool = self._folder / f"spool-{node.name}"
-        shutil.rmtree(spool, ignore_errors=True)
-        spool.mkdir()
+        for name in (f"spool-{node.name}", f"tmp-{node.name}"):
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            (self._folder / name).mkdir()
         self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
 
     def kill_node(self, node: Host) -> None:
