@@ -67,10 +67,12 @@ class Peers:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
             self._explain()
-            raise SystemExit(BUG)
+            # Not Python's own way out: MPI would wait there for who comes no more.
+            os._exit(BUG)
 
     def _explain(self) -> None:
         self._asking = True
+        sys.stdout.flush()
         end = time.monotonic() + _SETTLE
         while True:
             states = self._ask_all()
@@ -81,6 +83,8 @@ class Peers:
             time.sleep(0.5)
         if self._rank == min(set(range(len(self._places))) - set(missing)):
             complain(self._sentence(missing))
+        else:  # a launcher ends all ranks, who speaks as well, when the first one ends
+            time.sleep(_SETTLE)
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:

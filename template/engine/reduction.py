@@ -36,8 +36,8 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
     if config.hierarchical_allgather:
         knobs["HOROVOD_HIERARCHICAL_ALLGATHER"] = "1"
-    # Who started the run may have told Horovod by itself.
-    if config.stall_shutdown_s and _STALL_SHUTDOWN not in os.environ:
+    # Who started the run may have told Horovod; horovodrun says 0 where nobody did.
+    if config.stall_shutdown_s and os.environ.get(_STALL_SHUTDOWN, "0") == "0":
         knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
         if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
             knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
