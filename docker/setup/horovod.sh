@@ -112,15 +112,18 @@ build_flags() {
 }
 
 # Horovod's CMake files split paths at spaces: the environment by a link without one. Open MPI's
-# compiler would find its own real path and tell that.
+# compiler would find its own real path and tell that; CMake looks for it beside mpiexec.
 avoid_spaces() {
+    local name
     ln -sfn "$1" "$work/env"
     python=$work/env/bin/python
     mkdir -p "$work/bin"
     if [ "$mpi" = wheel ]; then
-        printf '#!/bin/bash\nOPAL_PREFIX=%q exec -a mpicxx %q "$@"\n' "$work/env" \
-            "$work/env/bin/opal_wrapper" >"$work/bin/mpicxx"
-        chmod +x "$work/bin/mpicxx"
+        for name in mpicc mpicxx mpiexec; do
+            printf '#!/bin/bash\nOPAL_PREFIX=%q exec -a %s %q "$@"\n' "$work/env" "$name" \
+                "$work/env/bin/opal_wrapper" >"$work/bin/$name"
+            chmod +x "$work/bin/$name"
+        done
     fi
     # shellcheck disable=SC2031
     export PATH="$work/bin:$work/env/bin:$PATH"
@@ -131,7 +134,12 @@ build() {
     export TMPDIR=$work
     ln -sfn "$compat" "$work/compat"
     prefix=$("$python" -c 'import sys; print(sys.prefix)')
-    [[ $prefix != *' '* ]] || avoid_spaces "$prefix"
+    if [[ $prefix == *' '* ]]; then
+        avoid_spaces "$prefix"
+        prefix=$work/env
+    fi
+    # Open MPI's compiler would leave this path in the wheel, for libraries to be looked for.
+    [ "$mpi" != wheel ] || export OMPI_LDFLAGS="-L$prefix/lib"
     build_flags "$("$python" -c 'import tensorflow as tf; print(tf.sysconfig.get_include())')"
     if ! command -v cmake >/dev/null; then
         entries cmake "$locks/$DEVICE.txt" >"$work/cmake.txt"
