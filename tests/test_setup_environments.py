@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from checkouts import append, complaint, copy_checkout, environment, run, setup, small
+from checkouts import (
+    OUTSIDE,
+    append,
+    complaint,
+    copy_checkout,
+    environment,
+    executable,
+    run,
+    setup,
+    small,
+)
 from hosts import require
 
 SETUP = ("docker/install-horovod.sh", "--venv", ".venv")
@@ -53,23 +63,34 @@ def wait_for(ready, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_each_stamp_has_its_own_and_the_link_goes_back_and_forth(checkout):
+def test_each_stamp_has_its_own_and_what_runs_keeps_it(checkout, tmp_path):
     small_ones = small(checkout)
+    elsewhere = tmp_path / "elsewhere"
+    run(sys.executable, "-m", "venv", "--without-pip", elsewhere)
+    (checkout / ".venv").symlink_to(elsewhere)
     said = set_up(checkout, **small_ones)
     [first] = environments(checkout)
     assert os.readlink(checkout / ".venv") == f".venvs/{first.name}"
     assert f".venv leads to {first} (cpu)" in said and "no longer" not in said
+    assert (elsewhere / "pyvenv.cfg").exists(), "what is not ours was touched"
     assert set_up(checkout, **small_ones) == ""
+    python_takes_its_words_along(checkout / ".venv/bin/python", first, tmp_path)
 
+    code = "import sys; print(flush=True); sys.stdin.read(); import small; print(small.__file__)"
+    running = subprocess.Popen(
+        [checkout / ".venv/bin/python", "-c", code],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    running.stdout.readline()
+    requirements = (checkout / "requirements.txt").read_text()
     append(checkout / "requirements.txt", "# another stamp")
     said = set_up(checkout, **small_ones)
     second = (checkout / ".venv").resolve()
     assert whole(checkout) == [first, second] and f"rm -r {first}" in said
+    output, _ = running.communicate("")
+    assert Path(output.strip()).is_relative_to(first)
 
-    append(checkout / "requirements.txt", "# a third")
-    (checkout / "requirements.txt").write_text(
-        (checkout / "requirements.txt").read_text().split("# another")[0]
-    )
+    (checkout / "requirements.txt").write_text(requirements)
     start = time.monotonic()
     said = set_up(checkout, **small_ones)
     assert (checkout / ".venv").resolve() == first and f"rm -r {second}" in said
@@ -78,35 +99,12 @@ def test_each_stamp_has_its_own_and_the_link_goes_back_and_forth(checkout):
     assert whole(checkout) == [first, second]
 
 
-def test_a_run_keeps_the_environment_that_it_was_started_in(checkout):
-    small_ones = small(checkout)
-    set_up(checkout, **small_ones)
-    first = (checkout / ".venv").resolve()
-    code = "import sys; print(flush=True); sys.stdin.read(); import small; print(small.__file__)"
-    process = subprocess.Popen(
-        [checkout / ".venv/bin/python", "-c", code],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    process.stdout.readline()
-    append(checkout / "requirements.txt", "# another stamp")
-    set_up(checkout, **small_ones)
-    assert (checkout / ".venv").resolve() != first
-    output, _ = process.communicate("")
-    assert Path(output.strip()).is_relative_to(first)
-
-
-def test_python_takes_its_words_along(checkout, tmp_path):
+def python_takes_its_words_along(python: Path, own: Path, folder: Path) -> None:
     """What keep_environment starts again is what was started."""
-    set_up(checkout, **small(checkout))
-    python, own = checkout / ".venv/bin/python", (checkout / ".venv").resolve()
-    (tmp_path / "script.py").write_text(
-        "import sys; print(sys.prefix, sys.argv[1:], sys.flags.utf8_mode)"
-    )
-    said = run(python, "-X", "utf8", tmp_path / "script.py", "two words", "-c").stdout
-    assert said.strip() == f"{own} ['two words', '-c'] 1"
-    assert (
-        run(python, "-c", "import sys; print(sys.executable)").stdout.strip() == f"{own}/bin/python"
-    )
+    script = folder / "script.py"
+    script.write_text("import sys; print(sys.executable, sys.argv[1:], sys.flags.utf8_mode)")
+    said = run(python, "-X", "utf8", script, "two words", "-c").stdout
+    assert said.strip() == f"{own}/bin/python ['two words', '-c'] 1"
     piped = subprocess.run(
         [python, "-", "x"], input="import sys; print(sys.argv)", text=True, capture_output=True
     )
@@ -161,43 +159,51 @@ def test_what_a_killed_set_up_leaves_is_never_used(checkout):
     assert (checkout / ".venv").resolve() not in (half, elsewhere)
 
 
-def test_a_set_up_that_fails_leaves_the_link_as_it_was(checkout):
-    small_ones = small(checkout)
-    set_up(checkout, **small_ones)
-    first = (checkout / ".venv").resolve()
-    small(checkout, total=4.0)  # a Horovod that does not add up
-    said = setup(checkout, **small_ones | {"HOROVOD_WHEELS": checkout / "none kept"})
-    assert said.returncode != 0 and "add up" in said.stderr
-    assert (checkout / ".venv").resolve() == first and whole(checkout) == [first]
+def test_a_set_up_that_fails_leaves_the_link_and_keeps_no_wheel(checkout, tmp_path):
+    small_ones = small(checkout, total=4.0)  # a Horovod that does not add up
+    run(sys.executable, "-m", "venv", "--without-pip", checkout / ".venvs/one")
+    (checkout / ".venv").symlink_to(".venvs/one")
+    said = setup(checkout, **small_ones)
+    assert said.returncode != 0 and "a sum of 4.0" in said.stderr
+    assert os.readlink(checkout / ".venv") == ".venvs/one" and not whole(checkout)
+    assert not small_ones["HOROVOD_WHEELS"].exists()
+
+
+def pretend(folder: Path, checkout: Path) -> None:
+    """A whole environment, as far as set-up looks."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    executable(folder / "bin/horovodrun", "exit 1")
+    stamp = run(checkout / "docker/install-horovod.sh", "--stamp", checkout / ".venv").stdout
+    (folder / ".setup").write_text(f"{stamp}in {folder}\n")
+
+
+def accepted(checkout: Path) -> bool:
+    """Whether set-up takes what is there; else it ends where the host's name has no address."""
+    executable(checkout / "bin/uname", '[ "$1" = -n ] && echo no.invalid || exec /bin/uname "$@"')
+    result = setup(checkout, PATH=f"{checkout}/bin:{OUTSIDE}")
+    assert result.returncode == 0 or "no.invalid" in complaint(result)
+    return result.returncode == 0
 
 
 def test_a_copy_of_an_environment_is_not_trusted(checkout):
     """Its scripts name the place where it was built."""
-    small_ones = small(checkout)
-    set_up(checkout, **small_ones)
-    first = (checkout / ".venv").resolve()
-    first.rename(first.with_name("moved"))
-    set_up(checkout, **small_ones)
-    now = (checkout / ".venv").resolve()
-    assert now.name not in ("moved", first.name) and first.with_name("moved").exists()
+    pretend(checkout / ".venvs/one", checkout)
+    assert accepted(checkout) and os.readlink(checkout / ".venv") == ".venvs/one"
+    (checkout / ".venvs/one").rename(checkout / ".venvs/two")
+    assert not accepted(checkout)
+    (checkout / ".venvs/one").symlink_to("two")  # the same folder by its old name
+    assert accepted(checkout)
 
 
 def test_an_environment_of_another_checkout_is_used_while_it_fits(checkout, tmp_path):
     """As in a git worktree whose .venv is a link to the main one's."""
-    small_ones = small(checkout)
-    set_up(checkout, **small_ones)
-    its = (checkout / ".venv").resolve()
-    tree = tmp_path / "tree"
-    subprocess.run(["cp", "-r", checkout, tree], check=True)
-    subprocess.run(["rm", "-r", tree / ".venvs", tree / ".venv"], check=True)
-    (tree / ".venv").symlink_to(checkout / ".venv")
-    assert set_up(tree, **small_ones) == ""
-    assert os.readlink(tree / ".venv") == str(checkout / ".venv")
-
-    append(tree / "requirements.txt", "# its own")
-    set_up(tree, **small_ones)
-    assert (tree / ".venv").resolve().parent == tree / ".venvs"
-    assert (checkout / ".venv").resolve() == its and whole(checkout) == [its]
+    pretend(tmp_path / "other/.venvs/one", checkout)
+    (tmp_path / "other/.venv").symlink_to(".venvs/one")
+    (checkout / ".venv").symlink_to(tmp_path / "other/.venv")
+    assert accepted(checkout)
+    assert os.readlink(checkout / ".venv") == str(tmp_path / "other/.venv")
+    append(checkout / "requirements.txt", "# its own")
+    assert not accepted(checkout)
 
 
 def test_an_older_set_ups_folder_is_moved_aside_unless_something_runs_in_it(checkout):
