@@ -214,7 +214,7 @@ def test_an_older_set_ups_folder_is_moved_aside_unless_something_runs_in_it(chec
         "Python 3.11.7\n/usr/bin/python3, /x/.venv, device cpu, mpi wheel\n"
     )
     (old / "library.so").write_bytes(b"x" * 5000)
-    code = "import mmap, sys; m = mmap.mmap(open(sys.argv[1], 'r+b').fileno(), 0); "
+    code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); "
     code += "print(flush=True); sys.stdin.read()"
     user = subprocess.Popen(
         [sys.executable, "-c", code, old / "library.so"],

@@ -173,7 +173,7 @@ def test_a_kept_wheel_is_used_without_a_compiler_and_built_anew_where_it_fails(c
 
 
 def test_with_what_the_image_copies(checkout, tmp_path):
-    """The script, its parts, locks and headers, requirements.txt; and an environment that is there."""
+    """The script, its parts, locks, headers and requirements.txt; an environment is there."""
     small_ones = small(checkout)
     for file in ("Makefile", "requirements-dev.txt", "docker/build.sh", "docker/entrypoint.sh"):
         (checkout / file).unlink()

@@ -138,10 +138,11 @@ check_venv() {
         rmdir "$venv" 2>/dev/null ||
         die "$venv is there and is no virtual environment: move it away"
     local user
-    if is_folder && user=$(grep -ls " $venv/" /proc/[0-9]*/maps | cut -d / -f 3 | head -n 1) &&
-        [ -n "$user" ]; then
-        die "$venv was made by an older set-up and process $user runs in it: run this again when" \
-            "it has ended"
+    if is_folder; then
+        # grep fails where it may not look at one process, and goes on to the others.
+        user=$(grep -lsF " $venv/" /proc/[0-9]*/maps | cut -d / -f 3 | head -n 1) || true
+        [ -z "$user" ] || die "$venv was made by an older set-up and process $user runs in it: run" \
+            "this again when it has ended"
     fi
 }
 
