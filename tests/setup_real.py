@@ -59,7 +59,7 @@ def test_offline_in_a_path_with_a_space(folder: Path, wheelhouse: Path):
     assert process.returncode == 0 and "building" in output and "Built: TensorFlow" in output
     [library] = (checkout / ".venv").resolve().glob("lib/*/site-packages/horovod/tensorflow/*.so")
     where = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
-    assert "$ORIGIN" in where and ".horovod-" not in where and str(checkout) not in where
+    assert "$ORIGIN" in where and ".horovod-" not in where
 
 
 def test_two_at_once_offline_with_the_wheel_kept(folder: Path, wheelhouse: Path):

@@ -138,7 +138,8 @@ build() {
         avoid_spaces "$prefix"
         prefix=$work/env
     fi
-    # Open MPI's compiler would leave this path in the wheel, for libraries to be looked for.
+    # Open MPI's compiler would have the wheel look for libraries by $work/env too, a path in /tmp
+    # that is anybody's once the build has ended.
     [ "$mpi" != wheel ] || export OMPI_LDFLAGS="-L$prefix/lib"
     build_flags "$("$python" -c 'import tensorflow as tf; print(tf.sysconfig.get_include())')"
     if ! command -v cmake >/dev/null; then
