@@ -98,7 +98,8 @@ claim_folder() {
     programs_run_in "$environments" ||
         die "programs cannot run from $environments (mounted noexec, or not writable): make it a" \
             "link to a folder where they can"
-    new=$environments/$(date +%Y%m%d-%H%M%S)-$(uname -n | tr -c 'A-Za-z0-9.\n' -)-$$
+    # To the nanosecond: containers may have one name and one process number.
+    new=$environments/$(date +%Y%m%d-%H%M%S-%N)-$(uname -n | tr -c 'A-Za-z0-9.\n' -)-$$
     mkdir "$new"
     { identity && echo "$stamp"; } >"$new/.building"
 }
