@@ -1,8 +1,9 @@
-# make, make help: what there is. PYTHON, DEVICE=cpu|gpu: see docker/install-horovod.sh.
+# make, make help: what there is. PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
 PYTHON ?= python3
 NP ?= 2
-IN_VENV = PATH="$(CURDIR)/.venv/bin:$$PATH"
-export PYTHON DEVICE
+# Where .venv leads to: a set-up elsewhere may switch it in mid-run.
+IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
+export PYTHON DEVICE WHEELHOUSE
 
 # Open MPI will not run as root unless told twice, nor more ranks than cores unless told.
 ifeq ($(shell id -u),0)
@@ -11,13 +12,19 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup train test lint bench fork image image-test
+.PHONY: help setup lock wheelhouse train test setup-test lint bench fork image image-test
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv
+
+lock: ## docker/locks anew, after a change of requirements*.txt
+	@docker/install-horovod.sh --lock
+
+wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
+	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
@@ -25,6 +32,9 @@ train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+setup-test: setup ## set-ups for real: offline, two at once, a path with a space; root, 20 minutes
+	@$(IN_VENV) pytest -s $(ARGS) tests/setup_real.py
 
 lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check

@@ -2,8 +2,6 @@
 build it again, and what they say where they cannot."""
 
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,56 +9,22 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from checkouts import (
+    BIN,
+    OUTSIDE,
+    append,
+    complaint,
+    copy_checkout,
+    executable,
+    no_network,
+    other_python,
+    run,
+    setup,
+    system_mpi,
+    tools_without,
+)
+
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-BIN = Path(sys.executable).parent
-# What `make test` and the machine's own settings would let shine through.
-OUTSIDE = ":".join(p for p in os.environ["PATH"].split(":") if p != str(BIN))
-NOT_OURS = ("MAKE", "MFLAGS", "PIP_", "HOROVOD_", "CXX", "LDFLAGS", "DEVICE", "PYTHON", "CUDA_HOME")
-
-
-def run(*command, **env):
-    """Run a command without the settings of the run of tests; `env` goes on top."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
-    clean["PYTHON"] = sys.executable
-    clean["DEVICE"] = "cpu"
-    clean["PATH"] = OUTSIDE
-    command = [str(part) for part in command]
-    return subprocess.run(
-        command,
-        env=clean | {k: str(v) for k, v in env.items()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def setup(checkout, **env):
-    """`make setup` in `checkout`."""
-    return run("make", "--no-print-directory", "-C", checkout, "setup", **env)
-
-
-def complaint(result):
-    """The one line that a failed setup says, make's own closing line apart."""
-    assert result.returncode != 0, result.stdout
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
-    return lines[0]
-
-
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
-def copy_checkout(to):
-    to.mkdir(exist_ok=True)
-    shutil.copytree(ROOT / "docker", to / "docker")
-    for file in (ROOT / "Makefile", *ROOT.glob("requirements*.txt")):
-        shutil.copy(file, to)
-    return to
 
 
 @pytest.fixture
@@ -99,11 +63,12 @@ def test_two_ranks_add_up(transport, tmp_path):
 
 
 def test_setup_does_nothing_when_up_to_date(checkout):
-    venv = checkout / ".venv"
+    venv = checkout / ".venvs/one"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     executable(venv / "bin/horovodrun", "exit 1")
-    stamp = run(checkout / "docker/install-horovod.sh", "--stamp", venv).stdout
-    (venv / ".setup").write_text(stamp)
+    (checkout / ".venv").symlink_to(".venvs/one")
+    stamp = run(checkout / "docker/install-horovod.sh", "--stamp", checkout / ".venv").stdout
+    (venv / ".setup").write_text(f"{stamp}in {venv}\n")
     before = {path: path.lstat().st_mtime_ns for path in venv.rglob("*")}
 
     start = time.monotonic()
@@ -115,22 +80,12 @@ def test_setup_does_nothing_when_up_to_date(checkout):
     assert seconds < 10  # 0.3 when the machine has nothing else to do
 
 
-def test_half_an_environment_is_not_trusted(checkout):
-    """Without its stamp an environment is made again, and a failed setup leaves no stamp."""
-    venv = checkout / ".venv"
-    run(sys.executable, "-m", "venv", "--without-pip", venv)
-    executable(venv / "bin/horovodrun", "exit 0")
-    for _ in range(2):
-        assert "package index cannot be reached" in complaint(setup(checkout, **no_network()))
-        assert not (venv / ".setup").exists()
-        assert not (venv / "bin/horovodrun").exists()
-
-
 def test_a_host_whose_own_name_has_no_address_is_told_before_anything_is_built(checkout, tmp_path):
-    executable(tmp_path / "bin/uname", "echo nowhere.invalid")
+    name = '[ "$1" = -n ] && echo nowhere.invalid || exec /bin/uname "$@"'
+    executable(tmp_path / "bin/uname", name)
     said = complaint(setup(checkout, PATH=f"{tmp_path}/bin:{OUTSIDE}"))
     assert "nowhere.invalid, has no address" in said and "/etc/hosts" in said
-    assert not (checkout / ".venv").exists()
+    assert not (checkout / ".venvs").exists()
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(checkout):
@@ -141,7 +96,8 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
     assert mine.read_text() == "years of work"
 
 
-CHANGES = ["requirements", "development tools", "script", "header", "device", "MPI", "Python"]
+CHANGES = ["requirements", "development tools", "lock", "script", "part", "header", "device"]
+CHANGES += ["MPI", "Python"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -160,6 +116,10 @@ def test_stamp_depends_on(change, checkout):
             append(checkout / "requirements-dev.txt", "# changed")
         case "script":
             append(checkout / "docker/install-horovod.sh", "# changed")
+        case "lock":
+            append(checkout / "docker/locks/dev.txt", "# changed")
+        case "part":
+            append(checkout / "docker/setup/horovod.sh", "# changed")
         case "header":
             append(checkout / "docker/compat/tf_compat.h", "// changed")
         case "device":
@@ -250,39 +210,7 @@ def test_key_depends_on_nothing_else(key, checkout):
     assert key(HOROVOD_WHEELS="/nowhere") == before
 
 
-def append(file, line):
-    file.write_text(f"{file.read_text()}{line}\n")
-
-
-def system_mpi(folder, version="4.1.4"):
-    executable(folder / "mpi/mpicxx", "exit 0")
-    executable(folder / "mpi/mpirun", f"echo 'mpirun (Open MPI) {version}'")
-    return {"PATH": f"{folder / 'mpi'}:{OUTSIDE}"}
-
-
-def other_python():
-    """A Python of another version than this one's that the script takes."""
-    mine = "{}.{}".format(*sys.version_info)
-    for version in {"3.10", "3.11", "3.12", "3.13"} - {mine}:
-        places = sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python3"))
-        found = str(places[0]) if places else shutil.which(f"python{version}")
-        if found and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
-            return found
-    pytest.skip("only one Python on this machine")
-
-
 # ---------------------------------------------------------------- what it says where it cannot
-
-
-def no_network():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return {
-        "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_RETRIES": 1,
-    }
 
 
 def test_no_network(checkout):
@@ -293,20 +221,17 @@ def test_no_network(checkout):
 
 
 def test_no_compiler(checkout, tmp_path):
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for tool in Path("/usr/bin").iterdir():
-        if tool.name not in ("c++", "g++", "mpicxx"):
-            (tools / tool.name).symlink_to(tool)
-    said = complaint(setup(checkout, PATH=tools))
-    assert "no c++" in said and "build-essential" in said
-    assert not (checkout / ".venv").exists()
+    tools = tools_without(tmp_path / "tools", "c++", "g++", "mpicxx")
+    said = complaint(setup(checkout, PATH=tools, HOROVOD_WHEELS=tmp_path / "none"))
+    assert "no c++" in said and "build-essential" in said and "HOROVOD_WHEELS" in said
+    assert not (checkout / ".venvs").exists()
 
 
 def test_no_nvcc(checkout, tmp_path):
     if Path("/usr/local/cuda/bin/nvcc").exists():
         pytest.skip("the CUDA toolkit is where it is looked for last")
-    assert "CUDA_HOME" in complaint(setup(checkout, DEVICE="gpu", PATH="/usr/bin:/bin"))
+    gpu = {"DEVICE": "gpu", "HOROVOD_WHEELS": tmp_path, "PATH": "/usr/bin:/bin"}
+    assert "CUDA_HOME" in complaint(setup(checkout, **gpu))
 
 
 def test_unknown_device(checkout):
@@ -320,7 +245,7 @@ def test_python_of_a_version_without_tensorflow(version, checkout, tmp_path):
     python = places[0] if places else executable(tmp_path / "python3", f"echo {version}")
     said = complaint(setup(checkout, PYTHON=python))
     assert f"is Python {version}" in said and "3.10 to 3.13" in said and "PYTHON=" in said
-    assert not (checkout / ".venv").exists()
+    assert not (checkout / ".venvs").exists()
 
 
 def test_no_python(checkout):
@@ -336,6 +261,6 @@ def test_no_space(tmp_path):
     try:
         said = complaint(setup(copy_checkout(small / "checkout")))
         assert "MB free" in said and "3000 MB are needed" in said
-        assert not (small / "checkout/.venv/.setup").exists()
+        assert not os.path.lexists(small / "checkout/.venv")
     finally:
         subprocess.run(["umount", small], check=True)
