@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from data.pipeline import EvaluationFeed
-from engine import metrics
+from engine import metrics, pulse
 from engine.seeds import Seeds
 from engine.world import raw, say
 from run import Run
@@ -87,6 +87,7 @@ class Evaluator:
                 outputs, more = self._step(batch)
                 total.add({name: value.numpy() for name, value in more.items()})
                 shown = shown or (batch, outputs)
+            pulse.beat()
             if ballot.any(stop_asked()):
                 return None
         with self._world.together("reading the validation data"):

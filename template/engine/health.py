@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import tensorflow as tf
 
 from config import Config
-from engine import virtual
+from engine import pulse, virtual
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
@@ -70,6 +70,7 @@ class Health:
 
     def _judge(self, result: Result) -> Ending | None:
         counted = result["votes"].numpy()
+        pulse.beat()
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)

@@ -2,14 +2,16 @@
 
 Horovod says the same, that it was shut down, when another rank has ended, was stopped or hangs
 elsewhere. Every rank has a thread that tells whoever connects where its main thread is; so the
-ranks that are left can ask all others. And each rank asks its neighbour from time to time: over
-MPI a process that was stopped would otherwise be waited for for ever.
+ranks that are left can ask all others. And they ask by themselves: each rank its neighbour, for
+over MPI a process that was stopped is waited for for ever; and rank 0 all others when nothing
+moves, for over Gloo Horovod's own check did not end a run (0.28.1).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import math
 import os
 import socket
 import sys
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import psutil
 import tensorflow as tf
 
+from engine import pulse
 from engine.stop import BUG, complain
 from engine.world import World, hostname
 
@@ -34,6 +37,12 @@ class _Place(NamedTuple):
     host: str
     addresses: list[str]
     port: int
+
+
+class _Answer(NamedTuple):
+    how: str  # gone or silent; empty: it has answered
+    at: str  # the place in the code that it is at, or "asking"
+    still: float  # seconds for which it has not moved
 
 
 class Peers:
@@ -75,7 +84,7 @@ class Peers:
         sys.stdout.flush()
         end = time.monotonic() + _SETTLE
         while True:
-            states = self._ask_all()
+            states = {rank: at or how for rank, (how, at, _) in self._ask_all().items()}
             missing = {rank: how for rank, how in states.items() if how != "asking"}
             # Others that are left may still wait for the transport to give up.
             if time.monotonic() > end or all(how == "gone" for how in missing.values()):
@@ -85,6 +94,20 @@ class Peers:
             complain(self._sentence(missing))
         else:  # a launcher ends all ranks, who speaks as well, when the first one ends
             time.sleep(_SETTLE)
+
+    def _stuck(self, seconds: int) -> str:
+        """Where all ranks stand, if none has moved for so long; else ""."""
+        found = {0: ("", self._main_thread(), pulse.still())} | self._ask_all()
+        if any(still < seconds for _, _, still in found.values()):
+            return ""
+        by_place: dict[str, list[int]] = {}
+        for rank, (how, at, _) in found.items():
+            by_place.setdefault(at or _in_words(how), []).append(rank)
+        groups = sorted(by_place.items(), key=lambda group: len(group[1]))
+        parts = [
+            f"{self._who(ranks[0])}{_more(len(ranks) - 1)} at {at}" for at, ranks in groups[:4]
+        ]
+        return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
@@ -106,7 +129,8 @@ class Peers:
                 with link:
                     link.settimeout(1)
                     at = "asking" if self._asking else self._main_thread()
-                    link.sendall(json.dumps([self._run, self._rank, at]).encode())
+                    said = [self._run, self._rank, at, pulse.still()]
+                    link.sendall(json.dumps(said).encode())
             except OSError:
                 time.sleep(0.1)  # out of open files, or who asked has gone
 
@@ -120,36 +144,40 @@ class Peers:
         file = Path(frame.f_code.co_filename).relative_to(_PROJECT)
         return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
-    def _ask_all(self) -> dict[int, str]:
+    def _ask_all(self) -> dict[int, _Answer]:
         others = [rank for rank in range(len(self._places)) if rank != self._rank]
         with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
             return dict(zip(others, pool.map(self._ask, others)))
 
-    def _ask(self, rank: int) -> str:
-        """asking, gone, silent, or the place in the code that the rank is at."""
+    def _ask(self, rank: int) -> _Answer:
         place, gone = self._places[rank], False
         addresses = ["127.0.0.1"] if place.host == hostname() else place.addresses
         for address in addresses:
             try:
                 with socket.create_connection((address, place.port), _CONNECT) as link:
-                    run, number, at = json.loads(_all_of(link))
+                    run, number, at, still = json.loads(_all_of(link))
                 if (run, number) == (self._run, rank):
-                    return at
+                    return _Answer("", at, still)
                 gone = True  # another program has the port by now
             except ConnectionError:
                 gone = True
             except (OSError, ValueError):
                 continue
-        return "gone" if gone else "silent"
+        return _Answer("gone" if gone else "silent", "", math.inf)
 
     def _watch(self, seconds: int) -> None:
         neighbour = (self._rank + 1) % len(self._places)
         heard = 0.0  # where a firewall is between, it never is
         while not self._asking:
             time.sleep(min(seconds / 4, 30))
-            if self._ask(neighbour) not in ("silent", "gone"):
+            stuck = self._rank == 0 and pulse.still() > seconds and self._stuck(seconds)
+            if stuck:
+                complain(stuck)
+                os._exit(BUG)
+            how = self._ask(neighbour).how
+            if not how:
                 heard = time.monotonic()
-            elif self._ask(neighbour) == "gone":
+            elif how == "gone":
                 heard = 0.0  # it has ended: launchers see to that
             elif heard and time.monotonic() - heard > seconds:
                 complain(
@@ -165,6 +193,10 @@ def _in_words(how: str) -> str:
     if how == "silent":
         return "does not answer: its process was stopped, or its host or network hangs"
     return f"did not come to where the others waited for it: it is at {how}"
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count else ""
 
 
 def _addresses() -> list[str]:

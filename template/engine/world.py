@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import devices, reduction
+from engine import devices, pulse, reduction
 from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
@@ -71,6 +71,7 @@ class World:
         if self.size == 1:
             return [value]
         everyone = hvd.allgather_object((name, value))
+        pulse.beat()
         self._check_place([other for other, _ in everyone])
         return [theirs for _, theirs in everyone]
 

@@ -18,22 +18,20 @@ HOST = os.uname().nodename
 @pytest.mark.parametrize(
     "how, words",
     [
-        ("stop", ["has not answered for 5 s", "its process was stopped, or its host"]),
-        ("hang", ["did not come to where the others waited", "tests/waits.py, line", "(fail)"]),
+        ("stop", [f"rank 1 on {HOST} has not answered for 5 s", "its process was stopped"]),
+        ("hang", [f"rank 1 on {HOST}", "at tests/waits.py, line", "(fail)"]),
     ],
 )
 def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str):
     ended = launch(3, [WAITS, how, 5], backend, timeout=200)
     assert ended.code != 0
     (said,) = ended.errors()
-    assert f"rank 1 on {HOST}" in said and all(word in said for word in words), said
+    assert all(word in said for word in words), said
     assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
 
 
-def test_a_rank_that_ended_is_named_and_a_stopped_one_is_not_said_to_have_ended():
-    """Gloo gives up by itself where nothing else does; its timeout is 30 s unless it is told."""
-    (said,) = launch(3, [WAITS, "end", 0], "gloo", timeout=200).errors()
-    assert f"rank 1 on {HOST} ended before the others" in said
+def test_a_stopped_rank_is_not_said_to_have_ended():
+    """Where Gloo gives up by itself, after 30 s unless it is told."""
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
     (said,) = launch(3, [WAITS, "stop", 0], "gloo", timeout=200, env=short).errors()
     assert f"rank 1 on {HOST} does not answer" in said
