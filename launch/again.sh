@@ -17,7 +17,7 @@
 # exit code.
 set -euo pipefail
 
-hostfile='' crashes=10 ended='' told='' child='' code=0
+hostfile='' crashes=10 ended='' told='' passed='' child='' code=0
 first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} # tests bring their own
 
 die() {
@@ -55,14 +55,23 @@ end() {
 # shellcheck disable=SC2329 # signals call it
 tell() {
     told=yes
-    [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true
+    pass_on
 }
 trap tell TERM INT HUP USR1
+
+# Once: a second one might mean to end without saving.
+pass_on() {
+    if [ -n "$told" ] && [ -n "$child" ] && [ -z "$passed" ]; then
+        passed=yes
+        kill -TERM "$child" 2>/dev/null || true
+    fi
+}
 
 # in_background COMMAND...: sets `code`; a signal reaches `tell` while it runs.
 in_background() {
     "$@" &
     child=$!
+    pass_on # a signal that came before its number was known here
     code=0
     wait "$child" || code=$?
     while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the command
@@ -81,13 +90,13 @@ wait_for_hosts() {
         while [ -z "$told" ]; do
             in_background ssh -o BatchMode=yes -o ConnectTimeout=10 "$name" true 2>/dev/null
             [ "$code" != 0 ] || break
+            [ -n "$said" ] || say "waiting for $name to answer ssh"
+            said=yes
             if [ $((SECONDS - since)) -ge "$patience" ]; then
                 say "error: no answer to ssh from $name for $patience seconds; when that host is" \
                     "there, start the job again: it goes on from what was saved"
                 end 1
             fi
-            [ -n "$said" ] || say "waiting for $name to answer ssh"
-            said=yes
             in_background sleep 5
         done
     done
