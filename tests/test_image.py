@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, run
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
+from projects import GIT, shell
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -66,6 +70,49 @@ def test_every_source_of_a_copy_is_let_through():
         top = source.replace("${PROJECT}", "template").split("/")[0]
         assert f"!{top}" in ignored, source
         assert (ROOT / source.replace("${PROJECT}", "template")).exists(), source
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Path:
+    """A checkout, and a stand-in for docker that shows what it was told."""
+    checkout = tmp_path / "checkout"
+    (checkout / "docker").mkdir(parents=True)
+    shutil.copy(ROOT / "docker/build.sh", checkout / "docker")
+    shutil.copy(ROOT / "Dockerfile", checkout)
+    where = "https://ada:geheim@git.example.com/train.git"
+    shell(f"git init -q; git add -A; git commit -qm 1; git remote add origin {where}", checkout)
+    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "BUILDKIT $DOCKER_BUILDKIT" "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    return checkout / "docker/build.sh"
+
+
+@pytest.mark.parametrize("device, driver", [("cpu", True), ("gpu", False)])
+def test_what_the_builder_is_told(builder: Path, tmp_path: Path, device: str, driver: bool):
+    base = "ubuntu@sha256:" + "ab" * 32
+    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "BUILDER": "docker", "DEVICE": device}
+    env |= {"RUNTIME_IMAGE": base, "SOURCE_DATE_EPOCH": "0", **GIT}
+    ended = run([builder, "--build-arg", "UID=7"], 20, env)
+    assert ended.code == 0, ended.output
+    told = ended.output.splitlines()
+    assert told[:2] == ["BUILDKIT 1", "build"] and told[-4:-1] == ["--build-arg", "UID=7", "."]
+    labels = {
+        "created": "1970-01-01T00:00:00Z", "source": "https://git.example.com/train.git",
+        "base.name": base, "base.digest": base.split("@")[1],
+        "revision": shell("git rev-parse HEAD", builder.parent).strip(),
+    }  # fmt: skip
+    for name, text in labels.items():
+        assert f"org.opencontainers.image.{name}={text}" in told
+    assert "geheim" not in ended.output
+    assert ("NVIDIA_VISIBLE_DEVICES=void" in told) == driver
+
+
+def test_the_list_of_packages_is_sound(tmp_path: Path):
+    """Of this machine, where the script runs as it does in an image; image_build.py has that."""
+    require("dpkg-query")
+    ended = run([sys.executable, ROOT / "docker/sbom.py", "train:cpu"], 60)
+    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(ended.output) is None
+    kinds = {part["purl"].split("/")[0] for part in json.loads(ended.output)["components"]}
+    assert {"pkg:pypi", "pkg:deb"} <= kinds
 
 
 def test_ssh_is_by_key_only_on_a_high_port():
