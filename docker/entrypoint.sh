@@ -44,8 +44,7 @@ prepare() {
             "the user that it was built for (--build-arg UID=$(id -u) makes one for this)" >&2
         exit 2
     }
-    umask 077
-    mkdir "$own" 2>/dev/null || [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || {
+    mkdir -m 700 "$own" 2>/dev/null || [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || {
         echo "error: $own is there and not this user's: remove it" >&2
         exit 1
     }
