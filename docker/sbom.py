@@ -20,8 +20,8 @@ def component(kind: str, name: str, version: str, purl: str) -> dict[str, object
 def python_packages() -> list[dict[str, object]]:
     found = {}
     for package in importlib.metadata.distributions():
-        name, version = package.metadata["Name"], package.version
-        purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{quoted(version)}"
+        name, version = package.metadata["Name"].lower().replace("_", "-"), package.version
+        purl = f"pkg:pypi/{name}@{quoted(version)}"
         found[purl] = component("library", name, version, purl)
     return list(found.values())
 

@@ -129,7 +129,7 @@ def test_what_is_in_it(roots: list[Path]):
     for tool in ("gcc", "c++", "make", "nvcc"):
         assert run(inside(root, "sh", "-c", f"command -v {tool}"), 20).code == 127, tool
     assert run(inside(root, "id", "-u"), 20).output.splitlines()[-1] == "1000"
-    built = run(inside(root, "horovodrun", "--check-build"), 200).output
+    built = run(inside(root, "horovodrun", "--check-build"), 400).output
     assert "[X] MPI" in built and "[X] Gloo" in built
     about = buildah("inspect", "--type", "image", IMAGE)
     for part in ("Healthcheck", "/usr/bin/tini", "1000:1000"):
