@@ -15,7 +15,7 @@ import resource
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -293,27 +293,62 @@ def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
         hosts.end()
 
 
-def test_compose_trains_on_two_nodes(image: str, tmp_path: Path):
-    """docker/compose.yaml as it is, but for a shorter run."""
+@pytest.fixture
+def compose(image: str, tmp_path: Path) -> Iterator[Callable[[list[str]], list[str]]]:
+    """docker/compose.yaml as it is, but for what node1 runs: the words before compose's own."""
     if not shutil.which("docker-compose") or run(["docker", "info"], 20).code != 0:
         pytest.skip("needs docker-compose and Docker's service")
     buildah("push", IMAGE, f"docker-daemon:{IMAGE}", timeout=600)
-    shorter = tmp_path / "shorter.yaml"
-    words = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
-    words += ["--flagfile=configs/demo.cfg", *_TINY]
     # Docker raises no limit that its own service may not.
     locked = {"ulimits": {"memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]}}
-    services = {"keys": locked, "node2": locked, "node1": {"command": words, **locked}}
-    shorter.write_text(json.dumps({"services": services}))  # JSON is YAML
-    files = ["-f", ROOT / "docker/compose.yaml", "-f", shorter]
-    compose = ["docker-compose", "-p", "imagetest", *files]
-    try:
-        ended = run([*compose, "up", "--exit-code-from", "node1"], 500, env={"IMAGE": IMAGE})
-        assert ended.code == 0, ended.output[-5000:]
+
+    def words(command: list[str]) -> list[str]:
+        services = {"keys": locked, "node2": locked, "node1": {"command": command, **locked}}
+        changed = tmp_path / "changed.yaml"
+        changed.write_text(json.dumps({"services": services}))  # JSON is YAML
+        files = ["-f", ROOT / "docker/compose.yaml", "-f", changed]
+        return ["env", f"IMAGE={IMAGE}", "docker-compose", "-p", "imagetest", *map(str, files)]
+
+    yield words
+    run([*words([]), "down", "--volumes"], 100)
+
+
+_UP = ["up", "--exit-code-from", "node1"]
+_TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
+_TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
+
+
+@pytest.mark.parametrize(
+    "code, flags, said",
+    [
+        (0, [], "step 3/3"),
+        (2, ["--no_such_flag=1"], "no_such_flag"),
+        (
+            3,
+            ["--optimizer=sgd", "--base_lr=1e30", "--num_steps=9", "--run_dir=/runs/3"],
+            "diverged",
+        ),
+    ],
+)
+def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], said: str):
+    ended = run([*compose([*_TRAIN, *flags]), *_UP], 500)
+    assert ended.code == code and said in ended.output, ended.output[-5000:]
+    if code != 2:
         assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
-        assert "step 3/3" in ended.output
-    finally:
-        run([*compose, "down", "--volumes"], 100, env={"IMAGE": IMAGE})
+
+
+def test_a_stop_reaches_both_nodes_and_arrives_as_75(compose):
+    words = compose([*_TRAIN, "--num_steps=100000", "--run_dir=/runs/stopped"])
+    with subprocess.Popen([*words, *_UP], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            for line in running.stdout:
+                if "step 1/" in line:
+                    break
+            run([*words, "kill", "-s", "TERM", "node1"], 60)
+            assert "saved at step" in running.stdout.read()
+            assert running.wait(60) == 75
+        finally:
+            running.kill()
 
 
 _LAUNCH = (

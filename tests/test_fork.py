@@ -140,7 +140,8 @@ def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
 
 
 def test_no_ci_means_no_workflow(source, tmp_path):
-    assert not (make(source, tmp_path / "x", "blank", ci="none") / ".github").exists()
+    fork = make(source, tmp_path / "x", "blank", ci="none")
+    assert not (fork / ".github").exists() and ".github" not in (fork / "README.md").read_text()
 
 
 def test_the_images_labels_are_the_projects(source, tmp_path):
