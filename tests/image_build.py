@@ -1,6 +1,6 @@
 """Builds the CPU image for real, and trains in it: alone, and from two containers over ssh.
 
-    make image-test    as root, with buildah and debootstrap; 25 minutes; with Docker, compose too
+    make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
 
 Not collected by `make test`. Both bases are a Debian made here by debootstrap. The image that was
 built is run as two roots, each with a network, a name and processes of its own (hosts.py).
