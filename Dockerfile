@@ -7,7 +7,8 @@
 #
 # Both bases are of one distribution release: they share Python, Open MPI and the C library.
 # On GPUs CUDA's run-time libraries come with TensorFlow from PyPI, so the image that runs needs
-# the driver only, from the host.
+# the driver only, from the host. docker/build.sh says what else can be chosen: digests of the
+# bases, mirrors, certificates, the user, further packages.
 ARG BASE_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
 ARG RUNTIME_IMAGE=ubuntu:24.04
 
@@ -15,23 +16,29 @@ ARG RUNTIME_IMAGE=ubuntu:24.04
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS build
 ARG DEVICE=gpu
+ARG APT_MIRROR=
+ARG PIP_INDEX_URL=
 
-# Versions of system packages are the base image's: pin that, by its digest if need be.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+# Versions of system packages are the base image's: pin that, by its digest.
+COPY docker/apt-install.sh /usr/local/sbin/apt-install
+RUN --mount=type=secret,id=ca apt-install \
         build-essential ca-certificates cmake libopenmpi-dev openmpi-bin openssh-client \
-        python3 python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+        python3 python3-dev python3-venv
 
 WORKDIR /build
 COPY requirements.txt ./
 COPY docker/install-horovod.sh docker/
 COPY docker/compat docker/compat
+COPY docker/setup docker/setup
+COPY docker/locks docker/locks
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 HOROVOD_WHEELS=/tmp/wheels
 # At its end two ranks are tried, and Gloo crashes where a host's own name does not resolve, as in
 # the builds of some tools.
-RUN if ! getent hosts "$(hostname)"; then echo "127.0.0.1 $(hostname)" >>/etc/hosts; fi \
+RUN --mount=type=secret,id=ca --mount=type=secret,id=pip.conf \
+    if ! getent hosts "$(hostname)"; then echo "127.0.0.1 $(hostname)" >>/etc/hosts; fi \
+    && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
+    && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
+    && if [ -z "$PIP_INDEX_URL" ]; then unset PIP_INDEX_URL; fi \
     && python3 -m venv /opt/venv \
     && PYTHON=/opt/venv/bin/python DEVICE=$DEVICE docker/install-horovod.sh --requirements \
     && horovodrun --check-build \
@@ -41,36 +48,51 @@ RUN if ! getent hosts "$(hostname)"; then echo "127.0.0.1 $(hostname)" >>/etc/ho
 # ---------------------------------------------------------------------------------- what runs
 # hadolint ignore=DL3006
 FROM ${RUNTIME_IMAGE} AS run
-ARG VERSION=unknown
-ARG REVISION=unknown
-LABEL org.opencontainers.image.title="train" \
-      org.opencontainers.image.description="TensorFlow training on many nodes with Horovod" \
-      org.opencontainers.image.version="$VERSION" \
-      org.opencontainers.image.revision="$REVISION"
-
+ARG APT_MIRROR=
 # InfiniBand's user space (ibverbs, rdmacm), cores near a GPU (numactl), signals and zombies (tini).
 # Host keys that the ssh server's package makes are removed: one for all users is nobody's.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+COPY docker/apt-install.sh /usr/local/sbin/apt-install
+RUN --mount=type=secret,id=ca apt-install \
         ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 numactl openmpi-bin \
         openssh-client openssh-server python3 tini \
-    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
-    && if id ubuntu 2>/dev/null; then userdel --remove ubuntu; fi \
-    && useradd --uid 1000 --create-home --shell /bin/bash trainer \
-    && install -d -o 1000 -g 1000 -m 0700 /home/trainer/.ssh /home/trainer/.sshd \
-    && install -d -o 1000 -g 1000 /app /data /runs
+    && rm -f /etc/ssh/ssh_host_*
+
+# Further system packages, as in EXTRA_PACKAGES="libnuma1 strace".
+ARG EXTRA_PACKAGES=
+# hadolint ignore=SC2086
+RUN --mount=type=secret,id=ca if [ -n "$EXTRA_PACKAGES" ]; then apt-install $EXTRA_PACKAGES; fi
+
+# The user who runs it owns what a run writes, and nothing else. Its group there is 0, as which
+# clusters run users whom the image does not know (OpenShift).
+ARG UID=1000
+ARG GID=1000
+RUN if id ubuntu 2>/dev/null; then userdel --remove ubuntu; fi \
+    && if ! getent group "$GID"; then groupadd --gid "$GID" trainer; fi \
+    && useradd --uid "$UID" --gid "$GID" --no-log-init --create-home --shell /bin/bash trainer \
+    && install -d /app /data \
+    && install -d -o "$UID" -g 0 -m 0770 /home/trainer /home/trainer/.ssh /runs
 
 COPY --from=build /opt/venv /opt/venv
 COPY docker/ssh_config /etc/ssh/ssh_config.d/cluster.conf
 # The folder that is trained from: template here, the whole project in a fork.
 ARG PROJECT=template
-COPY --chown=1000:1000 ${PROJECT}/ /app/
-COPY --chown=1000:1000 launch/ /app/launch/
-COPY --chown=1000:1000 docker/ /app/docker/
+COPY ${PROJECT}/ /app/
+COPY launch/ /app/launch/
+COPY docker/ /app/docker/
+# Also where the checkout's files were its owner's alone.
+RUN chmod -R a+rX,go-w /app \
+    && install -d -o "$UID" -g 0 -m 0775 /app/runs /app/datasets
 
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-USER 1000:1000
+# Facts of a build (version, revision, base) are added by docker/build.sh.
+LABEL org.opencontainers.image.title="train" \
+      org.opencontainers.image.description="TensorFlow training on many nodes with Horovod" \
+      org.opencontainers.image.licenses="NONE"
+
+# What NVIDIA's container tools (Docker's, Enroot's) bring in from the host; void: nothing.
+ARG NVIDIA_VISIBLE_DEVICES=all
+ENV NVIDIA_VISIBLE_DEVICES=$NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES=compute,utility
+ENV HOME=/home/trainer PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER ${UID}:${GID}
 WORKDIR /app
 EXPOSE 2222
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5s CMD ["/app/docker/entrypoint.sh", "healthy"]

@@ -1,25 +1,45 @@
 #!/usr/bin/env bash
-# Builds the image with docker, or with buildah where that is what there is.
+# Builds the image with docker (BuildKit), or with buildah where that is what there is.
 #
 #   DEVICE                      gpu (default) or cpu
-#   BASE_IMAGE, RUNTIME_IMAGE   to build on and to run on, of one distribution release
+#   BASE_IMAGE, RUNTIME_IMAGE   to build on and to run on, of one distribution release; by digest
+#                               for an image that can be built again: ubuntu@sha256:...
 #   IMAGE                       name to give it       train:gpu, train:cpu
 #   BUILDER                     docker or buildah     docker where its service runs
-# Further flags go to the builder as they are.
+#   SBOM                        file for a list of all that is in the image (CycloneDX, JSON)
+#
+# Further flags go to the builder as they are:
+#   docker/build.sh --build-arg UID=$(id -u) --build-arg GID=$(id -g)      the user who runs it
+#   docker/build.sh --build-arg EXTRA_PACKAGES="strace libnuma1"           further system packages
+#   docker/build.sh --build-arg APT_MIRROR=https://mirror.example.com/apt  has debian/ or ubuntu/
+#   docker/build.sh --build-arg PIP_INDEX_URL=https://mirror.example.com/pypi/simple
+#   docker/build.sh --secret id=pip.conf,src=pip.conf   the same with a password: it stays outside
+#   docker/build.sh --secret id=ca,src=ca.pem           certificates that all of them are trusted by
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 device=${DEVICE:-gpu}
 image=${IMAGE:-train:$device}
+words=(--build-arg "DEVICE=$device" --tag "$image")
 if [ "$device" = cpu ]; then
     : "${BASE_IMAGE:=ubuntu:24.04}" "${RUNTIME_IMAGE:=ubuntu:24.04}"
+    words+=(--build-arg NVIDIA_VISIBLE_DEVICES=void)
 fi
-words=(--build-arg "DEVICE=$device" --tag "$image")
+runtime=${RUNTIME_IMAGE:-$(sed -n 's/^ARG RUNTIME_IMAGE=//p' Dockerfile)}
+words+=(--build-arg "RUNTIME_IMAGE=$runtime")
 [ -z "${BASE_IMAGE:-}" ] || words+=(--build-arg "BASE_IMAGE=$BASE_IMAGE")
-[ -z "${RUNTIME_IMAGE:-}" ] || words+=(--build-arg "RUNTIME_IMAGE=$RUNTIME_IMAGE")
-if revision=$(git rev-parse --short HEAD 2>/dev/null); then
-    words+=(--build-arg "REVISION=$revision")
-fi
+
+# label NAME VALUE: of OCI's names; nothing where it is not known.
+label() {
+    [ -z "$2" ] || words+=(--label "org.opencontainers.image.$1=$2")
+}
+label created "$(date -u -d "@${SOURCE_DATE_EPOCH:-$(date +%s)}" +%FT%TZ)"
+label revision "$(git rev-parse HEAD 2>/dev/null || true)"
+label version "$(git describe --tags --always --dirty 2>/dev/null || true)"
+# Without the user and the password that an address may hold.
+label source "$(git remote get-url origin 2>/dev/null | sed 's#//[^/@]*@#//#' || true)"
+label base.name "$runtime"
+label base.digest "$(grep -o 'sha256:[0-9a-f]\{64\}$' <<<"$runtime" || true)"
 
 if [ -z "${BUILDER:-}" ]; then
     if docker info >/dev/null 2>&1; then
@@ -29,7 +49,7 @@ if [ -z "${BUILDER:-}" ]; then
     fi
 fi
 case ${BUILDER:-} in
-docker) docker build "${words[@]}" "$@" . ;;
+docker) DOCKER_BUILDKIT=1 docker build "${words[@]}" "$@" . ;;
 # Docker's format: the other one has no health checks.
 buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
 '')
@@ -42,3 +62,17 @@ buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
     ;;
 esac
 echo "built $image"
+
+# By the image's own Python: what it finds is what runs.
+if [ -n "${SBOM:-}" ]; then
+    list=(/opt/venv/bin/python - "$image")
+    if [ "$BUILDER" = docker ]; then
+        docker run --rm --interactive --network none --entrypoint "" "$image" "${list[@]}" \
+            <docker/sbom.py >"$SBOM"
+    else
+        container=$(buildah from --pull-never "$image")
+        trap 'buildah rm "$container" >/dev/null' EXIT
+        buildah run "$container" -- "${list[@]}" <docker/sbom.py >"$SBOM"
+    fi
+    echo "listed what is in it: $SBOM"
+fi

@@ -7,23 +7,65 @@
 #   healthy      exit code 0 while the ssh server, where there is one, answers
 set -euo pipefail
 
-own=$HOME/.sshd
-launch=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")/launch
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+launch=$(dirname "$here")/launch
+# The ssh server's settings, key and process number: of this container (its /tmp), of this user.
+own=/tmp/.sshd-$(id -u)
 
-# The server's settings, with a host key of this container and with what ssh sessions shall find
-# in their environment: they do not get the container's by themselves.
+# Names of the variables that ssh sessions shall find in their environment, as a command in this
+# container does. Not: what a session sets itself, and what Kubernetes tells of its services. Of a
+# service there are NAME_SERVICE_HOST and NAME_PORT=tcp://...; MASTER_PORT=29500 is not of one.
+names() {
+    local name service port services=()
+    for name in $(compgen -e); do
+        service=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
+        if [ "$service" != "$name" ] && [[ ${!port:-} == *://* ]]; then services+=("$service"); fi
+    done
+    for name in $(compgen -e); do
+        case $name in
+        HOME | USER | LOGNAME | SHELL | PWD | OLDPWD | SHLVL | HOSTNAME | TERM | _) continue ;;
+        esac
+        for service in "${services[@]}"; do
+            case $name in
+            "$service"_SERVICE_HOST | "$service"_SERVICE_PORT*) continue 2 ;;
+            "$service"_PORT | "$service"_PORT_*) continue 2 ;;
+            esac
+        done
+        echo "$name"
+    done
+}
+
+# The server's settings, with a host key of this container and that environment, which may hold
+# secrets: readable by this user alone, and there as a whole or not at all.
 prepare() {
-    mkdir -p "$own" 2>/dev/null || own=$(mktemp -d)
+    local name value settings
+    getent passwd "$(id -u)" >/dev/null || {
+        echo "error: user $(id -u) has no line in /etc/passwd, and ssh wants one: run the image as" \
+            "the user that it was built for (--build-arg UID=$(id -u) makes one for this)" >&2
+        exit 2
+    }
+    mkdir -m 700 "$own" 2>/dev/null || [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || {
+        echo "error: $own is there and not this user's: remove it" >&2
+        exit 1
+    }
+    chmod 700 "$own"
     [ -e "$own/host_key" ] || ssh-keygen -q -t ed25519 -N '' -f "$own/host_key"
+    settings=$(mktemp "$own/sshd_config.XXXXXX")
     {
-        cat "$(dirname "${BASH_SOURCE[0]}")/sshd_config"
+        cat "$here/sshd_config"
         echo "HostKey $own/host_key"
         printf 'SetEnv'
         while read -r name; do
-            [[ ${!name} == *[\"$'\n']* ]] || printf ' "%s=%s"' "$name" "${!name}"
-        done < <(compgen -e | grep -vE '^(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOSTNAME|TERM|_|KUBERNETES_.*|.*_(SERVICE|PORT)(_.*)?)$')
+            value=${!name//\\/\\\\}
+            if [[ $value == *$'\n'* ]]; then
+                echo "ssh sessions do not get $name: its value has several lines" >&2
+            else
+                printf ' "%s=%s"' "$name" "${value//\"/\\\"}"
+            fi
+        done < <(names)
         echo
-    } >"$own/sshd_config"
+    } >"$settings"
+    mv "$settings" "$own/sshd_config"
 }
 
 ranks() {
@@ -40,7 +82,7 @@ sshd)
     prepare
     /usr/sbin/sshd -D -e -f "$own/sshd_config" &
     server=$!
-    echo "$server" >/tmp/.sshd.pid
+    echo "$server" >"$own/pid"
     trap 'drain; kill "$server"' TERM
     trap 'kill "$server"' INT
     code=0
@@ -51,7 +93,7 @@ sshd)
     ;;
 drain) drain ;;
 healthy)
-    [ -e /tmp/.sshd.pid ] || exit 0
+    [ -e "$own/pid" ] || exit 0
     exec 3<>/dev/tcp/127.0.0.1/2222
     IFS= read -r -t 4 line <&3
     [[ $line == SSH-* ]]

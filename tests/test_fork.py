@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import ranks
 from projects import ROOT, make, repository, shell, tracked
@@ -115,6 +116,37 @@ def test_names_that_make_no_project_are_refused(source, tmp_path):
 def test_no_license_means_no_license_file(source, tmp_path):
     fork = make(source, tmp_path / "x", "blank", license="none")
     assert not (fork / "LICENSE").exists() and "License" not in (fork / "README.md").read_text()
+
+
+def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
+    fork = forks["blank"]
+    linter = "zizmor --offline --strict-collection --no-progress --quiet"
+    shell(f"{linter} --pedantic .github", fork)
+    path = fork / ".github/workflows/ci.yml"
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = "\n".join(step.get("run", "") for step in steps)
+    assert {"lint", "test", "image"} <= set(re.findall(r"make (\w+)", commands))
+    for target in re.findall(r"make (\w+)", commands):
+        shell(f"make --dry-run {target}", fork)
+    broken = fork.parent / "broken"  # the linter is not just content with everything
+    for old, new in (("contents: read", "contents: write"), ("runs-on", "run-on")):
+        (broken / ".github/workflows").mkdir(parents=True, exist_ok=True)
+        (broken / ".github/workflows/ci.yml").write_text(path.read_text().replace(old, new))
+        with pytest.raises(AssertionError, match="exit code"):
+            shell(f"{linter} .github", broken)
+
+
+def test_no_ci_means_no_workflow(source, tmp_path):
+    fork = make(source, tmp_path / "x", "blank", ci="none")
+    assert not (fork / ".github").exists() and ".github" not in (fork / "README.md").read_text()
+
+
+def test_the_images_labels_are_the_projects(source, tmp_path):
+    dockerfile = (make(source, tmp_path / "my-model", "blank") / "Dockerfile").read_text()
+    assert 'image.title="my-model"' in dockerfile and 'image.licenses="MIT"' in dockerfile
 
 
 @pytest.mark.parametrize("task", ["segmentation", "classification"])

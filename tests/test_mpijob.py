@@ -4,52 +4,88 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from hosts import ROOT
+from hosts import ROOT, run
 
 MANIFEST = ROOT / "launch" / "mpijob.yaml"
-_SPEC = {"slotsPerWorker", "sshAuthMountPath", "launcherCreationPolicy", "runPolicy"}
-_SPEC |= {"mpiReplicaSpecs", "mpiImplementation"}
-_RUN_POLICY = {"cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit"}
-_RUN_POLICY |= {"schedulingPolicy", "suspend"}
+# The fields of an MPIJob: manifests/base/kubeflow.org_mpijobs.yaml of the MPI Operator, v0.8.2.
+_SPEC = {
+    "slotsPerWorker": int, "runLauncherAsWorker": bool, "runPolicy": dict, "mpiReplicaSpecs": dict,
+    "sshAuthMountPath": str, "launcherCreationPolicy": str, "mpiImplementation": str,
+}  # fmt: skip
+_RUN_POLICY = {
+    "cleanPodPolicy": str, "ttlSecondsAfterFinished": int, "activeDeadlineSeconds": int,
+    "backoffLimit": int, "schedulingPolicy": dict, "suspend": bool, "managedBy": str,
+}  # fmt: skip
+_SCHEDULING = {
+    "minAvailable": int, "queue": str, "minResources": dict, "priorityClass": str,
+    "scheduleTimeoutSeconds": int,
+}  # fmt: skip
+_REPLICA = {"replicas": int, "restartPolicy": str, "template": dict}
+# What its validation.go takes.
+_WORDS = {
+    "cleanPodPolicy": ("None", "Running", "All"),
+    "managedBy": ("kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"),
+    "mpiImplementation": ("OpenMPI", "Intel", "MPICH"),
+    "launcherCreationPolicy": ("AtStartup", "WaitForWorkersReady"),
+    "restartPolicy": ("Never", "OnFailure"),
+}
+_VARIANTS = ("kueue", "gang", "tolerations", "rdma", "efa")
 
 
-def load() -> dict:
-    return yaml.safe_load(MANIFEST.read_text())
+def uncommented(*names: str) -> str:
+    """The manifest with these variants: comment lines that follow a `# [name]`."""
+    lines, name = [], ""
+    for line in MANIFEST.read_text().splitlines():
+        found = re.match(r" *# (?:\[(\w+)\]|(?=[\w ]))", line)
+        if found and found[1]:
+            name = found[1]
+        elif not found:
+            name = ""
+        elif name in names:
+            line = line.replace("# ", "", 1)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def load(*variants: str) -> dict:
+    return yaml.safe_load(uncommented(*variants))
+
+
+def unknown(where: str, given: dict, fields: dict[str, type]) -> list[str]:
+    """Fields that there are not, values of another type, words that are not among those known."""
+    found = [f"{where}: unknown field {name}" for name in given.keys() - fields.keys()]
+    for name in given.keys() & fields.keys():
+        value = given[name]
+        sound = type(value) is fields[name] and value in _WORDS.get(name, (value,))
+        if not sound or (fields[name] is int and value < 0):
+            found.append(f"{where}: {name} is {value!r}")
+    return found
 
 
 def faults(job: dict) -> list[str]:
     """What the API server or the operator (kubeflow.org/v2beta1) would refuse."""
-    spec, found = job["spec"], []
-
-    def want(sound: bool, what: str) -> None:
-        if not sound:
-            found.append(what)
-
-    want((job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob"), "kind")
-    want(set(spec) <= _SPEC, f"unknown fields {sorted(set(spec) - _SPEC)}")
-    want(type(spec["slotsPerWorker"]) is int and spec["slotsPerWorker"] > 0, "slotsPerWorker")
-    policy = spec["runPolicy"]
-    want(set(policy) <= _RUN_POLICY, f"unknown fields {sorted(set(policy) - _RUN_POLICY)}")
-    want(policy["cleanPodPolicy"] in ("None", "Running", "All"), "cleanPodPolicy")
-    want(type(policy["backoffLimit"]) is int and policy["backoffLimit"] >= 0, "backoffLimit")
-    creation = spec.get("launcherCreationPolicy", "AtStartup")
-    want(creation in ("AtStartup", "WaitForWorkersReady"), "launcherCreationPolicy")
+    spec, policy = job["spec"], job["spec"]["runPolicy"]
+    found = unknown("spec", spec, _SPEC) + unknown("runPolicy", policy, _RUN_POLICY)
+    found += unknown("schedulingPolicy", policy.get("schedulingPolicy", {}), _SCHEDULING)
     replicas = spec["mpiReplicaSpecs"]
-    want(set(replicas) == {"Launcher", "Worker"}, "mpiReplicaSpecs")
-    want(replicas["Launcher"]["replicas"] == 1, "one launcher")
+    if (job["apiVersion"], job["kind"]) != ("kubeflow.org/v2beta1", "MPIJob"):
+        found.append("kind")
+    if set(replicas) != {"Launcher", "Worker"}:
+        found.append(f"mpiReplicaSpecs: {sorted(replicas)}")
+    if replicas["Launcher"]["replicas"] != 1:
+        found.append("one launcher")
     for name, replica in replicas.items():
-        want(set(replica) <= {"replicas", "restartPolicy", "template"}, f"{name}: unknown fields")
-        want(type(replica["replicas"]) is int and replica["replicas"] > 0, f"{name}: replicas")
-        want(replica["restartPolicy"] in ("Never", "OnFailure"), f"{name}: restartPolicy")
-        found += pod_faults(name, replica["template"])
+        found += unknown(name, replica, _REPLICA) + pod_faults(name, replica["template"])
     # Pods get the job's name, and their names are host names.
     longest = f"{job['metadata']['name']}-worker-{replicas['Worker']['replicas'] - 1}"
-    want(re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", longest) is not None, f"name {longest}")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", longest):
+        found.append(f"name {longest}")
     return found
 
 
@@ -72,8 +108,87 @@ def pod_faults(name: str, template: dict) -> list[str]:
     return found
 
 
-def test_the_manifest_is_sound():
-    assert faults(load()) == []
+@pytest.mark.parametrize("variants", [(), *((name,) for name in _VARIANTS), _VARIANTS])
+def test_the_manifest_is_sound(variants: tuple[str, ...]):
+    assert faults(load(*variants)) == []
+
+
+def test_every_variant_says_what_it_is_for():
+    named = set(re.findall(r"^ *# \[(\w+)\]", MANIFEST.read_text(), re.MULTILINE))
+    assert named == set(_VARIANTS)
+    plain = load()
+    assert all(load(name) != plain for name in _VARIANTS)
+    job = load(*_VARIANTS)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert job["spec"]["runPolicy"]["suspend"] is True
+    replicas = job["spec"]["mpiReplicaSpecs"]
+    # The launcher comes after the workers: as a member of the gang it would be waited for.
+    assert job["spec"]["launcherCreationPolicy"] == "WaitForWorkersReady"
+    gang = job["spec"]["runPolicy"]["schedulingPolicy"]["minAvailable"]
+    assert gang == replicas["Worker"]["replicas"]
+    worker = replicas["Worker"]["template"]["spec"]
+    assert worker["tolerations"]
+    limits = worker["containers"][0]["resources"]["limits"]
+    assert {"rdma/hca_shared_devices_a", "vpc.amazonaws.com/efa"} <= limits.keys()
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("spec/runPolicy/managedBy", "kueue.x-k8s.io/multikueue"),
+        ("spec/runLauncherAsWorker", True),
+        ("spec/runPolicy/schedulingPolicy", {"minResources": {"cpu": "64"}}),
+        ("spec/runPolicy/ttlSecondsAfterFinished", 600),
+    ],
+)
+def test_other_valid_fields_are_let_through(path: str, value: object):
+    job = load()
+    _set(path, value)(job)
+    assert faults(job) == []
+
+
+def test_nothing_is_handed_out_that_training_does_not_need():
+    for replica in load()["spec"]["mpiReplicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+        data = next(v for v in pod["volumes"] if v["name"] == "data")
+        assert data["persistentVolumeClaim"]["readOnly"] is True
+        [container] = pod["containers"]
+        assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
+        mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
+        assert mounts == {"/data": True, "/runs": False, "/dev/shm": False}
+
+
+@pytest.mark.parametrize("code, starts", [(2, 1), (3, 1), (75, 2), (137, 2)])
+def test_the_launcher_starts_again_what_may_go_on(code: int, starts: int, tmp_path: Path):
+    """Its own words, through the entrypoint, around a command that ends with `code` once."""
+    job = load()
+    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]
+    # Each pod that Kubernetes starts is one more try of a run that has ended for good.
+    assert launcher["restartPolicy"] == "Never" and job["spec"]["runPolicy"]["backoffLimit"] < 5
+    [container] = launcher["template"]["spec"]["containers"]
+    assert "command" not in container
+    [uid] = container["env"]
+    assert uid["valueFrom"]["fieldRef"]["fieldPath"].endswith(
+        "['batch.kubernetes.io/controller-uid']"
+    )
+    words = container["args"][: container["args"].index("launch/hosts.sh")]
+    words = [word.replace(f"$({uid['name']})", "7") for word in words]
+    assert words[0] == "launch/again.sh" and "/runs/.ended-7" in words
+    (tmp_path / "hostfile").touch()
+    for path in ("/runs", "/etc/mpi"):
+        words = [word.replace(path, str(tmp_path)) for word in words]
+    script = 'echo start; [ -e "$0" ] && exit 0; touch "$0"; exit "$1"'
+    words += ["sh", "-c", script, tmp_path / "first", code]
+    ends = [
+        run([ROOT / "docker/entrypoint.sh", *words], 20, {"AGAIN_PAUSE": "0"}, cwd=ROOT)
+        for _ in range(2)
+    ]
+    assert [ended.code for ended in ends] == [code if starts == 1 else 0] * 2, ends
+    assert ends[0].output.count("start\n") == starts
+    assert "start\n" not in ends[1].output, "a pod made anew ran again what had ended for good"
 
 
 def test_it_asks_for_what_training_needs():
@@ -109,6 +224,10 @@ _POD = f"{_WORKER}/template/spec"
     [
         (_set("spec/slotsPerWorker", "8"), "slotsPerWorker"),
         (_set("spec/slotPerWorker", 8), "slotPerWorker"),
+        (_set("spec/runPolicy/podFailurePolicy", {}), "podFailurePolicy"),
+        (_set("spec/runPolicy/backoffLimit", -1), "backoffLimit"),
+        (_set("spec/runPolicy/managedBy", "me"), "managedBy"),
+        (_set("spec/runPolicy/schedulingPolicy", {"minMember": 3}), "minMember"),
         (_set("spec/runPolicy/cleanPodPolicy", "Sometimes"), "cleanPodPolicy"),
         (_set("spec/mpiReplicaSpecs/Launcher/replicas", 2), "one launcher"),
         (_set(f"{_WORKER}/restartPolicy", "Always"), "restartPolicy"),

@@ -1,0 +1,106 @@
+"""again.sh: which runs are started again, how often, and what it does when it is told to stop."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hosts import ROOT, Hosts, run
+
+AGAIN = str(ROOT / "launch/again.sh")
+_FAST = {"AGAIN_PAUSE": "0"}
+
+
+def test_crashes_are_counted():
+    ended = run([AGAIN, "--crashes", "2", "sh", "-c", "echo start; exit 137"], 20, _FAST)
+    assert ended.code == 137
+    assert ended.output.splitlines().count("start") == 3
+    assert "crash number 3: no further start" in ended.output
+
+
+def test_stops_are_not_counted(tmp_path: Path):
+    """Of a run that is told to stop 15 times, by nodes that are drained one after another."""
+    script = 'echo x >>"$0"; [ "$(wc -l <"$0")" -gt 15 ] || exit 75'
+    ended = run([AGAIN, "--crashes", "0", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
+    assert ended.code == 0, ended.output
+    assert len((tmp_path / "starts").read_text().split()) == 16
+
+
+def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):
+    ended = tmp_path / "ended"
+    for code, kept in ((75, False), (0, True)):
+        words = [
+            AGAIN,
+            "--ended",
+            ended,
+            "sh",
+            "-c",
+            f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}',
+        ]
+        assert run(words, 20, _FAST).code == code
+        assert ended.exists() == kept
+
+
+def told_by_a_terminal(words: list[str]) -> subprocess.Popen:
+    """What runs the tests may have SIGINT ignored, which children inherit."""
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_told_to_stop_it_lets_the_run_save_and_starts_nothing_more(how: int):
+    save = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
+    with told_by_a_terminal([AGAIN, "sh", "-c", save]) as again:
+        assert again.stdout.readline() == "ready\n"
+        again.send_signal(how)
+        assert again.stdout.read() == "saved\n"
+        assert again.wait(20) == 75
+
+
+def test_told_to_stop_between_two_runs_it_ends():
+    words = [AGAIN, "sh", "-c", "echo start; exit 1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as again:
+        assert again.stdout.readline() == "start\n"
+        again.terminate()  # it waits 10 seconds now
+        assert again.wait(8) in (1, 75, 143)  # 143: the run had not quite ended
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "no command"),
+        (["--crash", "3", "true"], "unknown option --crash"),
+        (["--crashes", "many", "true"], "'many' is not a number"),
+        (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
+    ],
+)
+def test_wrong_use_is_said(words: list[str], said: str):
+    ended = run([AGAIN, *words], 20)
+    assert ended.code == 2 and said in ended.output
+
+
+def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
+    hosts = Hosts(tmp_path, 2, ssh_port=22)  # again.sh asks ssh's own settings for the port
+    try:
+        (tmp_path / "hostfile").write_text("# all\nnode1 slots=1\nnode2:1\n")
+        words = [
+            AGAIN,
+            "--hostfile",
+            tmp_path / "hostfile",
+            "--ended",
+            tmp_path / "ended",
+            "hostname",
+        ]
+        ended = hosts[1].run(*words, timeout=60)
+        assert (ended.code, ended.output) == (0, "node1\n")
+        (tmp_path / "ended").unlink()
+        hosts[2].end()
+        ended = hosts[1].run("env", "AGAIN_PATIENCE=3", *words, timeout=60)
+        assert ended.code == 1 and "waiting for node2 to answer ssh" in ended.output
+        assert "no answer to ssh from node2 for 3 seconds" in ended.output
+        assert (tmp_path / "ended").read_text() == "1\n"
+    finally:
+        hosts.end()
