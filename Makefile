@@ -44,7 +44,7 @@ bench: setup ## the same weights on any number of ranks, in numbers, and the sam
 	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
 	@$(IN_VENV) python benchmarks/bits.py
 
-fork: setup ## a project of your own, NAME=../my-model; asks four questions, ARGS=--defaults: none
+fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
 	@[ -z "$$(git status --porcelain)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
 	@$(IN_VENV) copier copy --vcs-ref HEAD $(ARGS) "$(CURDIR)" "$(NAME)"
