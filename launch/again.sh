@@ -88,7 +88,7 @@ wait_for_hosts() {
     for name in "${names[@]}"; do
         said=''
         while [ -z "$told" ]; do
-            in_background ssh -o BatchMode=yes -o ConnectTimeout=10 "$name" true 2>/dev/null
+            in_background ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true 2>/dev/null
             [ "$code" != 0 ] || break
             [ -n "$said" ] || say "waiting for $name to answer ssh"
             said=yes

@@ -165,7 +165,7 @@ KEEPS = [
         "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
     ),
     ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
-    ("", "--cpu_threads={threads}"),
+    ("", "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0"),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
     ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
@@ -211,6 +211,7 @@ REFUSED = {
 # What only a started run can know.
 REFUSED_BY_RUN = {
     "--task=segmentation --model=tiny --synthetic_data --image_size=17": "--image_size=17",
+    "--device=gpu": "--device=gpu",
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PORT = 2222
 _LAST_LINES = 60
 # No host key is left behind that the product would have to learn by itself.
-_LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
+LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 
 # Where a command is typed the environment is active, as the README says; that root may run MPI
 # stands for the ordinary user that a cluster has.
@@ -221,7 +221,7 @@ class Hosts:
 
     def _wait_for_ssh(self, host: Host) -> None:
         for _ in range(50):
-            words = ["ssh", "-p", str(self._port), *_LEAVES_NO_TRACE, host.name, "hostname"]
+            words = ["ssh", "-p", str(self._port), *LEAVES_NO_TRACE, host.name, "hostname"]
             ended = self[1].run(*words, timeout=10)
             if ended.output.strip() == host.name:
                 return

@@ -19,7 +19,7 @@ import yaml
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
+from hosts import ENVIRONMENT, LEAVES_NO_TRACE, ROOT, Host, Hosts, require, run
 from projects import GIT, shell
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -245,7 +245,7 @@ def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
     assert own.stat().st_mode & 0o777 == 0o700
     assert modes["sshd_config"] == modes["host_key"] == 0o600
     assert not [name for name in modes if name.startswith("sshd_config.")]
-    words = ["ssh", "-p", "2222", "-i", tmp_path / "key", "trainer@node1"]
+    words = ["ssh", "-p", "2222", "-i", tmp_path / "key", *LEAVES_NO_TRACE, "trainer@node1"]
     assert host.run(*words, "umask").output == host.run("sh", "-c", "umask").output
     output = host.run(*words, "env -0").output
     seen = dict(variable.split("=", 1) for variable in output.rstrip("\0").split("\0"))

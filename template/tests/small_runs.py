@@ -144,6 +144,7 @@ def fit_config(
     code, message, load = DONE, "", run_lib.tasks.load
     run_lib.tasks.load = lambda config: Watched(config)
     try:
+        world_lib.set_up(world, config)  # as train.main does
         train.fit(config, world, stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
