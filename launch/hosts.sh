@@ -43,7 +43,11 @@ read_hostfile() {
 while [ $# -gt 0 ]; do
     case $1 in
     -H | --hosts) hosts=${2:?$1 wants hosts} && shift ;;
-    --hostfile) hosts=$(read_hostfile "${2:?$1 wants a file}") && shift ;;
+    --hostfile)
+        hosts=$(read_hostfile "${2:?$1 wants a file}") || exit 2
+        [ -n "$hosts" ] || die "no host in the hostfile $2"
+        shift
+        ;;
     -np) np=${2:?$1 wants a number} && shift ;;
     --gloo | --mpi) via=${1#--} ;;
     --interface) interface=${2:?$1 wants a name} && shift ;;
@@ -61,17 +65,20 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
 
-slots=0 names=()
+slots=0 names=() entries=()
 for entry in ${hosts//,/ }; do
     [[ $entry =~ ^([^:]+):([1-9][0-9]*)$ ]] || die "'$entry' is not HOST:RANKS, as in -H node1:8,node2:8"
-    names+=("${BASH_REMATCH[1]}")
+    names+=("${BASH_REMATCH[1]}") entries+=("$entry")
     slots=$((slots + BASH_REMATCH[2]))
 done
+hosts=$(IFS=, && echo "${entries[*]}")
 np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]*$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
 [[ $key != *[[:space:]]* ]] || die "-i '$key': horovodrun and mpirun split a path with spaces: copy the key elsewhere"
 
+# Of a shell that srun or mpirun has started: what is started here is no rank of that.
+unset PMIX_RANK OMPI_COMM_WORLD_RANK HOROVOD_RANK
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
 # doctor.py names the host of a rank that never reports.
 [ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts
@@ -145,7 +152,8 @@ place_of_mpi() {
 # ------------------------------------------------------------------------------ the hosts
 
 # A host that was never seen is believed, one whose key has changed is not.
-reach=(ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o LogLevel=ERROR)
+# Nor is a host waited for whose shell hangs, as on a disk that does not answer.
+reach=(timeout 60 ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o LogLevel=ERROR)
 [ -z "$port" ] || reach+=(-p "$port")
 [ -z "$key" ] || reach+=(-i "$key")
 
@@ -165,8 +173,8 @@ is_here() {
 try_host() {
     local said
     said=$("${reach[@]}" "$1" true 2>&1 </dev/null) ||
-        echo "error: cannot reach $1, port $(ssh -G "${reach[@]:1}" "$1" | sed -n 's/^port //p')," \
-            "by ssh: $(tail -n 1 <<<"${said:-it said nothing}")" >"$2"
+        echo "error: cannot reach $1, port $(ssh -G "${reach[@]:3}" "$1" | sed -n 's/^port //p')," \
+            "by ssh: $(tail -n 1 <<<"${said:-no answer in 60 s}")" >"$2"
 }
 
 # horovodrun and mpirun would end in a trace or a page of advice that names no host.
@@ -216,7 +224,8 @@ stop_ranks() {
 # Ctrl-C. A terminal's SIGINT that something else passes on as well is still one.
 # shellcheck disable=SC2329
 interrupt() {
-    local now=${EPOCHREALTIME/[.,]/} # microseconds
+    local now=${EPOCHREALTIME:-$(date +%s.%6N)} # bash has it from version 5 on
+    now=${now/[.,]/}                            # microseconds
     if [ -t 0 ]; then echo >&2; fi   # the terminal shows ^C
     if [ -n "$checking" ]; then end_at_once; fi
     if [ -n "$pressed" ] && [ $((now - pressed)) -gt 500000 ]; then end_at_once; fi
@@ -301,9 +310,10 @@ launch() {
     code=0
     wait "$job" || code=$?
     while kill -0 "$job" 2>/dev/null; do # a signal ended the wait, not the run
-        code=0
-        wait "$job" || code=$?
+        wait "$job" || true
     done
+    code=0
+    wait "$job" || code=$? # also where it ended just before that look
     drain
     [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
     [ "$code" = 0 ] || sweep
@@ -323,5 +333,5 @@ if [ -n "$check" ]; then
 fi
 launch "$@"
 # A rank that was told to stop before it listened is ended by that, with nothing yet to save.
-if [ -n "$told" ] && [ "$code" -gt 128 ]; then code=75; fi
+case "$told $code" in "yes 129" | "yes 130" | "yes 138" | "yes 143") code=75 ;; esac
 exit "$code"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints the newest step that the folder of a run knows of, as saved or as logged; 0: none yet.
+"""Prints the newest step that a run's folder has saved, or has made (as far as it was logged).
 
-    progress.py python train.py --flagfile=configs/demo.cfg ...
+    progress.py saved|made python train.py --flagfile=configs/demo.cfg ...
 
 slurm.sbatch asks it before and after a start: a job that gets nowhere is not started again. Exit
-code 1 where the command is no training command: nothing can be said then.
+code 1 where the command is no training command, or its folder is not there: nothing is known.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ def run_folder(words: list[str]) -> Path:
     return Path(config.parse(words[program:]).run_dir)
 
 
-def newest_step(folder: Path) -> int:
+def newest_step(folder: Path, made: bool) -> int:
     steps = [0]
     for path in (folder / "checkpoints").glob("step-*"):
         with contextlib.suppress(ValueError):
             steps.append(int(path.name.removeprefix("step-")))
-    with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                steps.append(int(json.loads(line)["step"]))
+    if made:
+        with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    steps.append(int(json.loads(line)["step"]))
     return max(steps)
 
 
 if __name__ == "__main__":
     try:
-        print(newest_step(run_folder(sys.argv[1:])))
+        folder = run_folder(sys.argv[2:])
+        if not folder.is_dir():
+            sys.exit(1)
+        print(newest_step(folder, made=sys.argv[1] == "made"))
     except (StopIteration, ImportError, ValueError):
         sys.exit(1)

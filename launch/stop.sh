@@ -22,15 +22,21 @@ ranks() {
     done
 }
 
+# Whether a process has a handler for SIGUSR1, number 10.
+listens() {
+    caught=$(sed -n 's/^SigCgt:[[:space:]]*.*\(.\)..$/\1/p' "/proc/$1/status" 2>/dev/null)
+    case $caught in [2367aAbBeEfF]) ;; *) return 1 ;; esac
+}
+
 # send SIGNAL PIDS: sets `told` to how many got it.
 send() {
-    told=0
+    told=0 listening=''
     for pid in $2; do
-        if [ "$1" = USR1 ]; then
-            # Not what a rank has started itself: it knows nothing of this signal.
-            parent=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null)
-            case " $2 " in *" $parent "*) continue ;; esac
-        fi
+        if listens "$pid"; then listening=yes; fi
+    done
+    for pid in $2; do
+        # Only who listens: not a shell around a rank, nor what a rank has started.
+        if [ "$1" = USR1 ] && [ -n "$listening" ] && ! listens "$pid"; then continue; fi
         kill "-$1" "$pid" 2>/dev/null && told=$((told + 1))
     done
     echo "sent $1 to $told rank(s) on $(uname -n)"

@@ -259,7 +259,7 @@ def main(argv: list[str]) -> int:
     try:
         # One GPU a process, or a share of the cores.
         world_lib.set_up(world, config)
-        with Peers(world, config.stall_shutdown_s):
+        with Peers(world, reduction.stall_seconds(config)):
             fit(config, world, stop_signal)
     except Stop as stop:
         code = stop.code

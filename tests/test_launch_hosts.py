@@ -103,6 +103,19 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
         assert STAND_IN[1] not in host.sh("ps ax"), f"left behind on {host.name}"
 
 
+def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
+    """Which itself knows nothing of the signal and would end by it, the rank left behind."""
+    rank = " ".join([*STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"])
+    words = [HOSTS_SH, "-np", "1", "bash", "-c", f"{rank}; code=$?; exit $code"]
+    env = os.environ | ENVIRONMENT
+    with subprocess.Popen(words, env=env, text=True, stdout=subprocess.PIPE) as process:
+        assert any("begins at step 0" in line for line in process.stdout)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75
+    assert (tmp_path / "told-0").exists()
+
+
 @pytest.mark.parametrize("via", ["gloo", "mpi"])
 def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path, via):  # noqa: F811
     """Where no rank hears a signal, as while it builds its model."""
@@ -299,6 +312,7 @@ def test_interface_port_and_key():
         (["-H", "node1:x"], "'node1:x' is not HOST:RANKS"),
         (["-H", "node1:2", "-np", "3"], "-np 3 is more than the 2 slots"),
         (["--hostfile", "/nowhere"], "cannot read the hostfile /nowhere"),
+        (["--hostfile", "/dev/null", "-np", "2"], "no host in the hostfile /dev/null"),
         ([], "how many ranks? Give -H, --hostfile or -np"),
         (["--fast", "-np", "2"], "unknown option --fast"),
         (["-i", "my key", "-np", "2"], "split a path with spaces"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from pathlib import Path
 
 import tensorflow as tf
 
@@ -14,10 +16,13 @@ def why_no_gpu(device: str) -> str:
     Args:
       device: --device, auto or gpu.
     """
-    count = _granted()
+    host = os.uname().nodename
+    try:
+        count = _granted()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi fails on {host} ({error}): look at its driver, or give --device=cpu"
     if device == "auto" and not count:
         return ""
-    host = os.uname().nodename
     if not count:
         return f"--device=gpu, but {host} has no GPU that this process may use (nvidia-smi)"
     if tf.test.is_built_with_cuda():
@@ -32,12 +37,15 @@ def why_no_gpu(device: str) -> str:
 
 def _granted() -> int:
     """GPUs that the driver shows, less those that CUDA_VISIBLE_DEVICES hides."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and chosen.strip() in ("", "-1", "NoDevFiles"):
+        return 0
+    if not shutil.which("nvidia-smi"):
+        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    listed = subprocess.run(
+        ["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
+    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     if chosen is None:
         return count
     # CUDA takes those before the first that is none.

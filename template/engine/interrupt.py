@@ -54,6 +54,8 @@ class StopSignal:
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by `nohup` or a script's `&`: not meant for it
             signal.signal(number, _left_to_the_thread)
+        # A forked child (multiprocessing) would answer a signal of its own into this pipe.
+        os.register_at_fork(after_in_child=_forget)
 
     def _listen(self, heard: int) -> None:
         while True:
@@ -83,6 +85,15 @@ class StopSignal:
         start = "\n" if os.isatty(2) else ""
         with contextlib.suppress(OSError):
             os.write(2, f"{start}{text}\n".encode())
+
+
+def _forget() -> None:
+    """In a forked child: it ends when it is told to, and the run's signals are not for it."""
+    signal.set_wakeup_fd(-1)
+    for number in _REQUESTS:
+        if signal.getsignal(number) is _left_to_the_thread:
+            ends = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
 
 
 def _left_to_the_thread(number: int, frame: object) -> None:

@@ -50,6 +50,16 @@ def environment(config: Config) -> dict[str, str]:
     return knobs
 
 
+def stall_seconds(config: Config) -> int:
+    """How long ranks wait for one that hangs: Horovod's own setting, if one was given, else ours.
+
+    Call it after Horovod was started with `environment`; 0: for ever.
+    """
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0", "False"):
+        return 0
+    return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
+
+
 def check_backend(config: Config) -> None:
     """Raises ValueError when what --reduce_backend names is not what this run was started with.
 

@@ -222,8 +222,10 @@ def _share_of_cores(world: World) -> int:
     # mpirun or launch/bind.sh gave each rank cores of its own; so did Slurm, where a task may not
     # run on all that the job has on this host.
     bound = {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ)
-    if "SLURM_STEP_ID" in os.environ and cores < int(os.environ.get("SLURM_CPUS_ON_NODE", 0)):
-        return cores
+    by_srun = "SLURM_STEP_ID" in os.environ and not {"HOROVOD_RANK"} & set(os.environ)
+    on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", 0))
+    if by_srun and cores < on_node:  # to a socket, perhaps, with others
+        return max(1, min(cores, on_node // world.local_size))
     return max(1, cores if bound else cores // world.local_size)
 
 

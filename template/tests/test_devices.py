@@ -48,6 +48,15 @@ def test_gpus_that_this_process_may_use(tmp_path, monkeypatch, hidden, counted):
     assert devices.why_no_gpu("gpu")
 
 
+def test_a_driver_that_fails_is_no_host_without_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, "Driver/library version mismatch"))
+    with open(tmp_path / "nvidia-smi", "a") as program:
+        program.write("exit 18\n")
+    assert "nvidia-smi fails" in devices.why_no_gpu("auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.why_no_gpu("auto") == ""
+
+
 def test_training_on_two_ranks(tiny, tmp_path):
     env = {"PATH": nvidia_smi(tmp_path, TWO)}
     command = ["train.py", *tiny, "--num_steps=1"]

@@ -42,6 +42,20 @@ for name in sys.argv[1:]:
 print(f"asked {stop.asked}, first {stop.number}", flush=True)
 """
 
+# Forks a child, ends it, and tells what it heard itself.
+FORKED = """
+import multiprocessing, sys, time
+sys.path.insert(0, ".")
+from engine.interrupt import StopSignal
+stop = StopSignal(rank=0)
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+child.start()
+child.terminate()
+child.join(10)
+time.sleep(0.2)
+print(f"asked {stop.asked}, child {child.exitcode}", flush=True)
+"""
+
 LAUNCHERS = {
     "alone": [],
     "gloo": ["horovodrun", "--gloo", "--disable-cache", "-np", "2"],
@@ -96,6 +110,12 @@ def test_a_forwarded_signal_is_no_second_ctrl_c(signals: list[str], answer: str 
         assert f"asked True, first {first}" in terminal.shown
         said = [line for line in terminal.shown.splitlines() if "stopping" in line]
         assert said == ([answer] if answer else [])
+
+
+def test_the_end_of_a_forked_child_does_not_stop_the_run():
+    with python("-c", FORKED) as terminal:
+        assert terminal.wait(20) == 0, terminal.shown
+        assert "asked False, child -15" in terminal.shown
 
 
 def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace():

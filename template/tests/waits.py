@@ -37,7 +37,7 @@ def main() -> None:
     config = config_lib.Config(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
     world = world_lib.connect(reduction.environment(config))
     world_lib.set_up(world, config)
-    with Peers(world, config.stall_shutdown_s):
+    with Peers(world, reduction.stall_seconds(config)):
         for step in range(1_000_000):
             if step == 5 and world.rank == 1:
                 time.sleep(3)  # each has heard its neighbour
