@@ -55,7 +55,12 @@ class StopSignal:
                 continue  # started by `nohup` or a script's `&`: not meant for it
             signal.signal(number, _left_to_the_thread)
         # A forked child (multiprocessing) would answer a signal of its own into this pipe.
-        os.register_at_fork(after_in_child=_forget)
+        hold = signal.pthread_sigmask
+        os.register_at_fork(
+            before=lambda: hold(signal.SIG_BLOCK, _REQUESTS),
+            after_in_parent=lambda: hold(signal.SIG_UNBLOCK, _REQUESTS),
+            after_in_child=_forget,
+        )
 
     def _listen(self, heard: int) -> None:
         while True:
@@ -94,6 +99,7 @@ def _forget() -> None:
         if signal.getsignal(number) is _left_to_the_thread:
             ends = number == signal.SIGTERM
             signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 
 def _left_to_the_thread(number: int, frame: object) -> None:
