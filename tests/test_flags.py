@@ -27,8 +27,10 @@ CHECKS = {launch: names_of_checks(*files) for launch, (files, _) in LAUNCHES.ite
 def outcomes(tmp_path_factory):
     """By launch: what failed, and lines of what was counted. All launches at once."""
 
+    folder = tmp_path_factory.mktemp("flags")  # here: threads that ask for one at once may fail
+
     def launch(name):
-        counts = tmp_path_factory.mktemp("flags") / "counts"
+        counts = folder / name
         env = {"FLAGS_COUNTS": str(counts)}
         failed = run_checks(*LAUNCHES[name], timeout=1700, env=env)
         return failed, counts.read_text() if counts.exists() else ""
