@@ -72,6 +72,13 @@ def test_every_source_of_a_copy_is_let_through():
         assert (ROOT / source.replace("${PROJECT}", "template")).exists(), source
 
 
+@pytest.mark.parametrize("folder", ["", "template"])
+def test_passwords_and_keys_stay_outside(folder: str):
+    """A pattern after the last ! counts whatever was let through."""
+    ignored = (ROOT / folder / ".dockerignore").read_text().rpartition("\n!")[2].splitlines()
+    assert {"**/pip.conf", "**/.netrc", "**/.env*", "**/*.pem", "**/id_rsa*"} <= set(ignored)
+
+
 @pytest.fixture
 def builder(tmp_path: Path) -> Path:
     """A checkout, and a stand-in for docker that shows what it was told."""
