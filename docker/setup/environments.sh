@@ -53,9 +53,11 @@ started() {
 }
 
 # builder DIR: of an environment that is not whole: its set-up's process number where that runs
-# here; "dead" where it ran here; "unknown" where it runs or ran on another machine.
+# here; "dead" where it ran here; "unknown" where it runs or ran on another machine, or is another
+# user's, whose processes /proc may hide.
 builder() {
     local boot space pid start
+    [ -O "$1/.building" ] || { echo unknown && return; }
     read -r boot space pid start 2>/dev/null <"$1/.building" || { echo unknown && return; }
     if [ "$boot $space" != "$(identity | cut -d ' ' -f 1,2)" ]; then
         echo unknown
