@@ -82,6 +82,7 @@ COPY launch/ /app/launch/
 COPY docker/ /app/docker/
 # Also where the checkout's files were its owner's alone.
 RUN chmod -R a+rX,go-w /app \
+    && chmod 644 /etc/ssh/ssh_config.d/cluster.conf \
     && install -d -o "$UID" -g 0 -m 0775 /app/runs /app/datasets
 
 # Facts of a build (version, revision, base) are added by docker/build.sh.
