@@ -203,6 +203,12 @@ def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_pat
     assert host.run(ENTRYPOINT, "healthy", timeout=20).code != 0
 
 
+def test_a_killed_ssh_server_is_no_success(host: Host, tmp_path: Path):
+    server = serve(host, tmp_path)
+    host.sh(f"kill -KILL $(cat {SERVER}/pid)")
+    assert server.wait(30) == 137
+
+
 # Of services, as Kubernetes puts them into every container; MY_PORT is a name like any other.
 _SERVICES = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443",
