@@ -97,7 +97,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
 
 
 CHANGES = ["requirements", "development tools", "lock", "script", "part", "header", "device"]
-CHANGES += ["MPI", "Python"]
+CHANGES += ["MPI", "Python", "architecture", "C library", "compiler", "build"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -128,6 +128,17 @@ def test_stamp_depends_on(change, checkout):
             env = system_mpi(checkout)
         case "Python":
             env = {"PYTHON": other_python()}
+        case "architecture":
+            executable(checkout / "bin/uname", "echo riscv64")
+            env = {"PATH": f"{checkout}/bin:{OUTSIDE}"}
+        case "C library":
+            executable(checkout / "bin/getconf", "echo glibc 2.17")
+            env = {"PATH": f"{checkout}/bin:{OUTSIDE}"}
+        case "compiler":
+            env = {"CXX": "g++-99"}
+        case "build":
+            env = {"HOROVOD_WITHOUT_GLOO": "1"}
+    assert stamp(HOROVOD_CYCLE_TIME="1", CXXFLAGS="") == before
     assert stamp(**env) != before
 
 
