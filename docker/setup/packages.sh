@@ -12,7 +12,8 @@ settle_pip() {
     # Not those of a user or a site alone, as pip itself may be told to show.
     settings=$(PIP_USER=0 PIP_GLOBAL=0 PIP_SITE=0 PIP_QUIET=0 PIP_PYTHON='' "$python" -m pip \
         config list 2>>"$log") || failed "asking pip for its settings"
-    settings=$("$python" "$here/setup/pip_settings.py" "$settings")
+    # Not as an argument, which all users of a machine can see: an address may hold a password.
+    settings=$(printf '%s\n' "$settings" | "$python" "$here/setup/pip_settings.py")
     while read -r setting; do unset "$setting"; done < <(compgen -e PIP_)
     export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
     while read -r setting; do [ -z "$setting" ] || export "${setting?}"; done <<<"$settings"
