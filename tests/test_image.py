@@ -283,4 +283,4 @@ def test_exit_codes_pass_the_entrypoint(code: int):
 
 def test_compose_hands_on_the_runs_exit_code():
     head = (ROOT / "docker" / "compose.yaml").read_text().split("services:")[0]
-    assert "up --exit-code-from node1" in head
+    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head
