@@ -90,7 +90,8 @@ make_tools() {
     python=$work/tools/bin/python
 }
 
-# Versions that the present lock has are kept where they still fit.
+# Versions that the present lock has are kept where they still fit; not where a merge left marks
+# in it, which uv cannot read.
 make_lock() {
     local name uv
     local -a same=()
@@ -116,7 +117,8 @@ TOML
     [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
     mkdir -p "$locks"
     for name in cpu gpu dev; do
-        cp "$locks/$name.txt" "$work/$name.txt" 2>/dev/null || true
+        grep -qs '^<<<<<<<' "$locks/$name.txt" ||
+            cp "$locks/$name.txt" "$work/$name.txt" 2>/dev/null || true
         "$work/tools/bin/uv" pip compile --quiet --project "$work" --universal \
             --python-version 3.10 --generate-hashes --no-header --no-annotate --no-python-downloads \
             "${same[@]}" --output-file "$work/$name.txt" "$work/$name.in"
