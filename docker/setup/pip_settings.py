@@ -10,7 +10,9 @@ import sys
 KEPT = {
     *("index-url", "extra-index-url", "find-links", "no-index", "trusted-host"),
     *("proxy", "cert", "client-cert", "keyring-provider", "timeout", "default-timeout", "retries"),
-    *("cache-dir", "no-cache-dir"),
+    *("cache-dir", "no-cache-dir", "use-feature"),
+    # For an install beside a TensorFlow in the system's Python; of no effect in an environment.
+    "break-system-packages",
 }
 
 lines = sys.stdin.read().splitlines()
