@@ -212,6 +212,13 @@ def test_key_depends_on_compiler_and_flags(key, tmp_path):
     assert len({key(), older, key(CXX=other), key(CXXFLAGS="-O0"), key(HOROVOD_DEBUG=1)}) == 5
 
 
+def test_a_compiler_of_two_words(key, tmp_path):
+    other = executable(tmp_path / "c++", "echo 'c++ 98.0'")
+    older = key(CXX=f"env {other}")
+    executable(other, "echo 'c++ 99.0'")
+    assert key(CXX=f"env {other}") != older
+
+
 def test_key_depends_on_nothing_else(key, checkout):
     """The same in another folder and with another cache, or the cache would never be hit."""
     before = key()
