@@ -19,9 +19,10 @@ ARG DEVICE=gpu
 ARG APT_MIRROR=
 ARG PIP_INDEX_URL=
 
-# Versions of system packages are the base image's: pin that, by its digest.
+# Versions of system packages are the base image's: pin that, by its digest. apt reads the
+# certificates as a user of its own, _apt: so anybody may.
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
-RUN --mount=type=secret,id=ca apt-install \
+RUN --mount=type=secret,id=ca,mode=0444 apt-install \
         build-essential ca-certificates cmake libopenmpi-dev openmpi-bin openssh-client \
         python3 python3-dev python3-venv
 
@@ -34,7 +35,7 @@ COPY docker/locks docker/locks
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 HOROVOD_WHEELS=/tmp/wheels
 # At its end two ranks are tried, and Gloo crashes where a host's own name does not resolve, as in
 # the builds of some tools.
-RUN --mount=type=secret,id=ca --mount=type=secret,id=pip.conf \
+RUN --mount=type=secret,id=ca,mode=0444 --mount=type=secret,id=pip.conf \
     if ! getent hosts "$(hostname)"; then echo "127.0.0.1 $(hostname)" >>/etc/hosts; fi \
     && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
     && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
@@ -52,7 +53,7 @@ ARG APT_MIRROR=
 # InfiniBand's user space (ibverbs, rdmacm), cores near a GPU (numactl), signals and zombies (tini).
 # Host keys that the ssh server's package makes are removed: one for all users is nobody's.
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
-RUN --mount=type=secret,id=ca apt-install \
+RUN --mount=type=secret,id=ca,mode=0444 apt-install \
         ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 numactl openmpi-bin \
         openssh-client openssh-server python3 tini \
     && rm -f /etc/ssh/ssh_host_*
@@ -60,7 +61,7 @@ RUN --mount=type=secret,id=ca apt-install \
 # Further system packages, as in EXTRA_PACKAGES="libnuma1 strace".
 ARG EXTRA_PACKAGES=
 # hadolint ignore=SC2086
-RUN --mount=type=secret,id=ca if [ -n "$EXTRA_PACKAGES" ]; then apt-install $EXTRA_PACKAGES; fi
+RUN --mount=type=secret,id=ca,mode=0444 if [ -n "$EXTRA_PACKAGES" ]; then apt-install $EXTRA_PACKAGES; fi
 
 # The user who runs it owns what a run writes, and nothing else. Its group there is 0, as which
 # clusters run users whom the image does not know (OpenShift).
@@ -81,6 +82,7 @@ COPY launch/ /app/launch/
 COPY docker/ /app/docker/
 # Also where the checkout's files were its owner's alone.
 RUN chmod -R a+rX,go-w /app \
+    && chmod 644 /etc/ssh/ssh_config.d/cluster.conf \
     && install -d -o "$UID" -g 0 -m 0775 /app/runs /app/datasets
 
 # Facts of a build (version, revision, base) are added by docker/build.sh.

@@ -83,12 +83,12 @@ sshd)
     /usr/sbin/sshd -D -e -f "$own/sshd_config" &
     server=$!
     echo "$server" >"$own/pid"
-    trap 'drain; kill "$server"' TERM
-    trap 'kill "$server"' INT
-    code=0
+    code=0 told=''
+    trap 'told=yes; drain; kill "$server" || true' TERM
+    trap 'told=yes; kill "$server" || true' INT
     wait "$server" || code=$?
     while kill -0 "$server" 2>/dev/null; do wait "$server" || code=$?; done
-    [ "$code" -gt 128 ] && exit 0 # ended by us
+    [ -z "$told" ] || exit 0 # ended by us, not killed
     exit "$code"
     ;;
 drain) drain ;;

@@ -9,7 +9,8 @@
 #   --ended FILE      the exit code of an end for good is kept there, and given back at once to
 #                     whoever starts this again
 #
-#   75 told to stop, saved                   starts again
+#   75 told to stop, saved                   starts again; not after ten in a row, each within a
+#                                            minute of its start: something stops every run
 #   0 done, 2 wrong use, 3 diverged, 126 and 127 no such command      ends for good
 #   anything else, a crash                   starts again, after 10, 20, 40, ... 300 seconds
 #
@@ -17,7 +18,7 @@
 # exit code.
 set -euo pipefail
 
-hostfile='' crashes=10 ended='' told='' passed='' child='' code=0
+hostfile='' crashes=10 ended='' told='' heard='' passed='' child='' code=0
 first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} # tests bring their own
 
 die() {
@@ -54,7 +55,7 @@ end() {
 
 # shellcheck disable=SC2329 # signals call it
 tell() {
-    told=yes
+    told=yes heard=yes
     pass_on
 }
 trap tell TERM INT HUP USR1
@@ -72,11 +73,12 @@ in_background() {
     "$@" &
     child=$!
     pass_on # a signal that came before its number was known here
-    code=0
-    wait "$child" || code=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the command
-        code=0
+    while :; do
+        heard='' code=0
         wait "$child" || code=$?
+        # Else a signal may have ended the wait. Where the command has ended too, bash tells again
+        # how.
+        [ -n "$heard" ] || break
     done
     child=''
 }
@@ -109,15 +111,25 @@ if [ -n "$ended" ] && [ -s "$ended" ]; then
     exit "$code"
 fi
 
-crashed=0 pause=$first
+crashed=0 stopped=0 pause=$first
 while :; do
     [ -z "$hostfile" ] || wait_for_hosts
     [ -z "$told" ] || exit 75 # between two runs: nothing to save
     start=$SECONDS
     in_background "$@"
+    if [ "$code" != 75 ] || [ $((SECONDS - start)) -ge 60 ]; then stopped=0; fi
     case $code in
     0 | 2 | 3 | 126 | 127) end "$code" ;;
-    75) [ -n "$told" ] || say "the run was told to stop and has saved: it goes on" ;;
+    75)
+        [ -z "$told" ] || exit 75
+        stopped=$((stopped + 1))
+        if [ "$stopped" -ge 10 ]; then
+            say "error: told to stop within a minute of its start, $stopped times in a row: find" \
+                "out what stops it, then start the job again: it goes on from what was saved"
+            end 1
+        fi
+        say "the run was told to stop and has saved: it goes on"
+        ;;
     *)
         [ -z "$told" ] || exit "$code"
         crashed=$((crashed + 1))
@@ -128,7 +140,6 @@ while :; do
         say "exit code $code, crash $crashed of $crashes: starting again"
         ;;
     esac
-    [ -z "$told" ] || exit "$code"
     if [ "$code" = 75 ] || [ $((SECONDS - start)) -gt 600 ]; then pause=$first; fi
     in_background sleep "$pause"
     pause=$((pause * 2 > 300 ? 300 : pause * 2))

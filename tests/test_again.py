@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,32 @@ def test_crashes_are_counted():
 
 
 def test_stops_are_not_counted(tmp_path: Path):
-    """Of a run that is told to stop 15 times, by nodes that are drained one after another."""
-    script = 'echo x >>"$0"; [ "$(wc -l <"$0")" -gt 15 ] || exit 75'
-    ended = run([AGAIN, "--crashes", "0", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
+    """Of a run that is told to stop 18 times, by nodes that are drained one after another."""
+    script = 'echo x >>"$0"; n=$(wc -l <"$0"); [ $n != 10 ] || exit 1; [ $n -gt 19 ] || exit 75'
+    ended = run([AGAIN, "--crashes", "1", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
     assert ended.code == 0, ended.output
-    assert len((tmp_path / "starts").read_text().split()) == 16
+    assert len((tmp_path / "starts").read_text().split()) == 20
+
+
+def test_a_run_that_something_stops_at_once_each_time_ends():
+    ended = run([AGAIN, "sh", "-c", "echo start; exit 75"], 20, _FAST)
+    assert ended.code == 1 and ended.output.splitlines().count("start") == 10
+    assert "told to stop within a minute of its start, 10 times in a row" in ended.output
+
+
+def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
+    """again.sh, held up for that long, finds both done."""
+    os.mkfifo(tmp_path / "end")
+    words = [AGAIN, "sh", "-c", 'echo start; read line <"$0"; exit 3', tmp_path / "end"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as again:
+        assert again.stdout.readline() == b"start\n"
+        with open(tmp_path / "end", "w"):
+            time.sleep(0.2)  # it waits for its child by now
+            again.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        again.terminate()
+        again.send_signal(signal.SIGCONT)
+        assert again.wait(20) == 3
 
 
 def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):

@@ -251,7 +251,8 @@ def newer(source, tmp_path) -> Path:
     template = repository / "template"
     for path in (template / "engine/world.py", template / "tasks/base.py"):
         edit(path, "from __future__", "NEWER = True\nfrom __future__")
-    for name in ("tasks/blank.py", "configs/blank.cfg", "README.md.jinja"):
+    own = ("tasks/blank.py", "configs/blank.cfg", "README.md.jinja", ".github/workflows/ci.yml")
+    for name in own:
         edit(template / name, "", "# newer\n")
     edit(template / "train.py", '"""Trains a task', '"""Newer: trains a task')
     (template / "engine" / "newer.py").write_text("NEWER = True\n")
@@ -269,7 +270,7 @@ def test_update_merges_what_is_ours_and_leaves_what_is_theirs(source, newer, tmp
     own = {
         "tasks/blank.py": "# mine\n", "tasks/mine.py": "# mine\n", "README.md": "# mine\n",
         "configs/blank.cfg": "# mine\n", "configs/default.cfg": "--flagfile=configs/mine.cfg\n",
-        "configs/mine.cfg": "# mine\n",
+        "configs/mine.cfg": "# mine\n", ".github/workflows/ci.yml": "# mine\n",
     }  # fmt: skip
     for name, text in own.items():
         (fork / name).write_text(text)

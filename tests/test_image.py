@@ -49,7 +49,7 @@ def test_shellcheck_finds_nothing():
         (r"^\s*FROM\s+\S*stage-\$", "stages named by an argument"),
         (r"COPY\s[^\n]*--(link|exclude|parents)", "COPY --link, --exclude, --parents"),
         (r"^#\s*syntax=", "a syntax line"),
-        (r"--mount=type=(?!secret,id=[\w.]+ )", "mounts of other kinds than secrets"),
+        (r"--mount=type=(?!secret,id=[\w.]+(,mode=0444)? )", "mounts of other kinds than secrets"),
     ],
 )
 def test_only_what_all_builders_know(pattern: str, what: str):
@@ -70,6 +70,13 @@ def test_every_source_of_a_copy_is_let_through():
         top = source.replace("${PROJECT}", "template").split("/")[0]
         assert f"!{top}" in ignored, source
         assert (ROOT / source.replace("${PROJECT}", "template")).exists(), source
+
+
+@pytest.mark.parametrize("folder", ["", "template"])
+def test_passwords_and_keys_stay_outside(folder: str):
+    """A pattern after the last ! counts whatever was let through."""
+    ignored = (ROOT / folder / ".dockerignore").read_text().rpartition("\n!")[2].splitlines()
+    assert {"**/pip.conf", "**/.netrc", "**/.env*", "**/*.pem", "**/id_rsa*"} <= set(ignored)
 
 
 @pytest.fixture
@@ -196,6 +203,12 @@ def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_pat
     assert host.run(ENTRYPOINT, "healthy", timeout=20).code != 0
 
 
+def test_a_killed_ssh_server_is_no_success(host: Host, tmp_path: Path):
+    server = serve(host, tmp_path)
+    host.sh(f"kill -KILL $(cat {SERVER}/pid)")
+    assert server.wait(30) == 137
+
+
 # Of services, as Kubernetes puts them into every container; MY_PORT is a name like any other.
 _SERVICES = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443",
@@ -270,4 +283,4 @@ def test_exit_codes_pass_the_entrypoint(code: int):
 
 def test_compose_hands_on_the_runs_exit_code():
     head = (ROOT / "docker" / "compose.yaml").read_text().split("services:")[0]
-    assert "up --exit-code-from node1" in head
+    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head

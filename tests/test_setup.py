@@ -97,7 +97,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(checkout):
 
 
 CHANGES = ["requirements", "development tools", "lock", "script", "part", "header", "device"]
-CHANGES += ["MPI", "Python"]
+CHANGES += ["MPI", "Python", "architecture", "C library", "compiler", "build"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -108,7 +108,7 @@ def test_stamp_depends_on(change, checkout):
         return result.stdout
 
     before, env = stamp(), {}
-    assert stamp() == before
+    assert stamp(HOROVOD_CYCLE_TIME="1", CXXFLAGS="") == before
     match change:
         case "requirements":
             append(checkout / "requirements.txt", "# changed")
@@ -128,6 +128,16 @@ def test_stamp_depends_on(change, checkout):
             env = system_mpi(checkout)
         case "Python":
             env = {"PYTHON": other_python()}
+        case "architecture":
+            executable(checkout / "bin/uname", "echo riscv64")
+            env = {"PATH": f"{checkout}/bin:{OUTSIDE}"}
+        case "C library":
+            executable(checkout / "bin/getconf", "echo glibc 2.17")
+            env = {"PATH": f"{checkout}/bin:{OUTSIDE}"}
+        case "compiler":
+            env = {"CXX": "g++-99"}
+        case "build":
+            env = {"HOROVOD_WITHOUT_GLOO": "1"}
     assert stamp(**env) != before
 
 
@@ -200,6 +210,13 @@ def test_key_depends_on_compiler_and_flags(key, tmp_path):
     older = key(CXX=other)
     executable(other, "echo 'c++ 99.0'")
     assert len({key(), older, key(CXX=other), key(CXXFLAGS="-O0"), key(HOROVOD_DEBUG=1)}) == 5
+
+
+def test_a_compiler_of_two_words(key, tmp_path):
+    other = executable(tmp_path / "c++", "echo 'c++ 98.0'")
+    older = key(CXX=f"env {other}")
+    executable(other, "echo 'c++ 99.0'")
+    assert key(CXX=f"env {other}") != older
 
 
 def test_key_depends_on_nothing_else(key, checkout):

@@ -137,6 +137,18 @@ def test_of_pips_settings_only_where_packages_are_counts(checkout, tmp_path):
     assert (checkout / ".venv").resolve().joinpath("bin/horovodrun").exists()
 
 
+def test_what_of_pips_settings_is_kept():
+    told = "global.index-url='https://a:b@c/simple'\nglobal.user='true'\n"
+    told += ":env:.break-system-packages='1'\ninstall.use-feature='truststore\\nfast-deps'\n"
+    words = [sys.executable, ROOT / "docker/setup/pip_settings.py"]
+    kept = subprocess.run(words, input=told, capture_output=True, text=True, check=True).stdout
+    assert sorted(kept.splitlines()) == [
+        "PIP_BREAK_SYSTEM_PACKAGES=1",
+        "PIP_INDEX_URL=https://a:b@c/simple",
+        "PIP_USE_FEATURE=truststore fast-deps",
+    ]
+
+
 @pytest.mark.parametrize("section", ["install", "the environment"])
 def test_an_index_that_pip_is_told_of_is_asked(section, checkout, tmp_path):
     settings = no_network()

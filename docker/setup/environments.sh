@@ -12,6 +12,9 @@
 stamp() {
     "$python" --version
     echo "$(readlink -f "$python"), device $DEVICE, mpi $mpi"
+    echo "$(uname -m), $(getconf GNU_LIBC_VERSION)"
+    # What Horovod's build is told; other HOROVOD_* are for runs.
+    env | grep -E '^(CXX|CXXFLAGS|LDFLAGS|HOROVOD_(WITH|GPU|CUDA|NCCL)[A-Z_]*)=.' | sort || true
     cat "$root"/requirements*.txt "$locks"/*.txt "$script" "$here"/setup/* | sha256sum
     headers
 }
@@ -53,9 +56,11 @@ started() {
 }
 
 # builder DIR: of an environment that is not whole: its set-up's process number where that runs
-# here; "dead" where it ran here; "unknown" where it runs or ran on another machine.
+# here; "dead" where it ran here; "unknown" where it runs or ran on another machine, or is another
+# user's, whose processes /proc may hide.
 builder() {
     local boot space pid start
+    [ -O "$1/.building" ] || { echo unknown && return; }
     read -r boot space pid start 2>/dev/null <"$1/.building" || { echo unknown && return; }
     if [ "$boot $space" != "$(identity | cut -d ' ' -f 1,2)" ]; then
         echo unknown
@@ -129,33 +134,21 @@ finish_venv() {
 
 # ------------------------------------------------------------------------------ the link
 
-# Older set-ups made .venv itself a folder.
-is_folder() {
-    [ -d "$venv" ] && [ ! -L "$venv" ]
-}
-
+# Older set-ups made .venv itself a folder. Who runs in it, maybe on another node, cannot be seen.
 check_venv() {
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || [ -e "$venv/setup.log" ] ||
         rmdir "$venv" 2>/dev/null ||
         die "$venv is there and is no virtual environment: move it away"
-    local user
-    if is_folder; then
-        # grep fails where it may not look at one process, and goes on to the others.
-        user=$(grep -lsF " $venv/" /proc/[0-9]*/maps | cut -d / -f 3 | head -n 1) || true
-        [ -z "$user" ] || die "$venv was made by an older set-up and process $user runs in it: run" \
-            "this again when it has ended"
-    fi
+    [ -L "$venv" ] || [ ! -d "$venv" ] ||
+        die "$venv is a folder and was made by an older set-up: when no job on any node runs in it," \
+            "mkdir -p $(printf %q "$environments") && mv $(printf '%q %q' "$venv" "$environments/old")"
 }
 
 # lead_to DIR: .venv becomes a link to it, in one step for whoever looks.
 lead_to() {
     local link
     link=$venv.$(basename "$1")
-    if is_folder; then
-        check_venv
-        mv -T "$venv" "$environments/from-an-older-setup-$$"
-        echo "the .venv of an older set-up is now $environments/from-an-older-setup-$$"
-    fi
+    check_venv # again: a build takes a while
     if [ "$1" -ef "$environments/$(basename "$1")" ]; then
         ln -sfn "$(basename "$environments")/$(basename "$1")" "$link"
     else

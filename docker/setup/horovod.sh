@@ -16,7 +16,7 @@ PY
     else
         echo "mpi in $(dirname "$(readlink -f "$(command -v mpicxx)")"), $mpi"
     fi
-    no_compiler >/dev/null || echo "compiler $("${CXX:-c++}" --version | head -n 1)"
+    no_compiler >/dev/null || echo "compiler $(${CXX:-c++} --version | head -n 1)"
     echo "libc $(getconf GNU_LIBC_VERSION)"
     echo "instructions $(grep -ow -e avx -e fma -e f16c /proc/cpuinfo | sort -u | xargs)"
     if [ "$DEVICE" = gpu ]; then

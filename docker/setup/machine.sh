@@ -32,8 +32,8 @@ leave_environments() {
 }
 
 no_compiler() {
-    local tool
-    for tool in "${CXX:-c++}" make; do
+    local tool cxx=${CXX:-c++}
+    for tool in "${cxx%% *}" make; do # it may have words, as in CXX="ccache g++"
         command -v "$tool" >/dev/null || { echo "$tool" && return; }
     done
     return 1
@@ -98,8 +98,9 @@ make_work() {
 
 # ------------------------------------------------------------------------------ GPUs
 
+# nvidia-smi may hang where a GPU or its driver does.
 sees_gpu() {
-    [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1
+    [ -e /proc/driver/nvidia/version ] || timeout 20 nvidia-smi -L >/dev/null 2>&1
 }
 
 # What was asked for, else what this machine has, else, so that a login node does not take the GPU
@@ -128,7 +129,7 @@ find_device() {
 
 driver() {
     {
-        nvidia-smi --query-gpu=driver_version --format=csv,noheader ||
+        timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader ||
             grep NVRM /proc/driver/nvidia/version
     } 2>/dev/null | grep -oE '[0-9]{3}\.[0-9.]+' | head -n 1
 }

@@ -12,7 +12,8 @@ settle_pip() {
     # Not those of a user or a site alone, as pip itself may be told to show.
     settings=$(PIP_USER=0 PIP_GLOBAL=0 PIP_SITE=0 PIP_QUIET=0 PIP_PYTHON='' "$python" -m pip \
         config list 2>>"$log") || failed "asking pip for its settings"
-    settings=$("$python" "$here/setup/pip_settings.py" "$settings")
+    # Not as an argument, which all users of a machine can see: an address may hold a password.
+    settings=$(printf '%s\n' "$settings" | "$python" "$here/setup/pip_settings.py")
     while read -r setting; do unset "$setting"; done < <(compgen -e PIP_)
     export PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
     while read -r setting; do [ -z "$setting" ] || export "${setting?}"; done <<<"$settings"
@@ -89,7 +90,8 @@ make_tools() {
     python=$work/tools/bin/python
 }
 
-# Versions that the present lock has are kept where they still fit.
+# Versions that the present lock has are kept where they still fit; not where a merge left marks
+# in it, which uv cannot read.
 make_lock() {
     local name uv
     local -a same=()
@@ -115,7 +117,8 @@ TOML
     [ -n "$SSL_CERT_FILE" ] || unset SSL_CERT_FILE
     mkdir -p "$locks"
     for name in cpu gpu dev; do
-        cp "$locks/$name.txt" "$work/$name.txt" 2>/dev/null || true
+        grep -qs '^<<<<<<<' "$locks/$name.txt" ||
+            cp "$locks/$name.txt" "$work/$name.txt" 2>/dev/null || true
         "$work/tools/bin/uv" pip compile --quiet --project "$work" --universal \
             --python-version 3.10 --generate-hashes --no-header --no-annotate --no-python-downloads \
             "${same[@]}" --output-file "$work/$name.txt" "$work/$name.in"

@@ -10,7 +10,10 @@ die() {
 failed() {
     local why
     why=$(tail -n "+$section" "$log")
-    if [[ $why == *'No space left on device'* ]]; then
+    if [[ $why == *'Disk quota exceeded'* ]]; then
+        die "your quota of the disk is used up: free some space (quota -s), or set TMPDIR to" \
+            "another disk; log: $log"
+    elif [[ $why == *'No space left on device'* ]]; then
         die "the disk is full: free some space (df -h), or set TMPDIR to a larger one; log: $log"
     elif [[ $why == *'DO NOT MATCH THE HASHES'* ]]; then
         die "a downloaded package is not the one that $locks names: look at the index or mirror" \
