@@ -51,7 +51,7 @@ class Log:
             return ""
         # NCCL's own %h ends at the first dot.
         values = {"%%": "%", "%h": socket.gethostname().split(".")[0], "%p": str(os.getpid())}
-        path = re.sub("%[%hp]", lambda found: values[found[0]], self._pattern)
+        path = re.sub("%(?:%|h|p)", lambda found: values[found[0]], self._pattern)
         with contextlib.suppress(OSError):
             return network(Path(path).read_text(errors="replace"))
         return ""
