@@ -371,6 +371,10 @@ def test_cores_are_those_near_the_gpu(tmp_path: Path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 00000000:9A:00.0\necho 00000000:17:00.0\n")
     smi.chmod(0o755)
+    # As in a container without the right to set_mempolicy: it would kill every rank.
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/bin/sh\necho 'set_mempolicy: Operation not permitted' >&2\nexit 1\n")
+    numactl.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "SYS": str(sys_folder)}
     assert [bound(rank, 2, **env)[:3] for rank in range(2)] == ["[1]", "[0]"]
     env["CUDA_VISIBLE_DEVICES"] = "1,0"
