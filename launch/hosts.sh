@@ -151,8 +151,8 @@ place_of_mpi() {
 
 # ------------------------------------------------------------------------------ the hosts
 
-# A host that was never seen is believed, one whose key has changed is not.
-# Nor is a host waited for whose shell hangs, as on a disk that does not answer.
+# A host that was never seen is believed, one whose key has changed is not. One whose shell hangs,
+# as on a disk that does not answer, has a minute.
 reach=(timeout 60 ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 -o LogLevel=ERROR)
 [ -z "$port" ] || reach+=(-p "$port")
 [ -z "$key" ] || reach+=(-i "$key")
@@ -225,8 +225,8 @@ stop_ranks() {
 # shellcheck disable=SC2329
 interrupt() {
     local now=${EPOCHREALTIME:-$(date +%s.%6N)} # bash has it from version 5 on
-    now=${now/[.,]/}                            # microseconds
-    if [ -t 0 ]; then echo >&2; fi   # the terminal shows ^C
+    now=${now/[.,]/}               # microseconds
+    if [ -t 0 ]; then echo >&2; fi # the terminal shows ^C
     if [ -n "$checking" ]; then end_at_once; fi
     if [ -n "$pressed" ] && [ $((now - pressed)) -gt 500000 ]; then end_at_once; fi
     pressed=${pressed:-$now}

@@ -42,9 +42,10 @@ def _granted() -> int:
         return 0
     if not shutil.which("nvidia-smi"):
         return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    listed = subprocess.run(
-        ["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    )
+    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
+    if listed.returncode == 6:  # its manual: nothing was found
+        return 0
+    listed.check_returncode()
     count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
     if chosen is None:
         return count

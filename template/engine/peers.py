@@ -61,12 +61,16 @@ class Peers:
         self._rank = world.rank
         self._asking = False
         self._main = threading.main_thread().ident
+        if world.size == 1:  # nobody asks
+            self._run, self._places = "", [_Place(hostname(), [], 0)]
+            return
         server = socket.create_server(("", 0), backlog=128)
-        self._run = world.broadcast_object(os.urandom(8).hex(), "peers.run")
-        own = _Place(hostname(), _addresses(), server.getsockname()[1])
-        self._places = [_Place(*found) for found in world.gather_objects(tuple(own), "peers.place")]
+        own = (hostname(), _addresses(), server.getsockname()[1])
+        everyone = world.gather_objects((os.urandom(8).hex(), own), "peers.places")
+        self._run = everyone[0][0]
+        self._places = [_Place(*place) for _, place in everyone]
         threading.Thread(target=self._answer, args=(server,), name="peers", daemon=True).start()
-        if world.size > 1 and stall_seconds:
+        if stall_seconds:
             watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
             watch.start()
 
@@ -102,11 +106,10 @@ class Peers:
             return ""
         by_place: dict[str, list[int]] = {}
         for rank, (how, at, _) in found.items():
-            by_place.setdefault(at or _in_words(how), []).append(rank)
-        groups = sorted(by_place.items(), key=lambda group: len(group[1]))
-        parts = [
-            f"{self._who(ranks[0])}{_more(len(ranks) - 1)} at {at}" for at, ranks in groups[:4]
-        ]
+            where = f"at {at}" if at else "ended" if how == "gone" else "no answer"
+            by_place.setdefault(where, []).append(rank)
+        shown = sorted(by_place.items(), key=lambda place: len(place[1]))[:4]
+        parts = [f"{where}: {self._who(ranks[0])}{_more(len(ranks) - 1)}" for where, ranks in shown]
         return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
 
     def _sentence(self, missing: dict[int, str]) -> str:

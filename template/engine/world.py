@@ -218,15 +218,14 @@ def _choose_device(world: World, device: str, threads: int) -> None:
 
 def _share_of_cores(world: World) -> int:
     """Cores of this process over the ranks that share them."""
-    cores = len(os.sched_getaffinity(0))
-    # mpirun or launch/bind.sh gave each rank cores of its own; so did Slurm, where a task may not
-    # run on all that the job has on this host.
-    bound = {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ)
-    by_srun = "SLURM_STEP_ID" in os.environ and not {"HOROVOD_RANK"} & set(os.environ)
-    on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", 0))
-    if by_srun and cores < on_node:  # to a socket, perhaps, with others
-        return max(1, min(cores, on_node // world.local_size))
-    return max(1, cores if bound else cores // world.local_size)
+    cores = all_cores = len(os.sched_getaffinity(0))
+    # mpirun or launch/bind.sh gave each rank cores of its own.
+    if {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ):
+        return cores
+    # Slurm bound each task, to cores of its own or, with others, to a socket.
+    if "SLURM_STEP_ID" in os.environ and "HOROVOD_RANK" not in os.environ:
+        all_cores = max(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", 0)))
+    return max(1, min(cores, all_cores // world.local_size))
 
 
 def _threads() -> int:
