@@ -140,5 +140,6 @@ def test_an_error_is_not_requeued(slurm: Slurm, tmp_path: Path, code: int):
     words = ["sbatch", "--parsable", "--nodes=1", "--time=5", f"--output={tmp_path}/log"]
     words += [str(ROOT / "launch/slurm.sbatch"), sys.executable, "-c", f"raise SystemExit({code})"]
     job = wait_for_end(slurm, slurm(*words, cwd=ROOT / "template").strip(), 60)
-    found = (job["JobState"], job["ExitCode"], job["Restarts"])
-    assert found == ("FAILED", f"{code}:0", "0")
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{code}:0")
+    # Slurm itself starts a job again whose first start it lost on a busy machine: no look at that.
+    assert "back into the queue" not in (tmp_path / "log").read_text()
