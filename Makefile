@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test setup-test lint bench fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 20 minutes
+	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 setup-test: setup ## set-ups for real: offline, two at once, a path with a space; root, 20 minutes
 	@$(IN_VENV) pytest -s $(ARGS) tests/setup_real.py

@@ -149,7 +149,9 @@ def test_the_images_labels_are_the_projects(source, tmp_path):
     assert 'image.title="my-model"' in dockerfile and 'image.licenses="MIT"' in dockerfile
 
 
-@pytest.mark.parametrize("task", ["segmentation", "classification"])
+@pytest.mark.parametrize(
+    "task", ["segmentation", pytest.param("classification", marks=pytest.mark.slow)]
+)
 def test_make_train_runs_on_two_ranks(task, forks):
     """The skeleton: test_your_model_in_15_minutes."""
     fork = forks[task]
@@ -162,6 +164,7 @@ def test_make_train_runs_on_two_ranks(task, forks):
     assert not shell("git status --porcelain", fork), "what a run leaves behind is not ignored"
 
 
+@pytest.mark.slow
 def test_a_projects_tests_find_what_they_import(forks):
     """They are the same in every project, so a few are run, where least is beside them."""
     chosen = " ".join(f"tests/test_{name}.py" for name in ("config", "folders"))
@@ -170,6 +173,7 @@ def test_a_projects_tests_find_what_they_import(forks):
     assert int(re.search(r"(\d+) tests collected", found)[1]) > 400
 
 
+@pytest.mark.slow
 def test_a_projects_own_fast_tests(forks):
     """All but those that start ranks, draw many scenes or build networks."""
     slow = ("numbers", "reduction", "equivalence", "training", "errors", "scenes", "small_runs")

@@ -1,7 +1,11 @@
-"""Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused."""
+"""Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused.
+
+`make test` trains those that have most in them; `make slow-test` the others (SLOW).
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,25 +19,35 @@ from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
 from ranks import run_checks
 
 CHECKS = Path(__file__).parent / "checks_kinds_of_models.py"
+# Large, or of a few layers whose parts other kinds have as well.
+SLOW = {
+    "inputs a dict, model of a list", "inputs a dict, subclassed", "outputs nested",
+    "outputs of float16", "embedding alone", "embedding, masked", "constraints", "scalar weight",
+    "standardized by adapt", "lookup", "convolution over time", "convolution of volumes",
+    "depthwise and separable", "dense over time", "recurrent", "layer norms", "group norm",
+    "DenseNet", "EfficientNetV2", "dropout", "noise", "attention with dropout",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory):
+def kept(request, tmp_path_factory):
     """By number of ranks and name of the kind: what rank 0 kept of it."""
     folders = {ranks: tmp_path_factory.mktemp(f"kinds-{ranks}") for ranks in (1, 2)}
+    chosen = [item for item in request.session.items if item.fspath == request.fspath]
+    names = [item.callspec.params["name"] for item in chosen if hasattr(item, "callspec")]
 
     def launch(ranks):
-        env = {"KINDS_OF_MODELS": str(folders[ranks])}
+        env = {"KINDS_OF_MODELS": str(folders[ranks]), "KINDS": json.dumps(names)}
         return run_checks([CHECKS], ranks, timeout=1700, env=env)
 
     with ThreadPoolExecutor() as pool:
         outcomes = dict(zip(folders, pool.map(launch, folders)))
     found = {}
     for ranks, failed in outcomes.items():
-        assert len(failed) == len(KINDS) + 1
+        assert len(failed) == len(names) + 1
         for name, failure in failed.items():
             assert failure is None, f"{name} on {ranks} ranks: {failure}"
-        for name in KINDS:
+        for name in names:
             with np.load(folders[ranks] / f"{name}.npz") as file:
                 found[ranks, name] = {key: file[key] for key in file.files}
     return found
@@ -41,7 +55,9 @@ def kept(tmp_path_factory):
 
 # The first waits for both launches: minutes, of which most is tracing.
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in KINDS]
+)
 def test_kind_of_model(name, kept):
     kind, one, two = KINDS[name], kept[1, name], kept[2, name]
     if kind.end in (EQUAL, BY_RANK):
@@ -62,10 +78,11 @@ def test_kind_of_model(name, kept):
 
 
 def test_counts(kept, record_property):
-    counts = Counter(kind.end for kind in KINDS.values())
+    names = {name for _, name in kept}
+    counts = Counter(KINDS[name].end for name in names)
     assert set(counts) == {EQUAL, BY_RANK, REFUSED, NOT_ON_TWO}
     lines = "\n".join(f"{n}: {end}" for end, n in counts.items())
-    record_property(f"{len(KINDS)} kinds of models", lines)
+    record_property(f"{len(names)} of {len(KINDS)} kinds of models", lines)
 
 
 def trained(kind, kept):

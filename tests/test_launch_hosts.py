@@ -182,6 +182,7 @@ CARRIED = {
     "hosts.sh --mpi": ([HOSTS_SH, "--mpi", "-np", "2"], (0, 2, 3, 75)),
     "mpirun": (["mpirun", "-np", "2", "--bind-to", "none"], (2, 3, 75)),
     "horovodrun --mpi": (["horovodrun", "--mpi", "-np", "2"], (75,)),
+    "horovodrun": (["horovodrun", "-np", "2"], (75,)),  # MPI, where Horovod is built with it
 }
 
 
@@ -194,8 +195,9 @@ def test_exit_codes_arrive(launcher: str):
         assert "Traceback" not in ended.output
 
 
-def test_horovodruns_own_exit_code_is_1_whatever_the_ranks_say():
-    assert run(["horovodrun", "-np", "2", "sh", "-c", "exit 75"], timeout=60).code == 1
+def test_horovodruns_own_exit_code_over_gloo_is_1_whatever_the_ranks_say():
+    words = ["horovodrun", "--gloo", "-np", "2", "sh", "-c", "exit 75"]
+    assert run(words, timeout=60).code == 1
 
 
 def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):  # noqa: F811

@@ -26,6 +26,8 @@ from checkouts import (
 )
 from hosts import require
 
+pytestmark = pytest.mark.slow  # some twenty whole set-ups
+
 SETUP = ("docker/install-horovod.sh", "--venv", ".venv")
 
 
