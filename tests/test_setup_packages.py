@@ -89,6 +89,7 @@ def test_a_package_that_is_not_the_locked_one_is_refused(checkout):
     assert "is not the one that" in said and "docker/locks" in said
 
 
+@pytest.mark.slow
 def test_a_wheelhouse_that_lacks_a_package(checkout):
     small_ones = small(checkout)
     (small_ones["WHEELHOUSE"] / "keras-1.0-py3-none-any.whl").unlink()
@@ -115,6 +116,7 @@ def index(house: Path) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_of_pips_settings_only_where_packages_are_counts(checkout, tmp_path):
     """Each of the others, in the environment or in a file, would break the set-up."""
     house = small_packages(checkout)
@@ -149,6 +151,7 @@ def test_what_of_pips_settings_is_kept():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["install", "the environment"])
 def test_an_index_that_pip_is_told_of_is_asked(section, checkout, tmp_path):
     settings = no_network()
@@ -163,6 +166,7 @@ def test_an_index_that_pip_is_told_of_is_asked(section, checkout, tmp_path):
 # -------------------------------------------------------------------------- Horovod's wheel
 
 
+@pytest.mark.slow
 def test_a_kept_wheel_is_used_without_a_compiler_and_built_anew_where_it_fails(checkout, tmp_path):
     small_ones = small(checkout)
     first = setup(checkout, **small_ones)
@@ -184,6 +188,7 @@ def test_a_kept_wheel_is_used_without_a_compiler_and_built_anew_where_it_fails(c
     assert "building" in third.stdout and kept.read_bytes() == horovod_wheel()
 
 
+@pytest.mark.slow
 def test_with_what_the_image_copies(checkout, tmp_path):
     """The script, its parts, locks, headers and requirements.txt; an environment is there."""
     small_ones = small(checkout)
@@ -199,6 +204,7 @@ def test_with_what_the_image_copies(checkout, tmp_path):
     assert (tmp_path / "venv/bin/horovodrun").exists() and "Built: TensorFlow" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_path_with_a_space_no_network_and_a_tmp_that_runs_no_programs(tmp_path):
     require("unshare", "mount")
     checkout = copy_checkout(tmp_path / "a space" / "checkout")
