@@ -34,8 +34,8 @@ def folder(out: Path, name: str) -> Iterator[Path]:
     """
     with _lock(out, name):
         for other in _names(out) - {name}:
-            # One that is written at this moment stays.
-            with contextlib.suppress(ValueError), _lock(out, other):
+            # One that is written at this moment, or is another person's, stays.
+            with contextlib.suppress(ValueError, OSError), _lock(out, other):
                 _remove_left(out, other)
         _remove_left(out, name)
         # Beside its last place, as only a rename inside one file system is atomic.

@@ -74,6 +74,14 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
 
 
+def test_pictures_are_decoded(tmp_path: Path, run):
+    readers.write_classes(tmp_path)
+    bad = tmp_path / "train" / "n02" / "a.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    code, said = run(f"--data_dir={tmp_path}")
+    assert code == 1 and said.count("\n") == 3 and f"train: {bad} cannot be decoded" in said, said
+
+
 def test_shards_are_read_whole(tmp_path: Path, run):
     folder = packed(tmp_path)
     (tmp_path / "out" / "val").mkdir()  # no pack: not looked at
