@@ -289,8 +289,8 @@ def _sha256(path: Path, alive: Callable[[], None]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: this host has the data; 1: not, the reason is in the last line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("source", type=_folder)
+    parser.add_argument("target", type=_folder)
     parser.add_argument("--workers", type=_count, default=8, help="files copied at a time")
     options = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
@@ -309,6 +309,12 @@ def main(argv: list[str] | None = None) -> int:
     if ranks is not None:  # all ranks of the host end alike, when the copy is there
         ranks.Bcast(failed)
     return failed[0]
+
+
+def _folder(text: str) -> Path:
+    if not text:  # a variable that is not set; it would be the working folder
+        raise argparse.ArgumentTypeError("it is empty: name a folder")
+    return Path(text)
 
 
 def _count(text: str) -> int:

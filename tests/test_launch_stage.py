@@ -244,6 +244,7 @@ def test_one_rank_says_what_is_wrong_and_all_end(source: Path, tmp_path: Path):
     assert ended.output.count("error: ") == 1 and "Traceback" not in ended.output, ended.output
     assert "caf\\udce9 is a link to /nowhere" in ended.output
     assert run([*command, "--workers=0"], timeout=30).code == 2
+    assert run([*command[:-1], ""], timeout=30).code == 2
 
 
 def test_no_source(tmp_path: Path):

@@ -4,8 +4,8 @@
     python train.py --data_format=records --data_dir=datasets/voc ...
 
 Sample ids and pixels stay the same, so that a run on the packed set gives the same batches.
-PNG and JPEG files go in as they are; labels as PNGs of class ids (255: ignored), or as numbers. What
-a kill leaves is removed by the next pack into OUT. `python -m data.check` reads a pack, all of it.
+PNG and JPEG files go in as they are; labels as PNGs of class ids (255: ignored), or as numbers.
+What a kill leaves is removed by the next pack into OUT. `python -m data.check` reads all of a pack.
 """
 
 import argparse
