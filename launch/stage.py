@@ -5,142 +5,283 @@
     launch/hosts.sh -H node1:8,node2:8 python train.py --data_dir=/local/data ...
 
 Each file is copied under another name, read back and compared (SHA-256) before it gets its own,
-so one that has its name is whole. Typed again after an interruption it copies what is missing;
-when nothing has changed since the last time it only looks at names, sizes and times. Files that
-are no longer in the source are left alone.
+so one that has its name is whole. Typed again it looks at every file's size and time and copies
+what is missing or differs. Links are followed. Files that are no longer in the source are left
+alone. TARGET/.staging holds what is being copied, and is gone afterwards; what a kill left in it
+goes at the next start. A second staging into the same target waits for the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import fcntl
 import hashlib
-import json
 import os
 import shutil
+import signal
+import stat
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_RECORD = ".staged.json"
-_PART = ".part"
+_WORK = ".staging"
 _BLOCK = 1 << 22
+# Seconds after which a work folder of another machine that nobody writes to is a dead one's.
+_SILENCE = 120
 
 # relative name -> (bytes, time of change in nanoseconds)
 Listing = dict[str, tuple[int, int]]
 
 
-def stage(source: Path, target: Path, workers: int) -> str:
+def stage(source: Path, target: Path, workers: int = 8) -> str:
     """Makes `target` hold what `source` holds; returns what was done, in words.
 
     Raises:
       OSError: no space, or a file cannot be read or written; what is whole stays.
-      ValueError: `source` has no files, or one came out different twice.
+      ValueError: one of the two folders lies in the other, `source` has no files, or something
+        that cannot be copied (`listing` tells what), or a file came out different twice.
     """
-    wanted = listing(source)
+    source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    _check_places(source, target)
+    target.mkdir(parents=True, exist_ok=True)
+    wanted = listing(source, target)
     if not wanted:
         raise ValueError(f"{source} holds no files")
-    record = _read_record(target)
-    if record == _record(wanted) and all((target / name).exists() for name in _some(wanted)):
-        return f"{target} is up to date: {len(wanted):,} files"
-    missing = {name: about for name, about in wanted.items() if not _is_there(target / name, about)}
-    need = sum(size for size, _ in missing.values())
-    target.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(target).free
-    if need > free:
-        raise OSError(
-            f"{target} has {free / 1e9:.1f} GB free, {need / 1e9:.1f} GB are to be copied"
-        )
-    (target / _RECORD).unlink(missing_ok=True)
-    _remove_what_was_cut_off(target)
-    for folder in {(target / name).parent for name in missing}:
-        folder.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda name: _copy(source / name, target / name), missing))
-    partial = target / f"{_RECORD}.{os.uname().nodename}.{os.getpid()}{_PART}"
-    partial.write_text(json.dumps(_record(wanted)))
-    partial.rename(target / _RECORD)
+    _check_folders(source, target, wanted)
+    with _alone(target) as locked:
+        missing = [name for name, about in wanted.items() if not _is_there(target / name, about)]
+        work = target / _WORK
+        if work.is_dir():
+            _remove_what_was_cut_off(work, locked)
+        if not missing:
+            return f"{target} is up to date: {len(wanted):,} files"
+        need = sum(wanted[name][0] for name in missing)
+        _check_space(target, need, len(missing))
+        _make_folders(target, missing)
+        work.mkdir(exist_ok=True)
+        own = Path(tempfile.mkdtemp(prefix=f"{_machine()}.", dir=work))
+        try:
+            _copy_all(source, target, {name: wanted[name] for name in missing}, own, workers)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another host's may be in it
+                work.rmdir()
     return f"{target}: {len(missing):,} of {len(wanted):,} files copied, {need / 1e6:,.0f} MB"
 
 
-def listing(folder: Path) -> Listing:
-    """Every file below `folder`; what stage keeps for itself does not count."""
+def listing(folder: Path, target: Path | None = None) -> Listing:
+    """Every file below `folder`, links followed.
+
+    Raises:
+      OSError: a folder or file cannot be looked at.
+      ValueError: a link leads nowhere, back to a folder that it is in, or to `target`; something
+        is neither file nor folder; or `folder` is the target of a staging that did not end.
+    """
     found: Listing = {}
-    for root, _, names in os.walk(folder, onerror=_raise, followlinks=True):
-        for name in names:
-            if name != _RECORD and not name.endswith(_PART):
-                path = Path(root, name)
-                about = path.stat()
-                found[str(path.relative_to(folder))] = (about.st_size, about.st_mtime_ns)
+    copy = _identity(os.stat(target)) if target else None
+    wrong: list[str] = []
+    waiting = [("", (_identity(os.stat(folder)),))]  # folders, with those that they are in
+    while waiting:
+        inside, above = waiting.pop()
+        for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
+            name = f"{inside}{entry.name}"
+            try:
+                about = entry.stat()
+            except OSError:
+                if not entry.is_symlink():
+                    raise
+                wrong.append(f"{name} is a link to {os.readlink(entry.path)}, which is not there")
+                continue
+            if stat.S_ISREG(about.st_mode):
+                found[name] = (about.st_size, about.st_mtime_ns)
+            elif not stat.S_ISDIR(about.st_mode):
+                wrong.append(f"{name} is neither a file nor a folder")
+            elif _identity(about) in above:
+                wrong.append(f"{name} leads back to a folder that it is in: a loop of links")
+            elif _identity(about) == copy:
+                wrong.append(f"{name} leads to {target}, where the copy is to be")
+            elif name == _WORK:
+                wrong.append(f"{name} is there: a staging into this folder runs or was cut off")
+            else:
+                waiting.append((f"{name}/", (*above, _identity(about))))
+    if wrong:
+        more = f" (and {len(wrong) - 3} more like it)" if len(wrong) > 3 else ""
+        raise ValueError(f"{folder}: {'; '.join(wrong[:3])}{more}; mend or remove that first")
     return found
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _identity(about: os.stat_result) -> tuple[int, int]:
+    return about.st_dev, about.st_ino
 
 
-def _record(wanted: Listing) -> dict[str, object]:
-    text = json.dumps(sorted(wanted.items())).encode()
-    return {"files": len(wanted), "sha256": hashlib.sha256(text).hexdigest()}
+def _check_places(source: Path, target: Path) -> None:
+    """By what the folders are, not by their names: a disk may be mounted at two places."""
+    if not stat.S_ISDIR(os.stat(source).st_mode):
+        raise ValueError(f"{source} is not a folder; give the one that holds the data")
+    for inner, outer in ((source, target), (target, source)):
+        for parent in (inner, *inner.parents):
+            if outer.exists() and parent.exists() and parent.samefile(outer):
+                what = "is" if parent == inner else "lies in"
+                raise ValueError(f"{inner} {what} {outer}: stage into a folder beside the source")
 
 
-def _read_record(target: Path) -> object:
+def _check_folders(source: Path, target: Path, wanted: Listing) -> None:
+    for folder in {os.path.dirname(name) for name in wanted}:
+        if (target / folder).exists() and (target / folder).samefile(source / folder):
+            raise ValueError(f"{target / folder} leads into {source}: it is no copy, remove it")
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[bool]:
+    """Waits until no other process stages into `target`; False: its file system has no locks.
+
+    The lock is on the folder itself: it leaves nothing behind, and ends with the process.
+    """
+    descriptor = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return json.loads((target / _RECORD).read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _some(wanted: Listing, count: int = 100) -> list[str]:
-    """Names spread over the whole list: a target that was emptied by hand shows."""
-    names = sorted(wanted)
-    return names[:: max(1, len(names) // count)]
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{os.uname().nodename}: waiting for another staging into {target}", flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
 
 
 def _is_there(path: Path, about: tuple[int, int]) -> bool:
+    """A link is no copy, whatever it leads to."""
     try:
-        found = path.stat()
-    except FileNotFoundError:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    return (found.st_size, found.st_mtime_ns) == about
+    if stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{path} is a folder, and a file in the source: remove it")
+    return stat.S_ISREG(found.st_mode) and (found.st_size, found.st_mtime_ns) == about
 
 
-def _copy(source: Path, target: Path) -> None:
-    # Of this process alone: "local" may be a disk that hosts share.
-    partial = target.with_name(f"{target.name}.{os.uname().nodename}.{os.getpid()}{_PART}")
-    for _ in range(2):
-        if _copy_once(source, partial) == _sha256(partial):
-            partial.rename(target)
-            return
+def _remove_what_was_cut_off(work: Path, locked: bool) -> None:
+    """Work folders of processes that have ended.
+
+    A name begins with the machine's: with the lock, those of this machine are dead ones'. Another
+    machine, or this one before it was started again, may not share the lock where the disk is
+    shared: what it writes to is young.
+    """
+    os.utime(work)
+    now = work.stat().st_mtime  # by the clock of the disk's host
+    for folder in work.iterdir():
+        own = folder.name.startswith(f"{_machine()}.")
+        if (own and locked) or now - folder.stat().st_mtime > _SILENCE:
+            shutil.rmtree(folder)
+    with contextlib.suppress(OSError):
+        work.rmdir()
+
+
+def _machine() -> str:
+    """The running kernel's name: the same in all of its containers, another after a start anew."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def _check_space(target: Path, size: int, files: int) -> None:
+    disk = os.statvfs(target)
+    free = disk.f_bavail * disk.f_frsize
+    if size > free:
+        raise OSError(f"{target} has {free / 1e9:.1f} GB free, {size / 1e9:.1f} GB are to come")
+    if disk.f_files and files > disk.f_favail:  # some file systems have no number of files: 0
+        raise OSError(f"{target} has room for {disk.f_favail:,} files, {files:,} are to come")
+
+
+def _make_folders(target: Path, names: list[str]) -> None:
+    """A file gets its name by a rename, which does not lead to another disk."""
+    disk = target.stat().st_dev
+    for folder in {os.path.dirname(name) for name in names}:
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        if (target / folder).stat().st_dev != disk:
+            raise ValueError(f"{target / folder} is on another disk than {target}: stage it alone")
+
+
+def _copy_all(source: Path, target: Path, wanted: Listing, own: Path, workers: int) -> None:
+    """`workers` files at a time; when one fails, or a signal comes, the others are left as well."""
+    names, stopped = iter(wanted), threading.Event()
+
+    def alive() -> None:
+        if stopped.is_set():
+            raise InterruptedError("another file could not be copied")
+        os.utime(own)  # for `_remove_what_was_cut_off`
+
+    def copy_some(number: int) -> None:
+        try:
+            for name in names:  # shared: each name comes to one thread
+                _copy(source / name, target / name, wanted[name], own / str(number), alive)
+        except BaseException:
+            stopped.set()
+            raise
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:  # a signal may come anywhere in it
+            copies = [pool.submit(copy_some, number) for number in range(workers)]
+            concurrent.futures.wait(copies)
+        finally:
+            stopped.set()
+    errors = [error for copy in copies if (error := copy.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, InterruptedError)):
+        raise error
+
+
+def _copy(
+    source: Path,
+    target: Path,
+    about: tuple[int, int],
+    partial: Path,
+    alive: Callable[[], None],
+) -> None:
+    try:
+        for _ in range(2):
+            digest = _copy_once(source, partial, alive)
+            found = source.stat()
+            if (found.st_size, found.st_mtime_ns) != about or partial.stat().st_size != about[0]:
+                raise ValueError(f"{source} changed meanwhile: stage again when it is complete")
+            if digest == _sha256(partial, alive):
+                os.utime(partial, ns=(found.st_atime_ns, found.st_mtime_ns))
+                partial.rename(target)
+                return
+    except OSError as error:
+        if error.filename is None:  # of a read or a write, as on a full disk
+            error.filename, error.filename2 = str(source), str(target)
+        raise
     raise ValueError(f"{target} does not hold what was written to it: is that disk sound?")
 
 
-def _copy_once(source: Path, partial: Path) -> str:
+def _copy_once(source: Path, partial: Path, alive: Callable[[], None]) -> str:
     """Returns the SHA-256 of what was read."""
-    digest, before = hashlib.sha256(), source.stat()
+    digest = hashlib.sha256()
     with open(source, "rb") as reading, open(partial, "wb") as writing:
         while block := reading.read(_BLOCK):
+            alive()
             digest.update(block)
             writing.write(block)
         writing.flush()
         os.fsync(writing.fileno())
         # Out of memory, so that the comparison reads what the disk has.
         os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    os.utime(partial, ns=(before.st_atime_ns, before.st_mtime_ns))
     return digest.hexdigest()
 
 
-def _remove_what_was_cut_off(target: Path) -> None:
-    """Partial copies of processes of this host that have ended."""
-    for path in target.rglob(f"*.{os.uname().nodename}.*{_PART}"):
-        process = path.name.removesuffix(_PART).rpartition(".")[2]
-        if process.isdecimal() and not Path("/proc", process).exists():
-            path.unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, alive: Callable[[], None]) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
+            alive()
             digest.update(block)
     return digest.hexdigest()
 
@@ -148,23 +289,38 @@ def _sha256(path: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0: this host has the data; 1: not, the reason is in the last line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--workers", type=int, default=8, help="files copied at a time")
+    parser.add_argument("source", type=_folder)
+    parser.add_argument("target", type=_folder)
+    parser.add_argument("--workers", type=_count, default=8, help="files copied at a time")
     options = parser.parse_args(argv)
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     ranks = _ranks_of_this_host()
-    error = None
+    failed = bytearray(1)
     if _is_first(ranks):
+        for number in (signal.SIGINT, signal.SIGTERM):  # so that what is half copied goes
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
             done = stage(options.source, options.target, options.workers)
             print(f"{os.uname().nodename}: {done}", flush=True)
-        except (OSError, ValueError) as caught:
-            error = str(caught)
-            print(f"error: {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
-    failed = bytearray([error is not None])
+        except Exception as error:  # of any kind: the others wait to hear of it
+            kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+            print(f"error: {os.uname().nodename}: {kind}{error}", file=sys.stderr, flush=True)
+            failed[0] = 1
     if ranks is not None:  # all ranks of the host end alike, when the copy is there
         ranks.Bcast(failed)
     return failed[0]
+
+
+def _folder(text: str) -> Path:
+    if not text:  # a variable that is not set; it would be the working folder
+        raise argparse.ArgumentTypeError("it is empty: name a folder")
+    return Path(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
+    return int(text)
 
 
 def _ranks_of_this_host():

@@ -5,6 +5,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from config import Config
+from data.labels import IGNORE
 from data.readers.cifar10 import Cifar10
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
@@ -32,8 +33,14 @@ def open_source(config: Config, split: str, default: str) -> Source:
       default: the format where config.data_format is empty; any other must have its kind of label.
 
     Raises ValueError, naming flag, folder or file, when the format has another kind of label than
-      the task takes, the data are not in it, or config.num_classes is not theirs.
+      the task takes, the data are not in it, config.num_classes is not theirs, or a class for each
+      pixel would have the number that means ignored.
     """
+    if KINDS[default] == "map" and config.num_classes > IGNORE:
+        raise ValueError(
+            f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
+            f"leaves at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
+        )
     if config.synthetic_data:
         return _synthetic(config, KINDS[default])
     name = config.data_format or default

@@ -4,7 +4,8 @@
     python train.py --data_format=records --data_dir=datasets/voc ...
 
 Sample ids and pixels stay the same, so that a run on the packed set gives the same batches.
-PNG and JPEG files go in as they are; labels as PNGs of class ids, or as numbers.
+PNG and JPEG files go in as they are; labels as PNGs of class ids (255: ignored), or as numbers.
+What a kill leaves is removed by the next pack into OUT. `python -m data.check` reads all of a pack.
 """
 
 import argparse
@@ -12,16 +13,16 @@ import hashlib
 import os
 import signal
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from data import pipeline
+from data import pipeline, unfinished
 from data.labels import IGNORE
 from data.readers import records
 from data.readers.cifar10 import Cifar10
@@ -55,20 +56,20 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
       packed_from: for people who wonder, kept in pack.json.
 
     Returns: the folder.
-    Raises ValueError when OUT/SPLIT is there already, a sample cannot be read, or what is read
-      back is not what was packed; OSError or tf.errors.OpError when the disk does not take it.
+    Raises ValueError when OUT/SPLIT is there already or is being packed, a sample cannot be read,
+      or what is read back is not what was packed; OSError or tf.errors.OpError when the disk does
+      not take it.
     """
-    if (out / split).exists():
-        raise ValueError(f"{out / split} is there already; remove it, or give another --out")
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
     out.mkdir(parents=True, exist_ok=True)
-    # Beside its last place, as only a rename inside one file system is atomic.
-    with tempfile.TemporaryDirectory(dir=out, prefix=f".{split}.packing-") as work:
-        folder = Path(work) / split
+    with unfinished.folder(out, split) as work:
+        if (out / split).exists():
+            raise ValueError(f"{out / split} is there already; remove it, or give another --out")
+        folder = work / split
         folder.mkdir()
         pixels = _write(source, folder, min(shards, len(source)), packed_from)
-        _verify(records.Records(Path(work), split), pixels)
+        _verify(records.Records(work, split), pixels)
         for path in folder.iterdir():
             _to_disk(path)
         folder.rename(out / split)  # onto nothing, or it fails
@@ -82,7 +83,7 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
     for shard in range(shards):
         path = folder / f"{folder.name}-{shard:05d}-of-{shards:05d}.tfrecord"
         offset, first = 0, len(index)
-        with tf.io.TFRecordWriter(str(path)) as writer:
+        with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
             while len(index) < len(source) * (shard + 1) // shards:
                 sample = next(samples)
                 writer.write(sample.data)
@@ -91,11 +92,31 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
                 offset += len(sample.data) + records.FRAMING
                 pixels.append(sample.pixels)
                 highest = max(highest, sample.label)
-                _progress("packed", len(index), len(source))
-        listed.append({"name": path.name, "records": len(index) - first, "bytes": offset})
+                progress("packed", len(index), len(source))
+        listed.append({"name": path.name, "records": len(index) - first})
+    _mark(folder, listed, content.hexdigest())
     meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
     records.write_meta(folder, {**meta, "content": content.hexdigest(), "shards": listed}, index)
     return pixels
+
+
+def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
+    """Ends each shard with the record that names the pack; adds sizes and SHA-256 to the list.
+
+    Not before all are written: the pack's name is the checksum of its content.
+    """
+    last = folder / "mark"
+    for number, shard in enumerate(listed):
+        with tf.io.TFRecordWriter(os.fsencode(last)) as writer:
+            writer.write(records.mark(content, number, len(listed)))
+        with (folder / shard["name"]).open("ab") as file:
+            file.write(last.read_bytes())
+            shard["bytes"] = file.tell()
+    last.unlink()
+    with ThreadPoolExecutor(4) as pool:
+        sums = pool.map(records.sha256, [folder / shard["name"] for shard in listed])
+        for shard, sha256 in zip(listed, sums):
+            shard["sha256"] = sha256
 
 
 def _packed(source: Source) -> Iterator[Packed]:
@@ -116,7 +137,8 @@ def _packed(source: Source) -> Iterator[Packed]:
             "label": _feature(sample["ids"] if is_map else int(label)),
         }
         data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
-        yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=label != IGNORE)))
+        counted = label != IGNORE if is_map else True  # of class folders, 255 is one like others
+        yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
 
 
 def _verify(packed: records.Records, pixels: list[int]) -> None:
@@ -126,7 +148,7 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
                 f"sample {index} reads back from {packed.folder} other than it was packed: its "
                 "file changed meanwhile, or the disk does not keep what it is given; pack again"
             )
-        _progress("verified", index + 1, len(packed))
+        progress("verified", index + 1, len(packed))
 
 
 def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
@@ -164,7 +186,8 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _progress(what: str, done: int, count: int) -> None:
+def progress(what: str, done: int, count: int) -> None:
+    """A bar on standard error, drawn anew for each two-hundredth of the work."""
     if done % max(1, count // 200) == 0 or done == count:
         bar = "#" * (30 * done // count)
         end = "\n" if done == count else ""
@@ -180,13 +203,19 @@ def main() -> None:
     parser.add_argument("--as", dest="name", help="another name for it: OUT/AS")
     parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
     try:
         source = READERS[args.layout](args.root, args.split)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
         folder = pack(source, args.out, args.name or args.split, args.shards, packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{error}\n")
-    print(f"{folder}: {len(source)} samples, read back and found the same")
+    packed = records.Records(args.out, args.name or args.split)
+    ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
+    print(
+        f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, read back "
+        "and found the same"
+    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class EvaluationFeed:
         batch_size = min(batch_size, len(source))  # at 2**31 - 1 tf.data hung
         starts = range(rank * batch_size, len(source), size * batch_size)
         self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
-        self._source = source
+        self._source, self._batch_size = source, batch_size
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
             tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
@@ -118,10 +118,15 @@ class EvaluationFeed:
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read."""
+        done = 0
         try:
-            yield from self._batches
+            for batch in self._batches:
+                yield batch
+                done += self._batch_size
         except tf.errors.OpError as error:
-            raise ValueError(explain(self._source, self._ids, error)) from None
+            # Of the batch that failed only: the other ranks wait for the answer.
+            ids = self._ids[done : done + self._batch_size]
+            raise ValueError(explain(self._source, ids, error)) from None
 
 
 def explain(source: Source, ids: list[int], error: tf.errors.OpError) -> str:

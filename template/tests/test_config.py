@@ -51,6 +51,7 @@ def test_defaults_are_the_fields_defaults():
         ("--num_steps=", ["num_steps=", "whole number"]),
         ("--num_steps", ["--num_steps needs a value"]),
         ("--seed=2147483648", ["seed", "less than 2147483648"]),
+        ("--seed=4294967297", ["--seed=4294967297", "less than 2147483648"]),
         ("--lr_policy=polly", ["lr_policy", "polly", "poly"]),
         ("--benchmark=maybe", ["benchmark=maybe", "true or false"]),
         ("--nobenchmark=true", ["--nobenchmark takes no value"]),

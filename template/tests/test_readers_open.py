@@ -57,6 +57,14 @@ def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes:
     readers.fails(lambda: open_lib.open_source(config, "train", default), "--num_classes=1", "give")
 
 
+def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
+    config = settings(tiny_data, "folders", 256)
+    words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")
+    readers.fails(lambda: open_lib.open_source(config, "train", "folders"), *words)
+    config = dataclasses.replace(config, num_classes=255)
+    assert len(open_lib.open_source(config, "train", "folders")) == 26
+
+
 def test_the_tasks_own_default(tiny_data: Path):
     config = settings(tiny_data, "", 11)
     source = open_lib.open_source(config, "train", "folders")

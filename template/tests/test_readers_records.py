@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import readers
-from data import pack
+from data import pack, unfinished
+from data.arrays import Arrays
 from data.demo import scenes
+from data.readers import records
 from data.readers.cifar10 import Cifar10
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
@@ -51,13 +55,13 @@ def test_packed_samples_are_those_of_the_source(
     for split in ("train", "val"):
         flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
         command(monkeypatch, *flags, "--shards=2")
-        source, records = pack.READERS[layout](root, split), Records(out, split)
-        assert readers.same(source, records) and len(records) == len(source)
-        assert records.kind == ("map" if layout in ("voc", "cityscapes") else "class")
-        labels = [sample["label"] for sample in readers.read_all(records)]
-        assert records.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
-        spec = tf.data.Dataset.range(1).map(records.read).element_spec
-        assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
+        source, found = pack.READERS[layout](root, split), Records(out, split)
+        assert readers.same(source, found) and len(found) == len(source)
+        assert found.kind == ("map" if layout in ("voc", "cityscapes") else "class")
+        labels = [sample["label"] for sample in readers.read_all(found)]
+        assert found.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
+        spec = tf.data.Dataset.range(1).map(found.read).element_spec
+        assert spec["label"].dtype == (tf.uint8 if found.kind == "map" else tf.int32)
         assert spec["image"].shape.as_list() == [None, None, 3]
     said = capsys.readouterr()
     assert f"packed [{'#' * 30}]" in said.err and f"verified [{'#' * 30}]" in said.err
@@ -101,7 +105,7 @@ def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         readers.explained(source, 3, path, "sample 3 (bytes 0 to", "checksum", "pack again")
         assert source.explain(4) is None and source.explain(2) is None
-    path.write_bytes(whole[:-1])
+    path.write_bytes(whole[:-150])  # the mark, and the end of the last sample
     readers.explained(source, 6, path, "sample 6", "pack again")
     path.write_bytes(b"")
     readers.explained(source, 5, path, "sample 5", "pack again")
@@ -118,7 +122,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     readers.fails(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
     meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
     for path, damages in (
-        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 2}': "version 2"}),
+        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 3}': "version 3"}),
         (index, {b"": "0 bytes", index.read_bytes()[::-1]: "checksum", None: "is missing"}),
         (shard, {b"cut": "3 bytes where", None: "is missing"}),
     ):
@@ -148,8 +152,12 @@ def test_a_set_is_written_whole_or_not_at_all(
 
     folder = packed(demo, out)
     readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
+    assert [path.name for path in out.iterdir()] == ["train"]
     readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
     assert not (tmp_path / "b").exists()
+    with unfinished.folder(out, "other"):
+        another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731
+        readers.fails(another, out / "other", "is being written by process")
     monkeypatch.setattr(pack, "_verify", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         packed(demo, tmp_path / "c")
@@ -177,15 +185,76 @@ def test_another_name_for_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads((tmp_path / "train" / "pack.json").read_text())["num_classes"] <= 10
 
 
+def same_sized(root: Path) -> list[Path]:
+    """Two packs whose shards have the same names and sizes, and other pixels."""
+    folders = []
+    for number in range(2):
+        for name in ("a", "b"):
+            pixels = readers.noise(ord(name) + 9 * number)
+            readers.save(root / f"raw{number}" / "train" / name / "a.png", pixels)
+        source = ClassFolders(root / f"raw{number}", "train")
+        folders.append(pack.pack(source, root / f"out{number}", "train", 2, ""))
+    return folders
+
+
+def test_a_shard_of_another_pack_is_found_at_opening(tmp_path: Path):
+    one, other = same_sized(tmp_path)
+    name = "train-00000-of-00002.tfrecord"
+    whole = (one / name).read_bytes()
+    assert len((other / name).read_bytes()) == len(whole)
+    (one / name).write_bytes((other / name).read_bytes())
+    readers.fails(lambda: Records(one.parent, "train"), one / name, "not the shard", "again")
+    (one / name).write_bytes(whole)
+    swapped = [one / name, one / "train-00001-of-00002.tfrecord"]
+    contents = [path.read_bytes() for path in swapped]
+    for path, content in zip(swapped, reversed(contents)):
+        path.write_bytes(content)
+    readers.fails(lambda: Records(one.parent, "train"), one / name, "not the shard")
+
+
+def as_version_1(folder: Path) -> None:
+    """The pack as it was written before shards had marks."""
+    meta = json.loads((folder / "pack.json").read_text()) | {"version": 1}
+    for number, shard in enumerate(meta["shards"]):
+        mark = records.mark(meta["content"], number, len(meta["shards"]))
+        path = folder / shard["name"]
+        path.write_bytes(path.read_bytes()[: -len(mark) - records.FRAMING])
+        shard["bytes"] = path.stat().st_size
+        assert shard.pop("sha256")
+    (folder / "pack.json").write_text(json.dumps(meta))
+
+
+def test_packs_of_the_first_version_are_read(demo: Path, tmp_path: Path):
+    folder = packed(demo, tmp_path)
+    as_version_1(folder)
+    assert readers.same(ImageLabelFolder(demo, "train", 11), Records(tmp_path, "train"))
+
+
+def test_a_set_with_256_classes(tmp_path: Path):
+    """Only in a label picture does 255 mean ignored."""
+    images = np.stack([readers.noise(number) for number in range(3)])
+    source = Arrays(image=images, label=np.array([0, 255, 254], np.int32))
+    pack.pack(source, tmp_path, "train", 1, "")
+    found = Records(tmp_path, "train")
+    assert found.num_classes == 256
+    assert [int(sample["label"]) for sample in readers.read_all(found)] == [0, 255, 254]
+
+
+def test_a_folder_whose_name_is_no_text(demo: Path, tmp_path: Path):
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    packed(demo, out)
+    assert readers.same(ImageLabelFolder(demo, "train", 11), Records(out, "train"))
+
+
 def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
     """More samples than threads and shards; read at random, each is what its id says."""
     for number in range(40):
         readers.save(tmp_path / "train" / "a" / f"{number:03d}.png", readers.noise(number, 4, 5))
     source = ClassFolders(tmp_path, "train")
     pack.pack(source, tmp_path / "out", "train", 7, "")
-    records = Records(tmp_path / "out", "train")
+    found = Records(tmp_path / "out", "train")
     order = [(7 * n + 3) % 40 for n in range(40)]
     dataset = tf.data.Dataset.from_tensor_slices(tf.constant(order, tf.int64))
-    samples = dataset.map(records.read, num_parallel_calls=4).as_numpy_iterator()
+    samples = dataset.map(found.read, num_parallel_calls=4).as_numpy_iterator()
     for number, sample in zip(order, samples, strict=True):
         assert (sample["image"] == readers.noise(number, 4, 5)).all()

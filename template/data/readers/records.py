@@ -5,13 +5,17 @@ ROOT/SPLIT/index.bin                    (offset, length) of each record, little-
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
 `python -m data.pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
-JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed.
+JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed. The
+last record of a shard is its mark: text that names the pack and the shard, so that a shard of
+another pack shows when a set is opened, whatever its size. Packs of version 1 have no marks.
 """
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -21,9 +25,34 @@ from data.readers import pictures
 from engine.words import some
 
 META, INDEX = "pack.json", "index.bin"
-VERSION = 1
+VERSION = 2
 FRAMING = 16  # bytes of a TFRecord besides its data: length, CRC of the length, CRC of the data
 _AGAIN = "copy it again, or pack again"
+
+
+class Shard(NamedTuple):
+    """One file of a packed split, as the packer left it."""
+
+    path: Path
+    size: int  # bytes
+    mark: bytes  # data of its last record; empty in version 1
+    sha256: str  # of the whole file, hex digits; empty in version 1
+
+    def problem(self) -> str | None:
+        """What its size and its mark tell, for a person; None when they are right."""
+        if not self.path.is_file():
+            return f"{self.path} is missing; {_AGAIN}"
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size != self.size:
+                return f"{self.path} has {size} bytes where {self.size} were written; {_AGAIN}"
+            file.seek(size - len(self.mark) - 4)  # a record ends with a CRC of 4 bytes
+            if file.read(len(self.mark)) != self.mark:
+                return (
+                    f"{self.path} is not the shard that {META} lists: its last bytes name another "
+                    f"one, or are damaged; {_AGAIN}"
+                )
+        return None
 
 
 class Records:
@@ -33,7 +62,8 @@ class Records:
     "map" and an int32 scalar where it is "class".
 
     Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
-    as sizes, and the index's checksum, tell. A record's own checksum is looked at when it is read.
+    as sizes, the shards' marks, and the index's checksum, tell. A record's own checksum is looked
+    at when it is read; `python -m data.check` looks at all there is.
     """
 
     def __init__(self, root: Path, split: str):
@@ -43,12 +73,13 @@ class Records:
         self.num_classes: int = meta["num_classes"]
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
-        _check_sizes(self.folder, self._shards)
+        _check_shards(_shards(self.folder, meta))
         counts = [shard["records"] for shard in meta["shards"]]
         self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
         self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         with tf.device("CPU:0"):  # where files are read
-            self._files = tf.constant([str(self.folder / name) for name, _ in self._shards])
+            names = [os.fsencode(self.folder / name) for name, _ in self._shards]
+            self._files = tf.constant(names)
             self._places = tf.constant(np.column_stack([self._shard_of, self._index]), tf.int64)
 
     def __len__(self) -> int:
@@ -73,9 +104,7 @@ class Records:
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
-        offset, length = self._index[index].tolist()
-        path = self.folder / self._shards[self._shard_of[index]][0]
-        where = f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
+        where = self.where(index)
         try:
             self.read(tf.constant(index, tf.int64))
         except tf.errors.DataLossError as error:
@@ -83,6 +112,24 @@ class Records:
         except tf.errors.OpError as error:
             return f"{where} cannot be read: {error.message}; {_AGAIN}"
         return None
+
+    def where(self, index: int) -> str:
+        """File and bytes that hold sample `index`, for a person."""
+        offset, length = self._index[index].tolist()
+        path = self.folder / self._shards[self._shard_of[index]][0]
+        return f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
+
+    def content_problem(self) -> str | None:
+        """Reads all records; None when their data together are what the packer wrote."""
+        sha = hashlib.sha256()
+        for number, (name, _) in enumerate(self._shards):
+            with (self.folder / name).open("rb") as file:
+                for offset, length in self._index[self._shard_of == number].tolist():
+                    file.seek(offset + FRAMING - 4)  # behind the length and its CRC
+                    sha.update(file.read(length))
+        if sha.hexdigest() == self._content:
+            return None
+        return f"{self.folder}: the records are not those that {META} was written for; {_AGAIN}"
 
     def fingerprint(self) -> str:
         """SHA-256 over the shards' names and sizes and the packer's checksum of their records."""
@@ -106,12 +153,31 @@ class Records:
         return tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
 
 
+def mark(content: str, shard: int, shards: int) -> bytes:
+    """Data of a shard's last record; content: the pack's, hex digits."""
+    return f"pack {content}, shard {shard} of {shards}".encode()
+
+
+def sha256(path: Path) -> str:
+    """Of a whole file, hex digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def shards(folder: Path) -> list[Shard]:
+    """The files of a packed split; raises ValueError when its pack.json is not to be used."""
+    return _shards(folder, _read_meta(folder))
+
+
 def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
     """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
 
     Args:
       meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes}).
+        shards (a list of {name, records, bytes, sha256}).
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)
@@ -130,24 +196,33 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text())
         version = meta["version"]
-        if version == VERSION:
+        if version in (1, VERSION):
+            of_shard = ("name", "records", "bytes", "sha256")[: 3 if version == 1 else 4]
             _ = [meta[key] for key in ("kind", "num_classes", "content", "index_sha256")]
-            _ = [shard[key] for shard in meta["shards"] for key in ("name", "records", "bytes")]
+            _ = [shard[key] for shard in meta["shards"] for key in of_shard]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version}, this reader takes {VERSION}; pack again")
+    if version not in (1, VERSION):
+        raise ValueError(
+            f"{path} has version {version}, this reader takes 1 and {VERSION}; pack again"
+        )
     return meta
 
 
-def _check_sizes(folder: Path, shards: list[tuple[str, int]]) -> None:
-    for name, size in shards:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing; {_AGAIN}")
-        if (there := (folder / name).stat().st_size) != size:
-            raise ValueError(
-                f"{folder / name} has {there} bytes where {size} were written; {_AGAIN}"
-            )
+def _shards(folder: Path, meta: dict[str, Any]) -> list[Shard]:
+    listed, marked = meta["shards"], meta["version"] > 1
+    ends = [mark(meta["content"], n, len(listed)) if marked else b"" for n in range(len(listed))]
+    return [
+        Shard(folder / shard["name"], shard["bytes"], end, shard.get("sha256", ""))
+        for shard, end in zip(listed, ends)
+    ]
+
+
+def _check_shards(listed: list[Shard]) -> None:
+    with ThreadPoolExecutor(16) as pool:  # waiting for a file server, not computing
+        for problem in pool.map(Shard.problem, listed):
+            if problem:
+                raise ValueError(problem)
 
 
 def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:

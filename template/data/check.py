@@ -1,0 +1,173 @@
+"""Reads all of a data set and lists what is wrong with it.
+
+    python -m data.check --data_dir=VOCdevkit/VOC2012 --data_format=voc
+    python -m data.check --data_dir=datasets/voc                             a packed one
+
+Every sample goes through the reader that training uses, and its label must be a class. Of a packed
+set the shards' SHA-256 are compared first, so it is read twice. Each fault is a line on standard
+output that names the file. Exit code 0: all is well; 1: something is not; 2: wrong flags.
+"""
+
+from __future__ import annotations
+
+import engine.quiet  # noqa: F401
+
+# isort: split
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tensorflow as tf
+
+from data import pack, pipeline
+from data.labels import IGNORE
+from data.readers import records
+from data.readers.folders import ImageLabelFolder
+from data.readers.records import Records
+from data.source import Source
+
+READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
+# What the folder holds of each format, where no --data_format says which it is.
+_SIGNS = {
+    "records": (f"[!.]*/{records.META}",),
+    "folders": ("splits/*.txt",),
+    "voc": ("ImageSets/Segmentation", "VOC2012/ImageSets/Segmentation"),
+    "cityscapes": ("leftImg8bit",),
+    "cifar10": ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin"),
+    "class_folders": ("train/*/*",),
+}
+
+
+def check(root: Path, layout: str, split: str, classes: int, tell: Callable[[str], None]) -> str:
+    """Reads one split; `tell` gets each fault, in a sentence.
+
+    Args:
+      layout: a key of READERS.
+      classes: how many there are; 0: those that the reader knows of.
+
+    Returns what was read, in words.
+    """
+    try:
+        if layout == "records" and not _is_whole(root / split, tell):
+            return "not read"
+        if layout == "folders" and classes:
+            source = ImageLabelFolder(root, split, classes)
+        else:
+            source = READERS[layout](root, split)
+    except (ValueError, OSError) as error:
+        tell(str(error))
+        return "not read"
+    if layout == "records" and (fault := _other_content(source)):
+        tell(fault)
+    classes = classes or source.num_classes
+    where = getattr(source, "where", lambda index: _place(source, root / split, index))
+    highest = -1
+    for index, found in enumerate(_labels(source)):
+        if isinstance(found, str):
+            tell(found)
+            continue
+        highest = max(highest, *found)
+        wrong = [label for label in found if not 0 <= label < classes]
+        if wrong:
+            tell(f"{where(index)}: label {wrong[0]} is no class; classes are 0 to {classes - 1}")
+    return f"{len(source):,} samples, labels 0 to {highest}"
+
+
+def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
+    """Looks at a packed split's shards; False when their sizes or marks are wrong already."""
+    listed = records.shards(folder)
+    problems = [problem for shard in listed if (problem := shard.problem())]
+    for problem in problems:
+        tell(problem)
+    hashed = [shard for shard in listed if shard.sha256 and not problems]
+    with ThreadPoolExecutor(4) as pool:
+        sums = pool.map(records.sha256, [shard.path for shard in hashed])
+        for number, (shard, sha256) in enumerate(zip(hashed, sums)):
+            pack.progress("shards", number + 1, len(hashed))
+            if sha256 != shard.sha256:
+                tell(f"{shard.path} does not match its SHA-256 in {records.META}; copy it again")
+    return not problems
+
+
+def _other_content(packed: Records) -> str | None:
+    """Packs of version 1 have one checksum, of all records."""
+    marked = all(shard.sha256 for shard in records.shards(packed.folder))
+    return None if marked else packed.content_problem()
+
+
+def _labels(source: Source) -> Iterator[tuple[int, int] | str]:
+    """Lowest and highest label of each sample, ignored pixels aside; or what is wrong with it."""
+
+    def look(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        sample = source.read(index)
+        label = tf.cast(sample["label"], tf.int64)
+        if label.shape.rank:  # one for each pixel
+            label = tf.where(label == IGNORE, tf.zeros_like(label), label)
+        # The picture's size is asked for because what nobody asks for is not decoded.
+        return tf.reduce_min(label), tf.reduce_max(label), tf.size(sample["image"])
+
+    # The iterator goes on behind a sample that fails, in order.
+    samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
+    for index in range(len(source)):
+        try:
+            low, high, _ = next(samples)
+            yield int(low), int(high)
+        except tf.errors.OpError as error:
+            reason = source.explain(index)
+            yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"
+        pack.progress("samples", index + 1, len(source))
+
+
+def _place(source: Source, folder: Path, index: int) -> str:
+    file = getattr(source, "picture_file", None)
+    return f"the label of {file(index)}" if file else f"sample {index} of {folder}"
+
+
+def _layout(root: Path) -> str:
+    for layout, signs in _SIGNS.items():
+        if any(next(root.glob(sign), None) for sign in signs):
+            return layout
+    raise ValueError(
+        f"--data_dir={root} does not show its layout: is that the folder? Then give --data_format "
+        f"({', '.join(READERS)})"
+    )
+
+
+def _splits(root: Path, layout: str) -> list[str]:
+    packed = root.glob(*_SIGNS["records"]) if layout == "records" else ()
+    return sorted(path.parent.name for path in packed) or ["train", "val"]
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
+    parser.add_argument("--split", action="append", help="train and val, or all that is packed")
+    parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    faults: list[str] = []
+
+    def tell(fault: str) -> None:
+        faults.append(split)
+        if sys.stderr.isatty():  # below the bar, not behind it
+            print(file=sys.stderr, flush=True)
+        print(f"{split}: {fault}", flush=True)
+
+    try:
+        layout = args.data_format or _layout(args.data_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    for split in args.split or _splits(args.data_dir, layout):
+        read = check(args.data_dir, layout, split, args.num_classes, tell)
+        wrong = faults.count(split)
+        verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
+        print(f"{split}: {read} ({layout}): {verdict}", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

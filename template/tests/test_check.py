@@ -1,0 +1,161 @@
+"""python -m data.check: everything that is wrong with a data set, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import readers
+from data import check, pack, pipeline
+from data.arrays import Arrays
+from data.readers import records
+from data.readers.class_folders import ClassFolders
+from test_readers_records import as_version_1
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys):
+    """(exit code, what was printed) of the command with these flags."""
+
+    def call(*flags: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["check", *map(str, flags)])
+        code = check.main()
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def packed(root: Path, shards: int = 2) -> Path:
+    readers.write_classes(root / "raw")
+    return pack.pack(ClassFolders(root / "raw", "train"), root / "out", "train", shards, "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "write", "highest"),
+    [
+        ("voc", readers.write_voc, 20),
+        ("cityscapes", readers.write_cityscapes, 18),
+        ("class_folders", readers.write_classes, 2),
+        ("cifar10", readers.write_cifar10, 9),
+    ],
+)
+def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):
+    write(tmp_path)
+    code, said = run(f"--data_dir={tmp_path}")
+    assert code == 0, said
+    train = f"train: {len(pack.READERS[layout](tmp_path, 'train'))} samples, labels 0 to {highest}"
+    assert said.splitlines()[0] == f"{train} ({layout}): all is well"
+    assert said.splitlines()[1].startswith("val: ") and said.endswith(": all is well\n")
+
+
+def test_every_bad_sample_is_named(tmp_path: Path, run):
+    for number in range(9):
+        save = lambda kind, pixels, n=number: readers.save(tmp_path / kind / f"{n}.png", pixels)  # noqa: E731
+        save("images", readers.noise(number))
+        save("labels", np.full((12, 16), 255 if number == 8 else number % 3, np.uint8))
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.txt").write_text("\n".join(map(str, range(9))))
+    assert run(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")[0] == 0
+    (tmp_path / "images" / "2.png").write_bytes(b"no picture")
+    (tmp_path / "labels" / "5.png").write_bytes(b"")
+    readers.save(tmp_path / "labels" / "7.png", np.full((12, 16), 3, np.uint8))
+    code, said = run(f"--data_dir={tmp_path}", "--num_classes=3")
+    lines = said.splitlines()
+    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, said
+    assert "images/2.png is neither PNG nor JPEG" in lines[0]
+    assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
+    assert "labels/7.png: label value 3" in lines[2]
+    assert lines[3] == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
+    assert "splits/val.txt is missing" in lines[4] and lines[5].startswith("val: not read")
+    # Without the number of classes, only what no label can hold is wrong.
+    assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
+
+
+def test_pictures_are_decoded(tmp_path: Path, run):
+    readers.write_classes(tmp_path)
+    bad = tmp_path / "train" / "n02" / "a.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    code, said = run(f"--data_dir={tmp_path}")
+    assert code == 1 and said.count("\n") == 3 and f"train: {bad} cannot be decoded" in said, said
+
+
+def test_shards_are_read_whole(tmp_path: Path, run):
+    folder = packed(tmp_path)
+    (tmp_path / "out" / "val").mkdir()  # no pack: not looked at
+    code, said = run(f"--data_dir={tmp_path / 'out'}")
+    assert (code, said) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
+    shard = folder / "train-00001-of-00002.tfrecord"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    code, said = run(f"--data_dir={tmp_path / 'out'}", "--data_format=records")
+    lines = said.splitlines()
+    assert code == 1 and len(lines) == 3, said
+    assert f"{shard} does not match its SHA-256" in lines[0]
+    assert f"{shard}, record of sample 2" in lines[1] and "checksum" in lines[1]
+    shard.write_bytes(whole[:-1])
+    (folder / "train-00000-of-00002.tfrecord").unlink()
+    code, said = run(f"--data_dir={tmp_path / 'out'}")
+    assert code == 1 and "00000-of-00002.tfrecord is missing" in said.splitlines()[0]
+    assert f"{shard} has" in said.splitlines()[1] and "train: not read" in said
+
+
+def test_labels_of_a_pack_are_classes(tmp_path: Path, run):
+    packed(tmp_path)
+    code, said = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
+    assert code == 1 and "record of sample 3" in said and "label 2 is no class" in said, said
+
+
+def test_a_pack_of_the_first_version_has_the_content_it_was_written_for(tmp_path: Path, run):
+    folders = [packed(tmp_path / name) for name in ("a", "b")]
+    picture = tmp_path / "b" / "raw" / "train" / "n02" / "a.png"
+    readers.save(picture, readers.noise(7, 9, 30))
+    source = ClassFolders(tmp_path / "b" / "raw", "train")
+    folders[1] = pack.pack(source, tmp_path / "b" / "other", "train", 2, "")
+    for folder in folders:
+        as_version_1(folder)
+        assert run(f"--data_dir={folder.parent}")[0] == 0
+    name = "train-00000-of-00002.tfrecord"
+    assert (folders[0] / name).stat().st_size == (folders[1] / name).stat().st_size
+    (folders[0] / name).write_bytes((folders[1] / name).read_bytes())
+    records.Records(folders[0].parent, "train")  # its size is all that opening can look at
+    code, said = run(f"--data_dir={folders[0].parent}")
+    assert code == 1 and f"{folders[0]}: the records are not those" in said, said
+
+
+def test_wrong_flags(tmp_path: Path, run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(f"--data_dir={tmp_path}")
+    assert end.value.code == 2
+    assert f"--data_dir={tmp_path} does not show its layout" in capsys.readouterr().err
+    code, said = run(f"--data_dir={tmp_path}", "--data_format=cifar10")
+    assert code == 1 and "data_batch_1.bin is missing" in said
+
+
+@pytest.mark.parametrize("bad", [0, 13, 49])
+def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
+    asked = []
+
+    class Torn(Arrays):
+        def read(self, index):
+            fine = tf.debugging.Assert(index != bad, ["torn"])
+            with tf.control_dependencies([fine]):
+                return super().read(index)
+
+        def explain(self, index):
+            asked.append(index)
+            return f"sample {index} is torn" if index == bad else None
+
+    source = Torn(x=np.arange(50))
+    feeds = [pipeline.EvaluationFeed(source, lambda s: s, 4, rank, 3) for rank in range(3)]
+    told = []
+    for feed in feeds:
+        try:
+            told.append(sum(len(batch["x"]) for batch in feed))
+        except ValueError as error:
+            told.append(str(error))
+    assert told.count(f"sample {bad} is torn") == 1 and len(set(told)) > 1
+    first = bad // 4 * 4
+    assert asked == list(range(first, bad + 1))
