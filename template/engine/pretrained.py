@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
 from pathlib import Path
 
 import keras
@@ -67,21 +66,16 @@ def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
     if pixels:
         del layers[pixels.name]
         carried = there.pop(pixels.name, {})
-    shared = [name for name in layers if name in there]
-    if not shared:
-        raise ValueError(
-            f"{here} has no layer of {model.name}: there are {some(there)} there, "
-            f"{some(layers)} here. Name weights of the same network"
-        )
-    _check(here, layers, there)
+    _check(here, model.name, layers, there)
     mode = _mode(path, mode, carried)
-    if pixels:
-        pixels.mode.assign(preprocessing.MODES.index(mode))
-    elif mode != "tf":
+    if not pixels and mode != "tf":
         raise ValueError(
             f"{here} was trained on {preprocessing.MEANING[mode]}, and {model.name} is fed with "
             "RGB in [-1, 1]: put an engine.preprocessing.Preprocess layer before its first one"
         )
+    if pixels:
+        pixels.mode.assign(preprocessing.MODES.index(mode))
+    shared = [name for name in layers if name in there]
     for name in shared:
         for variable, value in zip(layers[name], _ordered(layers[name], there[name])):
             raw(variable).assign(value.astype(raw(variable).dtype.as_numpy_dtype))
@@ -104,27 +98,32 @@ def _layers(model: keras.Model) -> dict[str, list[keras.Variable]]:
 
 
 def _check(
-    here: str, layers: dict[str, list[keras.Variable]], there: dict[str, weight_files.Weights]
+    here: str,
+    model: str,
+    layers: dict[str, list[keras.Variable]],
+    there: dict[str, weight_files.Weights],
 ) -> None:
-    """Raises ValueError where what both sides have is not one network's."""
-    faults = [
-        f"{name} ({why})"
-        for name, variables in layers.items()
-        if name in there and (why := _fault(variables, there[name]))
-    ]
-    if faults:
+    """Raises ValueError where nothing is on both sides, or what is there is not one network's."""
+    way_out = "Name weights of the same network"
+    shared = [name for name in layers if name in there]
+    if not shared:
         raise ValueError(
-            f"{here} does not fit {len(faults)} layers: {some(faults, 3)}. Name weights of the "
-            "same network"
+            f"{here} has no layer of {model}: there are {some(there)} there, {some(layers)} here. "
+            f"{way_out}"
         )
+    faults = [f"{n} ({why})" for n in shared if (why := _fault(layers[n], there[n]))]
+    if faults:
+        raise ValueError(f"{here} does not fit {len(faults)} layers: {some(faults, 3)}. {way_out}")
     # conv4_block7_1_conv belongs to conv4: a deeper network has all layers of ResNet-50 and more.
-    shared = Counter(name.split("_")[0] for name in layers if name in there)
-    odd = [name for name in {**layers, **there} if (name in layers) != (name in there)]
-    if odd := [name for name in odd if name.split("_")[0] in shared]:
-        sides = [some([n for n in odd if n in side], 3) or "none" for side in (there, layers)]
+    groups = {name.split("_")[0] for name in shared}
+    odd = [
+        some([n for n in one if n not in other and n.split("_")[0] in groups], 3)
+        for one, other in ((there, layers), (layers, there))
+    ]
+    if any(odd):
         raise ValueError(
-            f"{here} is of another network: only there are {sides[0]}, only here {sides[1]}, "
-            "beside layers of both. Name weights of the same network"
+            f"{here} is of another network: only there are {odd[0] or 'none'}, only here "
+            f"{odd[1] or 'none'}, beside layers of both. {way_out}"
         )
 
 
@@ -157,7 +156,13 @@ def _mode(path: Path, asked: str, carried: weight_files.Weights) -> str:
       ValueError: none says it, or two contradict each other.
     """
     if carried:
-        known = preprocessing.MODES[int(next(iter(carried.values())))]
+        place = carried.get("mode", carried.get("0"))
+        if place is None or place.shape or int(place) not in range(len(preprocessing.MODES)):
+            raise ValueError(
+                f"--backbone_weights={path} has pictures of its own kind: what its layer "
+                f"preprocess holds ({', '.join(carried)}) is not known here. Leave that layer out"
+            )
+        known = preprocessing.MODES[int(place)]
     else:
         digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
         known = _PUBLISHED.get(digest, "")

@@ -237,6 +237,17 @@ def test_a_file_of_this_project_says_it_itself(form, tmp_path):
     refused(network(), file, "leave it out, or write torch", mode="caffe")
 
 
+def test_a_layer_of_that_name_and_another_kind_is_refused(tmp_path):
+    image = keras.Input((None, None, 3))
+    x = keras.layers.Normalization(name="preprocess")(image)
+    x = keras.layers.Conv2D(4, 3, name="conv1_conv")(x)
+    file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
+    refused(network(), file, "is of another network: only there are none, only here conv1_bn")
+    x = keras.layers.BatchNormalization(name="conv1_bn")(x)
+    file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
+    refused(network(), file, "pictures of its own kind")
+
+
 def test_a_network_without_the_layer_takes_what_was_trained_on_the_same_pictures(tmp_path):
     model = network(pixels=False)
     assert pretrained.load(model, plain(tmp_path), "tf").left == []
