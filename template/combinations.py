@@ -116,6 +116,15 @@ def _check_start(config: Config) -> None:
     for name in ("init_ema", "init_skip_mismatched"):
         if getattr(config, name) and not config.init_from:
             raise ValueError(f"--{name} says what to take from --init_from: name one")
+    if config.backbone_preprocessing and not config.backbone_weights:
+        raise ValueError(
+            f"--backbone_preprocessing={config.backbone_preprocessing} says what "
+            "--backbone_weights was trained on: name a file"
+        )
+    if config.backbone_weights and config.init_from:
+        raise ValueError(
+            "--init_from and --backbone_weights are two starts of a new run: leave one out"
+        )
     if not config.run_dir:
         raise ValueError("--run_dir= is empty: name a folder")
     if not config.resume:
@@ -183,6 +192,7 @@ def notes(config: Config) -> list[str]:
             or (config.bn_sync in ("full", "none") and f"--bn_sync={config.bn_sync}")
         ),
         "init_from": config.resume not in ("auto", "never") and f"--resume={config.resume}",
+        "backbone_weights": config.resume not in ("auto", "never") and f"--resume={config.resume}",
     }
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     ignored = [

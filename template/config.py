@@ -122,7 +122,9 @@ class Config:
     bn_sync_every: int = setting(
         0, "steps between syncs of moving statistics; 0: when they are read", low=0
     )
-    dropout: float = setting(0.0, "share of features dropped before the logits", low=0, below=1)
+    dropout: float = setting(
+        0.0, "share of features dropped, where the model has it", low=0, below=1
+    )
 
     reduce_backend: str = setting(
         "auto",
@@ -190,6 +192,16 @@ class Config:
     )
     init_skip_mismatched: bool = setting(
         False, "with --init_from: leave variables that do not fit as they are, and name them"
+    )
+    backbone_weights: str = setting(
+        "",
+        "a new run's first layers, by name: a .h5, .weights.h5 or .keras file of Keras",
+        path=True,
+    )
+    backbone_preprocessing: str = setting(
+        "",
+        "pictures that --backbone_weights was trained on; empty: the file says it",
+        choices=("", "tf", "caffe", "torch"),
     )
 
 

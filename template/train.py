@@ -36,6 +36,7 @@ from engine import (
     early_stop,
     health,
     optimizer,
+    pretrained,
     reduction,
     run_folder,
     warm_start,
@@ -72,7 +73,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     for note in notes(run):
         say(world, f"note: {note}")
 
-    # 3. The newest sound checkpoint, or another run's weights, chosen and read by rank 0.
+    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0.
     run_dir = Path(config.run_dir)
     with world.together("locking the run folder"):
         if world.is_chief:
@@ -80,10 +81,11 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     found = run.checkpoints.find(config.resume, config.num_steps)
     if found:
         run.checkpoints.restore(found, state.variables, config)
-    elif config.init_from:
+    elif config.init_from or config.backbone_weights:
+        start = warm_start.start if config.init_from else pretrained.start
         with world.together("reading the first weights"):
             if world.is_chief:
-                warm_start.start(run.model, config)
+                start(run.model, config)
 
     # 4. Everything from rank 0, before the first step.
     world.broadcast_variables(list(state.variables.values()))

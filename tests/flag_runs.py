@@ -43,12 +43,12 @@ class Varied(Small):
     def build_model(self):
         inputs = {"x": keras.Input((FEATURES,), name="x")}
         l2 = keras.regularizers.L2(0.01)
-        y = keras.layers.Dense(5, activation="tanh", kernel_regularizer=l2)(inputs["x"])
-        y = keras.layers.BatchNormalization()(y)
+        body = keras.layers.Dense(5, activation="tanh", kernel_regularizer=l2, name="body")
+        y = keras.layers.BatchNormalization(name="norm")(body(inputs["x"]))
         if self.config.dropout:
             inputs["key"] = keras.Input((2,), dtype="int32", name="key")
             y = SampleDropout(self.config.dropout)([y, inputs["key"]])
-        return keras.Model(inputs, keras.layers.Dense(CLASSES)(y), name="varied")
+        return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(y), name="varied")
 
     def loss(self, outputs, targets):
         return losses.cross_entropy(

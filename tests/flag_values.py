@@ -49,6 +49,7 @@ VALUES: dict[str, list[str]] = {
         "--init_from={run}",
         "--init_from={keras} --init_skip_mismatched",
         "--init_from={run} --init_ema",
+        "--backbone_weights={keras} --backbone_preprocessing=tf",
     ],
     "resume": ["--resume=never", "--resume=auto", "--resume={first}"],
     "global_batch_size": ["", "--global_batch_size=6", "--batch_per_rank=6"],
@@ -143,6 +144,8 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--virtual_ranks=3 --cpu_threads={threads}",
         ],
     ),
+    # Of the weights that --init_from={run} begins with, so apart from it.
+    ("--seed=2", ["--backbone_weights={keras} --backbone_preprocessing=tf"]),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
@@ -202,6 +205,8 @@ REFUSED = {
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",
+    "--backbone_preprocessing=caffe": "name a file",
+    "--backbone_weights=some.h5 --init_from=other": "leave one out",
     "--run_dir=": "--run_dir",
     "--resume=": "--resume",
     "--class_weights=1,x,3": "--class_weights='1,x,3'",
@@ -223,6 +228,9 @@ REFUSED_BY_RUN = {
     "--init_from={run}/nothing": "{run}/nothing",
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
+    "--backbone_weights={keras}": "--backbone_preprocessing=",
+    "--backbone_weights={keras} --backbone_preprocessing=caffe": "engine.preprocessing.Preprocess",
+    "--backbone_weights={run} --backbone_preprocessing=tf": "no such file",
 }
 
 

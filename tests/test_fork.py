@@ -19,6 +19,7 @@ TASKS = ("segmentation", "classification", "blank")
 ONLY = {
     "segmentation": {
         "tasks/segmentation.py", "tasks/segmentation_models.py",
+        "tasks/deeplab.py", "tests/test_deeplab.py",
         "configs/voc.cfg", "configs/cityscapes.cfg",
         "tests/equivalence.py", "tests/test_equivalence.py",
         "tests/checks_errors.py", "tests/test_errors.py", "tests/test_training.py",

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from config import Config
-from engine import checkpoint_files, variable_names
+from engine import checkpoint_files, preprocessing, variable_names
 from engine.words import some
 from engine.world import raw
 
@@ -43,7 +43,7 @@ def load(
       The variables that were left as they were, by name, and why.
     Raises:
       ValueError: the path holds no weights, or no averages; none of them fit, or some do not and
-        are not to be skipped. The message names them.
+        are not to be skipped; the kind of pictures is not known. The message names them.
     """
     there = _unique(_read(path, averages))
     named = _unique(zip(variable_names.of_model(model), model.variables))
@@ -59,6 +59,13 @@ def load(
         raise ValueError(
             f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
             f"{_some(faults)}. {way_out}"
+        )
+    pixels = preprocessing.find(model)
+    unknown = [name for name, v in pairs if pixels and v is pixels.mode and name in faults]
+    if unknown:  # left as made, it might say something wrong of the weights
+        raise ValueError(
+            f"--init_from={path} does not say which pictures its weights were trained on "
+            f"({unknown[0]} is missing there): --backbone_weights reads such a file"
         )
     for name, variable in pairs:
         if name not in faults:

@@ -12,6 +12,7 @@ import keras
 from keras import layers
 
 from engine.dropout import SampleDropout
+from engine.preprocessing import Preprocess
 
 
 def small(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -41,7 +42,8 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
     if size < 32:
         raise ValueError(f"--image_size={size}: resnet50 needs at least 32")
     image = keras.Input((size, size, 3), name="image")
-    body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=image)
+    pixels = Preprocess(name="preprocess")(image)
+    body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
     return _model(image, body.output, num_classes, dropout, "resnet50")
 
 

@@ -11,6 +11,7 @@ import keras
 from keras import layers
 
 from engine.dropout import SampleDropout
+from tasks.deeplab import deeplabv3plus
 
 # Short runs read the moving statistics early, so they follow faster than Keras's 0.99.
 _BN_MOMENTUM = 0.97
@@ -53,19 +54,6 @@ def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
     return _model(image, x, num_classes, 2, dropout, "tiny")
 
 
-def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
-    """DeepLabV3+ (Chen et al. 2018, arXiv:1802.02611), ResNet-50, output stride 16."""
-    if size % 16:
-        raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of 16")
-    backbone = _atrous_resnet50(size)
-    low = backbone.get_layer("conv2_block3_out").output
-    x = _atrous_pyramid(backbone.output, size // 16)
-    x = layers.UpSampling2D(4, interpolation="bilinear")(x)
-    x = layers.Concatenate()([x, _conv(low, 48, 1)])
-    x = _conv(_conv(x, 256, 3), 256, 3)
-    return _model(backbone.input, x, num_classes, 4, dropout, "deeplabv3plus")
-
-
 MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "small": small,
     "tiny": tiny,
@@ -73,14 +61,13 @@ MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
 }
 
 
-def _conv(x, filters: int, kernel: int, strides=1, dilation=1, activation="relu"):
+def _conv(x, filters: int, kernel: int, strides=1, activation="relu"):
     """Convolution, batch norm, activation."""
     x = layers.Conv2D(
         filters,
         kernel,
         strides,
         "same",
-        dilation_rate=dilation,
         use_bias=False,
         kernel_initializer="he_normal",
     )(x)
@@ -105,31 +92,3 @@ def _model(image, x, num_classes: int, scale: int, dropout: float, name: str) ->
     x = layers.Conv2D(num_classes, 1, dtype=dtype, name="logits")(x)
     x = layers.UpSampling2D(scale, interpolation="bilinear", dtype=dtype)(x)
     return keras.Model(inputs, x, name=name)
-
-
-def _atrous_pyramid(x, side: int):
-    """Atrous spatial pyramid pooling with rates 6, 12, 18 and the image's mean."""
-    branches = [_conv(x, 256, 1), *(_conv(x, 256, 3, dilation=rate) for rate in (6, 12, 18))]
-    pooled = _conv(layers.GlobalAveragePooling2D(keepdims=True)(x), 256, 1)
-    branches.append(layers.UpSampling2D(side)(pooled))
-    return _conv(layers.Concatenate()(branches), 256, 1)
-
-
-def _atrous_resnet50(size: int) -> keras.Model:
-    """keras.applications' ResNet-50 with stage 5 dilated by 2 instead of strided by 2.
-
-    Shapes of weights are unchanged, so ImageNet weights for ResNet-50 fit.
-    """
-
-    def dilate(layer: keras.layers.Layer) -> keras.layers.Layer:
-        settings = layer.get_config()
-        if layer.name in ("conv5_block1_0_conv", "conv5_block1_1_conv"):
-            settings["strides"] = (1, 1)
-        elif layer.name.startswith("conv5_") and layer.name.endswith("_2_conv"):
-            settings["dilation_rate"] = (2, 2)
-        return layer.__class__.from_config(settings)
-
-    plain = keras.applications.ResNet50(
-        include_top=False, weights=None, input_shape=(size, size, 3)
-    )
-    return keras.models.clone_model(plain, clone_function=dilate)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import config as tf_config
 
 from checks_tasks import dense, refused
+from engine import preprocessing
 from engine.stop import DONE
-from small_runs import CLASSES, FEATURES, Small, fit
+from small_runs import CLASSES, FEATURES, Small, fit, folder
 
 
 class Net(keras.Model):
@@ -235,3 +237,49 @@ def check_draws_without_a_key_are_told(world):
             return {"inputs": flipped, "targets": sample["y"]}
 
     refused(world, InExample, "training_example draws", "`key`")
+
+
+def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
+    """In each kind of run; its pictures' mode too. A resume does not read it again."""
+
+    class Pictures(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Reshape((FEATURES // 3, 1, 3))(x)
+            y = preprocessing.Preprocess(name="preprocess")(y)
+            y = keras.layers.Conv2D(4, 1, name="conv1_conv")(y)
+            y = keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9)(y)
+            y = keras.layers.Flatten()(y)
+            return keras.Model(x, keras.layers.Dense(CLASSES, name="logits")(y), name="pictures")
+
+    def begins(model):
+        norm = model.get_layer("conv1_bn").get_weights()
+        return [model.get_layer("conv1_conv").get_weights()[0], norm[2], norm[3]]
+
+    file = folder(world) / "model.keras"
+    there = Pictures(None).build_model()
+    there.set_weights([np.full(w.shape, 0.5 + i) for i, w in enumerate(there.get_weights())])
+    there.get_layer("preprocess").mode.assign(1)
+    if world.is_chief:
+        there.save(file)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    kinds = (
+        {"precision": "float16", "ema_decay": 0.5},
+        {"virtual_ranks": 2, "cpu_threads": threads, "deterministic": True},
+    )
+    for kind in kinds:
+        # Others do not look at it: there is none.
+        path = file if world.is_chief else file.with_name("nothing")
+        how = kind | {"base_lr": 1e-30, "eval_every": 1, "run_dir": str(folder(world) / "run")}
+        ended = fit(world, Pictures, num_steps=2, backbone_weights=str(path), **how)
+        again = fit(world, Pictures, num_steps=3, backbone_weights=str(file) + ".gone", **how)
+        tf_config.disable_op_determinism()
+        for run in (ended, again):
+            assert run.code == DONE, run.message
+            assert int(run.model.get_layer("preprocess").mode) == 1
+            for one, other in zip(begins(run.model), begins(there)):
+                np.testing.assert_allclose(one, other, rtol=1e-3)
+        if world.is_chief and "ema_decay" in kind:
+            with np.load(again.folder / "checkpoints/step-00000003/state.npz") as state:
+                name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
+                np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

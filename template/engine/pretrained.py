@@ -1,0 +1,180 @@
+"""A backbone to begin with: published weights by the names of their layers, and their pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import keras
+import numpy as np
+from keras.src.applications import resnet
+
+from config import Config
+from engine import preprocessing, weight_files
+from engine.words import some
+from engine.world import raw
+
+# By MD5, what keras.applications.resnet.preprocess_input does for its files.
+_PUBLISHED = dict.fromkeys(resnet.WEIGHTS_HASHES["resnet50"], "caffe")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Names of layers: those that were set, the model's other ones, the file's other ones."""
+
+    set: list[str]
+    left: list[str]
+    unused: list[str]
+    mode: str  # one of preprocessing.MODES: what the weights were trained on
+
+
+def start(model: keras.Model, config: Config) -> None:
+    """Loads --backbone_weights into the model and tells a person what it took and what not."""
+    path = Path(config.backbone_weights)
+    loaded = load(model, path, config.backbone_preprocessing)
+    print(
+        f"starting from the backbone in {path}: {len(loaded.set)} layers, {loaded.set[0]} to "
+        f"{loaded.set[-1]}, which are fed with {preprocessing.MEANING[loaded.mode]} "
+        f"({loaded.mode})",
+        flush=True,
+    )
+    left, unused = (", ".join(names) or "none" for names in (loaded.left, loaded.unused))
+    print(f"note: not in that file, so left as made: {left}; there but not used: {unused}")
+
+
+def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
+    """Sets the layers that the file has by name, with their moving statistics, and the mode.
+
+    Rank 0 alone needs to call it.
+
+    Args:
+      path: a .keras, .weights.h5 or .h5 file of Keras (engine/weight_files.py).
+      mode: of preprocessing.MODES; empty: that of the file, if it holds one or is known.
+    Raises:
+      ValueError: nothing fits, a layer has other weights there than here, only a part of a group
+        of layers is on both sides, or the mode is not known or cannot be had. The message says
+        what. The model is then as it was.
+    """
+    here = f"--backbone_weights={path}"
+    try:
+        there = weight_files.read(path)
+    except ValueError as error:
+        raise ValueError(f"{here}: {error}") from None
+    layers, pixels = _layers(model), preprocessing.find(model)
+    carried = {}
+    if pixels:
+        del layers[pixels.name]
+        carried = there.pop(pixels.name, {})
+    _check(here, model.name, layers, there)
+    mode = _mode(path, mode, carried)
+    if not pixels and mode != "tf":
+        raise ValueError(
+            f"{here} was trained on {preprocessing.MEANING[mode]}, and {model.name} is fed with "
+            "RGB in [-1, 1]: put an engine.preprocessing.Preprocess layer before its first one"
+        )
+    if pixels:
+        pixels.mode.assign(preprocessing.MODES.index(mode))
+    shared = [name for name in layers if name in there]
+    for name in shared:
+        for variable, value in zip(layers[name], _ordered(layers[name], there[name])):
+            raw(variable).assign(value.astype(raw(variable).dtype.as_numpy_dtype))
+    left = [name for name in layers if name not in there]
+    return Loaded(shared, left, [name for name in there if name not in layers], mode)
+
+
+def _layers(model: keras.Model) -> dict[str, list[keras.Variable]]:
+    """The variables of each layer in the order that Keras saves them in."""
+    found: dict[str, list[keras.Variable]] = {}
+    for layer in model._flatten_layers():
+        if own := [*layer._trainable_variables, *layer._non_trainable_variables]:
+            if layer.name in found:
+                raise ValueError(
+                    f"--backbone_weights goes by names, and two layers have the name {layer.name}: "
+                    "give each its own"
+                )
+            found[layer.name] = own
+    return found
+
+
+def _check(
+    here: str,
+    model: str,
+    layers: dict[str, list[keras.Variable]],
+    there: dict[str, weight_files.Weights],
+) -> None:
+    """Raises ValueError where nothing is on both sides, or what is there is not one network's."""
+    way_out = "Name weights of the same network"
+    shared = [name for name in layers if name in there]
+    if not shared:
+        raise ValueError(
+            f"{here} has no layer of {model}: there are {some(there)} there, {some(layers)} here. "
+            f"{way_out}"
+        )
+    faults = [f"{n} ({why})" for n in shared if (why := _fault(layers[n], there[n]))]
+    if faults:
+        raise ValueError(f"{here} does not fit {len(faults)} layers: {some(faults, 3)}. {way_out}")
+    # conv4_block7_1_conv belongs to conv4: a deeper network has all layers of ResNet-50 and more.
+    groups = {name.split("_")[0] for name in shared}
+    odd = [
+        some([n for n in one if n not in other and n.split("_")[0] in groups], 3)
+        for one, other in ((there, layers), (layers, there))
+    ]
+    if any(odd):
+        raise ValueError(
+            f"{here} is of another network: only there are {odd[0] or 'none'}, only here "
+            f"{odd[1] or 'none'}, beside layers of both. {way_out}"
+        )
+
+
+def _fault(variables: list[keras.Variable], arrays: weight_files.Weights) -> str:
+    values = _ordered(variables, arrays)
+    if values is None:
+        return f"{', '.join(sorted(arrays))} there, {', '.join(v.name for v in variables)} here"
+    for variable, value in zip(variables, values):
+        if value.shape != tuple(variable.shape):
+            return f"{variable.name} {list(value.shape)} there, {list(variable.shape)} here"
+        if not np.isfinite(value).all():
+            return f"{variable.name} holds values that are not finite"
+    return ""
+
+
+def _ordered(
+    variables: list[keras.Variable], arrays: weight_files.Weights
+) -> list[np.ndarray] | None:
+    """The arrays of a layer in the order of its variables; None where they are not the same."""
+    for names in ([v.name for v in variables], list(map(str, range(len(variables))))):
+        if set(names) == set(arrays):
+            return [arrays[name] for name in names]
+    return None
+
+
+def _mode(path: Path, asked: str, carried: weight_files.Weights) -> str:
+    """What the weights were trained on: asked for, carried by the file, or known of it.
+
+    Raises:
+      ValueError: none says it, or two contradict each other.
+    """
+    if carried:
+        place = carried.get("mode", carried.get("0"))
+        if place is None or place.shape or int(place) not in range(len(preprocessing.MODES)):
+            raise ValueError(
+                f"--backbone_weights={path} has pictures of its own kind: what its layer "
+                f"preprocess holds ({', '.join(carried)}) is not known here. Leave that layer out"
+            )
+        known = preprocessing.MODES[int(place)]
+    else:
+        digest = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+        known = _PUBLISHED.get(digest, "")
+    if asked and known and asked != known:
+        raise ValueError(
+            f"--backbone_preprocessing={asked}: the weights in {path} were trained on "
+            f"{preprocessing.MEANING[known]}: leave it out, or write {known}"
+        )
+    if not asked and not known:
+        meanings = "; ".join(f"{name}: {text}" for name, text in preprocessing.MEANING.items())
+        raise ValueError(
+            f"--backbone_weights={path} does not say which pictures it was trained on: add "
+            f"--backbone_preprocessing= ({meanings}); keras.applications' ResNet-50 has caffe"
+        )
+    return asked or known
