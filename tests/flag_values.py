@@ -97,12 +97,11 @@ TASK_VALUES: dict[str, list[str]] = {
     # Windows, scales and the crop are for one of the tasks.
     "task": [
         "--task=classification --model=small",
-        "--task=segmentation --model=tiny",
         "--task=segmentation --model=tiny --eval_window=10 --eval_scales=0.5,1 --eval_flip",
         "--task=segmentation --model=tiny --eval_crop=9",
     ],
     "image_size": ["--image_size=8", "--image_size=18"],
-    "synthetic_data": ["--synthetic_data"],
+    "synthetic_data": ["--synthetic_data --eval_batch_size=256"],
     "num_classes": ["--num_classes=2", "--num_classes=11"],
     "dropout": ["", "--dropout=0.5"],
     "label_smoothing": ["", "--label_smoothing=0.1"],
