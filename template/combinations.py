@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from config import Config
 
+_LARGEST_SCALE = 8  # of an evaluation: 64 times the pixels
+
 
 def implied(config: Config) -> Config:
     """The settings with those that --virtual_ranks cannot do without."""
@@ -24,6 +26,7 @@ def check(config: Config) -> None:
     for part in (_check_virtual, _check_batch, _check_reduction, _check_schedule, _check_start):
         part(config)
     class_weights(config)
+    _check_evaluation(config)
 
 
 def check_ranks(config: Config, size: int) -> None:
@@ -150,6 +153,29 @@ def class_weights(config: Config) -> list[float]:
             f"--num_classes={config.num_classes}"
         )
     return weights
+
+
+def _check_evaluation(config: Config) -> None:
+    eval_scales(config)
+    if config.eval_crop and config.eval_window:
+        raise ValueError(
+            f"--eval_crop={config.eval_crop} scores the centre of a picture, "
+            f"--eval_window={config.eval_window} all of it in parts: choose one"
+        )
+
+
+def eval_scales(config: Config) -> list[float]:
+    """Factors on a picture's size at which it is evaluated."""
+    try:
+        scales = [float(part) for part in config.eval_scales.split(",")]
+    except ValueError:
+        scales = [math.nan]
+    if not all(0 < s <= _LARGEST_SCALE for s in scales) or len(set(scales)) != len(scales):
+        raise ValueError(
+            f"--eval_scales={config.eval_scales!r} must be different numbers above 0, "
+            f"{_LARGEST_SCALE} at most, with commas between them: 0.5,1,1.5"
+        )
+    return scales
 
 
 def boundaries(config: Config) -> list[int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import combinations
 import flagfiles
 import settings
-from combinations import boundaries, class_weights, notes
+from combinations import boundaries, class_weights, eval_scales, notes
 from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
 
@@ -28,6 +28,7 @@ __all__ = [
     "Config",
     "boundaries",
     "class_weights",
+    "eval_scales",
     "for_ranks",
     "from_command_line",
     "notes",
@@ -66,7 +67,9 @@ class Config:
     accumulation_steps: int = setting(1, "micro-batches a step is split into", low=1)
     # Below 10**8: checkpoints are named by eight digits of the step.
     num_steps: int = setting(1000, "steps of the whole run (N of the schedule)", low=1, below=10**8)
-    eval_batch_size: int = setting(16, "samples a batch in evaluation, each rank", low=1)
+    eval_batch_size: int = setting(
+        16, "samples a batch in evaluation, each rank; of different sizes: one", low=1
+    )
 
     base_lr: float = setting(
         0.01,
@@ -103,6 +106,21 @@ class Config:
         0.0, "share of the target spread evenly over all classes", low=0, below=1, heading="Loss"
     )
     class_weights: str = setting("", "a weight for each class, with commas; empty: all 1")
+
+    eval_crop: int = setting(
+        0,
+        "score the centre of this many pixels, in batches; 0: whole pictures at their own size",
+        low=0,
+        heading="Evaluation of segmentation",
+    )
+    eval_window: int = setting(
+        0,
+        "go over a larger picture in windows of this many pixels, which overlap by a third; 0: "
+        "each at once",
+        low=0,
+    )
+    eval_scales: str = setting("1", "average the probabilities at these sizes, with commas")
+    eval_flip: bool = setting(False, "average the probabilities of the mirror image too")
 
     precision: str = setting(
         "float32",

@@ -15,6 +15,7 @@ import tensorflow as tf
 from data.pipeline import EvaluationFeed
 from engine import metrics, pulse
 from engine.seeds import Seeds
+from engine.words import some
 from engine.world import raw, say
 from run import Run
 from tasks import base as tasks
@@ -22,6 +23,7 @@ from tasks import check
 from tasks.base import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
+_DRAWN = 4  # batches, where one is a single example
 
 
 class Evaluation(NamedTuple):
@@ -36,6 +38,7 @@ class Evaluator:
         self._world, self._task = run.world, run.task
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
+        self._notes, self._said = tasks.optional(run.task, "notes"), set()
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
         # With virtual ranks a layer that draws in evaluation draws by batch, whoever has it.
         exact = bool(run.config.virtual_ranks)
@@ -72,21 +75,19 @@ class Evaluator:
             return self._evaluate(stop_asked)
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        total, shown, error = self._sums(self._world, metrics.zeros(self._step)), None, None
+        total, drawn, error = self._sums(self._world, metrics.zeros(self._step)), [], None
         batches, ballot = iter(self._feed), Ballot()
         for place in range(self._feed.rounds):  # as many as the rank with most batches has
             batch = None
             try:
                 batch = next(batches, None)
+                if batch is not None:
+                    outputs, more = self._one(batch, place)
+                    total.add(more)
+                    if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
+                        drawn.append(self._pictures(batch, outputs))
             except ValueError as caught:
-                error = caught
-            if batch is not None:
-                if self._seeds:
-                    number = place * self._world.size + self._world.rank
-                    self._seeds.assign(self._at, tf.constant(number, tf.int64))
-                outputs, more = self._step(batch)
-                total.add({name: value.numpy() for name, value in more.items()})
-                shown = shown or (batch, outputs)
+                error, batches = error or caught, iter(())
             pulse.beat()
             if ballot.any(stop_asked()):
                 return None
@@ -98,7 +99,32 @@ class Evaluator:
             if not sums["weight"]:
                 raise ValueError("all weights of the validation set are 0: nothing in it counts")
             figures = self._figures(sums)
-        return Evaluation(figures, self._pictures(*shown) if shown and self._draw else None)
+            with check.told("notes"):
+                notes = check.notes(self._notes(sums)) if self._notes else []
+        for note in notes:
+            self._say_once(note)
+        drawn = [part for part in drawn if part is not None]
+        alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
+        return Evaluation(figures, np.concatenate(alike) if alike else None)
+
+    def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, np.ndarray]]:
+        """Outputs and sums of this rank's batch number `place`.
+
+        Raises:
+          ValueError: it does not fit into memory.
+        """
+        if self._seeds:
+            number = place * self._world.size + self._world.rank
+            self._seeds.assign(self._at, tf.constant(number, tf.int64))
+        try:
+            outputs, sums = self._step(batch)
+        except tf.errors.ResourceExhaustedError:
+            shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
+            raise ValueError(
+                f"a batch of evaluation with inputs of shape {some(shapes)} does not fit into "
+                "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
+            ) from None
+        return outputs, {name: value.numpy() for name, value in sums.items()}
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         weight = float(sums["weight"])
@@ -110,8 +136,13 @@ class Evaluator:
         try:
             return check.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
         except Exception as error:
-            say(self._world, f"note: no pictures: draw failed: {type(error).__name__}: {error}")
+            self._say_once(f"no pictures: draw failed: {type(error).__name__}: {error}")
             return None
+
+    def _say_once(self, note: str) -> None:
+        if note not in self._said:
+            self._said.add(note)
+            say(self._world, f"note: {note}")
 
 
 @contextlib.contextmanager
@@ -156,8 +187,7 @@ def make_step(task: Task, model: keras.Model, spec: Any):
 
     @tf.function(input_signature=[spec], autograph=False)
     def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
-        with check.told("the model, called in evaluation,"):
-            outputs = model(batch["inputs"], training=False)
+        outputs = check.outputs(task, model, batch["inputs"])
         losses, weights = check.loss(task, outputs, batch["targets"])
         sums = check.sums(task, outputs, batch["targets"])
         sums["loss"] = tf.reduce_sum(tf.cast(tf.math.multiply_no_nan(losses, weights), tf.float64))

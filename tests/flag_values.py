@@ -95,9 +95,14 @@ VALUES: dict[str, list[str]] = {
 
 # The project's own tasks, whose models take longer: rows of their own.
 TASK_VALUES: dict[str, list[str]] = {
-    "task": ["--task=classification --model=small", "--task=segmentation --model=tiny"],
+    # Windows, scales and the crop are for one of the tasks.
+    "task": [
+        "--task=classification --model=small",
+        "--task=segmentation --model=tiny --eval_window=10 --eval_scales=0.5,1 --eval_flip",
+        "--task=segmentation --model=tiny --eval_crop=9",
+    ],
     "image_size": ["--image_size=8", "--image_size=18"],
-    "synthetic_data": ["--synthetic_data"],
+    "synthetic_data": ["--synthetic_data --eval_batch_size=256"],
     "num_classes": ["--num_classes=2", "--num_classes=11"],
     "dropout": ["", "--dropout=0.5"],
     "label_smoothing": ["", "--label_smoothing=0.1"],
@@ -184,8 +189,11 @@ KEEPS_ON_ONE_RANK = [
     ),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
-# No fact of these: they choose a task's model and data, and Small has its own.
-OF_TASKS = ("task", "model", "num_classes", "image_size", "synthetic_data")
+# No fact of these: they choose a task's model, data and evaluation, and Small has its own.
+OF_TASKS = (
+    *("task", "model", "num_classes", "image_size", "synthetic_data"),
+    *("eval_crop", "eval_window", "eval_scales", "eval_flip"),
+)
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
 REFUSED = {
@@ -211,6 +219,9 @@ REFUSED = {
     "--resume=": "--resume",
     "--class_weights=1,x,3": "--class_weights='1,x,3'",
     "--class_weights=1,2": "2 weights",
+    "--eval_scales=1,x": "--eval_scales='1,x'",
+    "--eval_scales=0.5,0.5": "different numbers",
+    "--eval_crop=8 --eval_window=8": "choose one",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
 }
 # What only a started run can know.
@@ -220,6 +231,8 @@ REFUSED_BY_RUN = {
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",
+    "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
+    "--eval_flip": "--eval_flip=True: --task=varied does not evaluate so",
     "--task=classification": "--num_classes=3",
     "--task=segmentation --data_dir={run}": "{run}",
     "--task=classification --data_format=folders --data_dir={run}": "{run}",

@@ -24,6 +24,7 @@ OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222", "--interface", "eth0"
 # Seconds of work at most; the graph is built in most of the time.
 TRAINING = [
     *(sys.executable, "train.py", "--flagfile=configs/demo.cfg", "--image_size=32"),
+    "--eval_crop=32",
     *("--global_batch_size=6", "--warmup_steps=0", "--log_every=1", "--eval_every=0"),
     *("--checkpoint_every=0", "--eval_batch_size=8"),
 ]

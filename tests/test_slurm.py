@@ -17,6 +17,7 @@ from slurm import Slurm
 STEPS = 120
 TRAINING = [
     *(sys.executable, "train.py", "--flagfile=configs/demo.cfg", "--image_size=32"),
+    "--eval_crop=32",
     *("--global_batch_size=4", "--warmup_steps=0", "--log_every=1", "--eval_every=0"),
     *("--checkpoint_every=0", "--eval_batch_size=8", f"--num_steps={STEPS}"),
 ]

@@ -92,7 +92,8 @@ class EvaluationFeed:
     """This rank's whole batches: number rank, rank + size, rank + 2 * size, ... of the set.
 
     A batch holds the same samples for any number of ranks, so what is computed from it is the
-    same to the last bit. The last batch of the set may be short; a rank may have none.
+    same to the last bit. The last batch of the set may be short; a rank may have none. Examples
+    whose shapes are not fixed (pictures at their own size) are batches of one: `one_by_one`.
     """
 
     def __init__(
@@ -103,17 +104,25 @@ class EvaluationFeed:
         rank: int,
         size: int,
     ) -> None:
-        batch_size = min(batch_size, len(source))  # at 2**31 - 1 tf.data hung
-        starts = range(rank * batch_size, len(source), size * batch_size)
-        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
-        self._source, self._batch_size = source, batch_size
-        self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
-        self._batches = (
-            tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-            .map(_as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
-            .batch(batch_size)
-            .prefetch(2)
-        )
+        self._source = source
+
+        def deal(batch_size: int) -> tf.data.Dataset:
+            self._batch_size = batch_size
+            starts = range(rank * batch_size, len(source), size * batch_size)
+            self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
+            self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
+            return (
+                tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
+                .map(_as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
+                .batch(batch_size)
+                .prefetch(2)
+            )
+
+        self._batches = deal(min(batch_size, len(source)))  # at 2**31 - 1 tf.data hung
+        parts = tf.nest.flatten(self._batches.element_spec)
+        self.one_by_one = not all(part.shape[1:].is_fully_defined() for part in parts)
+        if self.one_by_one:
+            self._batches = deal(1)
         self.spec = self._batches.element_spec
 
     def __iter__(self) -> Iterator[Example]:

@@ -119,6 +119,23 @@ def _in_units(values: np.ndarray) -> np.ndarray:
     return units.reshape(np.shape(values))
 
 
+def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
+    """Whether a label is among the k classes with the highest scores, bool [B].
+
+    Of equal scores the class with the higher number comes first, as in scikit-learn's
+    top_k_accuracy_score: so k classes are predicted, not all that tie with the k-th. Nothing is
+    a hit where a score is no number.
+
+    Args:
+      labels: integers [B]; scores: float [B, classes].
+    """
+    classes = tf.range(scores.shape[-1], dtype=labels.dtype)
+    own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]
+    before = (scores > own) | ((scores == own) & (classes > labels[:, None]))
+    places = tf.math.count_nonzero(before, axis=-1)
+    return (places < k) & ~tf.reduce_any(tf.math.is_nan(scores), axis=-1)
+
+
 def intersection_over_union(confusion: np.ndarray) -> np.ndarray:
     """IoU of each class, float64 [num_classes]; NaN for one in neither labels nor predictions."""
     hits = np.diag(confusion).astype(np.float64)

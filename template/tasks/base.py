@@ -21,11 +21,11 @@ from config import Config
 from data.source import Source
 from engine import schedule
 
-_OPTIONAL = ("prepare", "draw", "actions", "schedule")
+_OPTIONAL = ("prepare", "predict", "notes", "draw", "actions", "schedule")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
-# each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). Shapes must
-# be fixed, apart from the batch's.
+# each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
+# shapes must be fixed, apart from the batch's.
 Example = dict[str, Any]
 
 
@@ -63,11 +63,22 @@ class Task(Protocol):
         ...
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
-        """One example without random changes. TensorFlow ops only."""
+        """One example without random changes. TensorFlow ops only.
+
+        Where its shapes are not fixed (pictures at their own size), it is evaluated by itself.
+        """
         ...
 
     def build_model(self) -> keras.Model:
         """The model, with its variables made; it is called as model(inputs, training=...)."""
+        ...
+
+    def predict(self, model: keras.Model, inputs: Any) -> Any:
+        """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
+
+        By default model(inputs, training=False). A task that has it also takes the flags
+        --eval_crop, --eval_window, --eval_scales and --eval_flip, which are refused for others.
+        """
         ...
 
     def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -93,10 +104,15 @@ class Task(Protocol):
         """Figures from the added sums; logged as eval_NAME. `loss` is there without being named."""
         ...
 
+    def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
+        """Sentences that a person should read with the figures; each is said once. Optional."""
+        ...
+
     def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
         """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch.
 
-        Optional: a task without it is complete, and draws nothing.
+        Optional: a task without it is complete, and draws nothing. Examples that are evaluated
+        one by one are drawn so; their pictures must be of one size.
         """
         ...
 

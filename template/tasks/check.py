@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from config import Config
 from data.pipeline import said
 from data.source import Source
 from engine.keras_losses import at_least_float32
@@ -20,8 +22,10 @@ from engine.stop import Stop
 from engine.words import some
 from engine.world import raw
 from tasks import traced
-from tasks.base import Example, Task
+from tasks.base import Example, Task, optional
 
+# Flags that only a task's own `predict` can heed.
+_OF_PREDICT = ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -189,6 +193,25 @@ def check_variables(
         )
 
 
+def flags(task: Task, config: Config) -> None:
+    """Raises ValueError for flags that the task's evaluation would not heed."""
+    if optional(task, "predict"):
+        return
+    for field in dataclasses.fields(config):
+        if field.name in _OF_PREDICT and getattr(config, field.name) != field.default:
+            raise ValueError(
+                f"--{field.name}={getattr(config, field.name)}: --task={config.task} does not "
+                "evaluate so; leave it out, or write the task a `predict` (tasks/base.py)"
+            )
+
+
+def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
+    """What the task, or else the model, makes of a batch that is not trained on."""
+    predict = optional(task, "predict")
+    with told("predict" if predict else "the model, called in evaluation,"):
+        return predict(model, inputs) if predict else model(inputs, training=False)
+
+
 def loss(
     task: Task, outputs: Any, targets: Any, samples: int | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -309,6 +332,13 @@ def actions(found: Any) -> list[Any]:
             "the task's actions must return a list of objects with `settles` (a bool), due(step) "
             f"and __call__(step, result); there is {_describe(wrong[0])}"
         )
+    return list(found)
+
+
+def notes(found: Any) -> list[str]:
+    """What the task's `notes` returned. Raises ValueError where it is no list of sentences."""
+    if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
+        raise ValueError(f"the task's notes must return a list of texts, not {_describe(found)}")
     return list(found)
 
 

@@ -11,7 +11,7 @@ from config import Config, class_weights
 from data import augment, crops
 from data.open import open_source
 from data.source import Source
-from engine import losses
+from engine import losses, metrics
 from tasks.base import Example
 from tasks.classification_models import MODELS
 
@@ -70,8 +70,7 @@ class Task:
         hits = tf.argmax(outputs, axis=-1) == tf.cast(targets, tf.int64)
         sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
         if self.config.num_classes > 5:
-            near = tf.math.in_top_k(targets, tf.cast(outputs, tf.float32), k=5)
-            sums["hits_of_5"] = tf.math.count_nonzero(near)
+            sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
         return sums
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:

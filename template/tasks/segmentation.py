@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import colorsys
+import dataclasses
+import math
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
+from PIL import Image
 
-from config import Config, class_weights
+from config import Config, class_weights, eval_scales
 from data import augment
 from data.demo import scenes
 from data.labels import IGNORE
 from data.open import open_source
 from data.source import Source
 from engine import losses, metrics
+from tasks import whole_pictures
 from tasks.base import Example
-from tasks.segmentation_models import MODELS
+from tasks.segmentation_models import MODELS, STRIDES
 
-PICTURES = 4  # shown at an evaluation
+PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
 DEMO = Path("datasets/demo")  # made when it is first asked for
 
 
@@ -39,6 +43,22 @@ class Task:
             mirror=not demo,  # a mirrored digit is none
             ignore_label=IGNORE,
         )
+        self.passes = self._passes()
+
+    def _passes(self) -> whole_pictures.Passes:
+        """How an evaluation goes over a picture."""
+        config = self.config
+        if self.model_name not in STRIDES:
+            raise ValueError(f"tasks/segmentation_models.py: STRIDES lacks {self.model_name}")
+        stride = STRIDES[self.model_name]
+        if config.eval_window % stride:
+            raise ValueError(
+                f"--eval_window={config.eval_window}: --model={self.model_name} needs a multiple "
+                f"of {stride}"
+            )
+        fill = tuple(augment.normalize(self.how.fill).numpy())
+        scales = tuple(eval_scales(config))
+        return whole_pictures.Passes(stride, config.eval_window, scales, config.eval_flip, fill)
 
     def prepare(self) -> None:
         if self.root == DEMO:
@@ -49,11 +69,22 @@ class Task:
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
-        return {"inputs": self._inputs(image, key), "targets": label}
+        return {"inputs": self._inputs(image, key), "targets": {"label": label}}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
-        image, label = augment.evaluation_pair(sample["image"], sample["label"], self.how)
-        return {"inputs": self._inputs(image, tf.zeros([2], tf.int32)), "targets": label}
+        """The whole picture at its own size; with --eval_crop its centre, and its pixels."""
+        image, label, side = sample["image"], sample["label"], self.config.eval_crop
+        targets = {}
+        if side:
+            height, width = tf.unstack(tf.shape(image, tf.int64)[:2])
+            seen = tf.minimum(height, side) * tf.minimum(width, side)
+            targets = {"seen_pixels": seen, "all_pixels": height * width}
+            how = dataclasses.replace(self.how, size=(side, side))
+            image, label = augment.evaluation_pair(image, label, how)
+        else:
+            image = augment.normalize(image)
+        inputs = self._inputs(image, tf.zeros([2], tf.int32))
+        return {"inputs": inputs, "targets": {"label": label} | targets}
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
@@ -62,9 +93,19 @@ class Task:
         config = self.config
         return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
-    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Logits [B, H, W, classes] of pictures of any size, gone over as the --eval flags say."""
+
+        def call(images: tf.Tensor) -> tf.Tensor:
+            return model(inputs | {"image": images}, training=False)
+
+        return whole_pictures.predict(call, inputs["image"], self.passes)
+
+    def loss(
+        self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Softmax cross-entropy from logits [B, H, W, classes] and labels uint8 [B, H, W, 1]."""
-        labels = tf.squeeze(targets, -1)
+        labels = tf.squeeze(targets["label"], -1)
         return losses.cross_entropy(
             outputs,
             labels,
@@ -73,11 +114,12 @@ class Task:
             class_weights=class_weights(self.config),
         )
 
-    def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
+    def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)
-        labels = tf.squeeze(targets, -1)
+        labels = tf.squeeze(targets["label"], -1)
         classes = self.config.num_classes
-        return {
+        counts = {n: tf.reduce_sum(pixels) for n, pixels in targets.items() if n != "label"}
+        return counts | {
             "confusion": metrics.confusion_matrix(labels, predictions, labels != IGNORE, classes)
         }
 
@@ -88,14 +130,41 @@ class Task:
         figures["miou"] = float(np.nanmean(iou)) if np.isfinite(iou).any() else 0.0
         return figures | {f"iou_{c}": float(v) for c, v in enumerate(iou)}
 
+    def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
+        if not self.config.eval_crop:
+            return []
+        share = sums["seen_pixels"] / sums["all_pixels"]
+        return [
+            f"--eval_crop={self.config.eval_crop}: the scores are of {share:.2%} of the validation "
+            "set's pixels; without the flag, of whole pictures"
+        ]
+
     def draw(
-        self, inputs: dict[str, tf.Tensor], targets: tf.Tensor, outputs: tf.Tensor
+        self, inputs: dict[str, tf.Tensor], targets: dict[str, tf.Tensor], outputs: tf.Tensor
     ) -> np.ndarray:
-        """Input | label | prediction, side by side; ignored pixels white."""
+        """Input | label | prediction, side by side; ignored pixels white.
+
+        Each in a square, so that pictures of all sizes stand below each other.
+        """
         images = augment.denormalize(inputs["image"][:PICTURES]).numpy()
-        labels = np.squeeze(targets[:PICTURES], -1)
-        predictions = np.argmax(outputs[:PICTURES], axis=-1)
-        return np.concatenate([images, _COLOURS[labels], _COLOURS[predictions]], axis=2)
+        labels = np.squeeze(targets["label"][:PICTURES], -1)
+        predictions = tf.argmax(outputs[:PICTURES], axis=-1).numpy()
+        side = self.config.eval_crop or max(self.config.image_size, SIDE)
+        parts = zip(images, _COLOURS[labels], _COLOURS[predictions])
+        return np.stack([np.hstack([_fitted(part, side) for part in row]) for row in parts])
+
+
+def _fitted(picture: np.ndarray, side: int) -> np.ndarray:
+    """uint8 [side, side, 3]: the picture in the middle, made smaller, or larger by whole times."""
+    height, width = picture.shape[:2]
+    scale = side / max(height, width)
+    scale = math.floor(scale) if scale > 1 else scale
+    size = (max(round(width * scale), 1), max(round(height * scale), 1))
+    square = Image.new("RGB", (side, side))
+    corner = ((side - size[0]) // 2, (side - size[1]) // 2)
+    # Colours of classes must not be mixed: between two of them may lie a third's.
+    square.paste(Image.fromarray(picture).resize(size, Image.Resampling.NEAREST), corner)
+    return np.asarray(square)
 
 
 def _colours() -> np.ndarray:

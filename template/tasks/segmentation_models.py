@@ -1,5 +1,7 @@
-"""Segmentation networks: image [B, size, size, 3] in [-1, 1] -> logits [B, size, size, classes].
+"""Segmentation networks: image [B, H, W, 3] in [-1, 1] -> logits [B, H, W, classes].
 
+`size` is a training crop's; evaluation gives pictures of any height and width that are multiples
+of the model's stride (STRIDES).
 Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
 """
 
@@ -23,9 +25,9 @@ def small(size: int, num_classes: int, dropout: float) -> keras.Model:
     Residual blocks (arXiv:1512.03385) at 1/2, 1/4 and 1/8 of the size; the decoder takes the
     encoder's features of each size back in (U-Net, arXiv:1505.04597) and predicts at 1/2.
     """
-    if size % 8:
+    if size % STRIDES["small"]:
         raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")
-    image = keras.Input((size, size, 3), name="image")
+    image = keras.Input((None, None, 3), name="image")
     x = _conv(image, 24, 3, strides=2)
     skips = []
     for width in (24, 48, 96):
@@ -46,9 +48,9 @@ def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
     Smooth, so that runs on different numbers of ranks differ by rounding alone: a ReLU whose
     input is within rounding of zero would turn a pixel's gradient on or off.
     """
-    if size % 2:
+    if size % STRIDES["tiny"]:
         raise ValueError(f"--image_size={size}: the tiny model needs an even number")
-    image = keras.Input((size, size, 3), name="image")
+    image = keras.Input((None, None, 3), name="image")
     x = _conv(image, 8, 3, strides=2, activation="swish")
     x = _conv(x, 12, 3, activation="swish")
     return _model(image, x, num_classes, 2, dropout, "tiny")
@@ -59,6 +61,8 @@ MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "tiny": tiny,
     "deeplabv3plus": deeplabv3plus,
 }
+# Of what the height and the width of the model's input must be multiples.
+STRIDES = {"small": 8, "tiny": 2, "deeplabv3plus": 16}
 
 
 def _conv(x, filters: int, kernel: int, strides=1, activation="relu"):

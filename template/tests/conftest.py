@@ -12,6 +12,7 @@ from data.demo import scenes
 TINY_FLAGS = (
     "--model=tiny",
     "--image_size=32",
+    "--eval_crop=32",
     "--global_batch_size=7",
     "--eval_batch_size=4",
     "--num_steps=4",

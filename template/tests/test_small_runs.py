@@ -9,7 +9,10 @@ import pytest
 from ranks import names_of_checks, run_checks
 
 # A task's mistakes are told before the first step, on 1 rank as on 2.
-PARTS = {1: ("runs", "evaluation"), 2: ("runs", "evaluation", "tasks", "task_models")}
+PARTS = {
+    1: ("runs", "evaluation", "whole_pictures"),
+    2: ("runs", "evaluation", "whole_pictures", "tasks", "task_models"),
+}
 FILES = {
     ranks: [Path(__file__).parent / f"checks_{part}.py" for part in parts]
     for ranks, parts in PARTS.items()
