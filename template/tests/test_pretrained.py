@@ -263,6 +263,13 @@ def test_a_network_inside_another_is_found_in_the_file(tmp_path):
         assert loaded.unused == ["top"] and starts(model) == {5.0}
 
 
+def test_names_that_tensorflow_1_counted_on(tmp_path):
+    file = tmp_path / "counted.h5"
+    published.keras_2(network(5.0, pixels=False), file, scope="_1")
+    model = network()
+    assert pretrained.load(model, file, "tf").left == [] and starts(model) == {5.0}
+
+
 def test_frozen_layers_and_other_precisions(tmp_path):
     there = network(5.0, pixels=False)
     there.get_layer("conv1_bn").trainable = False
