@@ -40,7 +40,9 @@ def start(model: keras.Model, config: Config) -> None:
         flush=True,
     )
     left, unused = (", ".join(names) or "none" for names in (loaded.left, loaded.unused))
-    print(f"note: not in that file, so left as made: {left}; there but not used: {unused}")
+    print(
+        f"note: not in that file, so left as made: {left}; there but not used: {unused}", flush=True
+    )
 
 
 def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:

@@ -55,10 +55,15 @@ def _read(file: h5py.File) -> dict[str, Weights]:
 def _of_keras_2(root: h5py.Group) -> Iterator[tuple[str, str, np.ndarray]]:
     for group in _texts(root, "layer_names"):
         for path in _texts(root[group], "weight_names"):
-            # conv1_conv/kernel:0, also where the group is a model inside the model.
             *layers, variable = path.split("/")
-            layer = layers[-1] if layers else group
-            yield layer, variable.partition(":")[0], np.asarray(root[group][path])
+            # TensorFlow 1 may have made conv1_conv_1/kernel:0 of it; a group that is a model inside
+            # the model has layers of other names.
+            own = not layers or layers[-1].startswith(group)
+            yield (
+                group if own else layers[-1],
+                variable.partition(":")[0],
+                np.asarray(root[group][path]),
+            )
 
 
 def _of_keras_3(root: h5py.Group) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -15,7 +15,7 @@ def write(model: keras.Model, folder: Path, form: str) -> Path:
     """The model's weights in one of FORMS; h5 is what Keras 2 wrote and keras.applications has."""
     path = folder / f"{model.name}.{form}"
     if form == "h5":
-        _keras_2(model, path)
+        keras_2(model, path)
     elif form == "weights.h5":
         model.save_weights(path)
     else:
@@ -23,13 +23,14 @@ def write(model: keras.Model, folder: Path, form: str) -> Path:
     return path
 
 
-def _keras_2(model: keras.Model, path: Path) -> None:
+def keras_2(model: keras.Model, path: Path, scope: str = "") -> None:
+    """As Keras 2 wrote it; what TensorFlow 1 made of a second layer's name ends with `scope`."""
     with h5py.File(path, "w") as file:
         file.attrs["layer_names"] = [layer.name.encode() for layer in model.layers]
         file.attrs["backend"], file.attrs["keras_version"] = b"tensorflow", b"2.2.4"
         for layer in model.layers:
             group = file.create_group(layer.name)
-            names = [f"{layer.name}/{v.name}:0" for v in layer.weights]
+            names = [f"{layer.name}{scope}/{v.name}:0" for v in layer.weights]
             group.attrs["weight_names"] = [name.encode() for name in names]
             for name, variable in zip(names, layer.weights):
                 group[name] = variable.numpy()

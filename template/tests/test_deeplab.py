@@ -72,6 +72,7 @@ def test_sizes_that_are_multiples_of_16(model):
     for size in ((48, 112), (16, 16)):
         logits = traced(inputs(*size))
         assert logits.shape == (2, *size, CLASSES) and logits.dtype == tf.float32
+    np.testing.assert_allclose(model(inputs(16, 16)), logits, atol=1e-5)
 
 
 def test_other_sizes_are_refused():
