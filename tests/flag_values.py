@@ -108,6 +108,8 @@ TASK_VALUES: dict[str, list[str]] = {
 LEFT_OUT = {
     "data_dir": "names files: test_readers_*.py",
     "data_format": "names files: test_readers_*.py",
+    "train_split": "names files: test_readers_open.py",
+    "val_split": "names files: test_readers_open.py",
     "run_dir": "every run here has one of its own",
 }
 
@@ -202,6 +204,8 @@ REFUSED = {
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",
+    "--train_split=": "--train_split",
+    "--val_split=": "--val_split",
     "--run_dir=": "--run_dir",
     "--resume=": "--resume",
     "--class_weights=1,x,3": "--class_weights='1,x,3'",
