@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 import tensorflow as tf
 
+_NARROW = 2**32  # bytes of text that 32-bit places reach
+
 
 class Names:
     """File names, or paths, in order; any bytes that a file system takes.
@@ -19,7 +21,7 @@ class Names:
 
     def __init__(self, text: bytes, lengths: np.ndarray):
         """Args: text: all names, one after the other; lengths: bytes of each, integer [n]."""
-        starts = np.zeros(len(lengths) + 1, np.uint32 if len(text) < 2**32 else np.int64)
+        starts = np.zeros(len(lengths) + 1, np.uint32 if len(text) < _NARROW else np.int64)
         np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
         with tf.device("CPU:0"):  # where files are read
             self._text, self._starts = tf.constant(text), tf.constant(starts)

@@ -35,16 +35,16 @@ class Voc(PicturePairs):
     """
 
     def __init__(self, root: Path, split: str):
-        root = Path(root)
-        if (root / "VOC2012").is_dir():
-            root = root / "VOC2012"
-        images, labels = once.found(("voc", str(root), split), lambda: _list(root, split))
+        listed = once.found(("voc", str(root), split), lambda: _list(Path(root), split))
         super().__init__(
-            root, images, labels, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
+            *listed, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
         )
 
 
-def _list(root: Path, split: str) -> tuple[Names, Names]:
+def _list(root: Path, split: str) -> tuple[Path, Names, Names]:
+    """The year's folder, pictures and labels."""
+    if (root / "VOC2012").is_dir():
+        root = root / "VOC2012"
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give VOCdevkit's VOC2012")
     lists = root / "ImageSets" / "Segmentation"
@@ -54,11 +54,11 @@ def _list(root: Path, split: str) -> tuple[Names, Names]:
     names = listing.read_names(path)
     first = next(iter(names))
     if first.startswith("/") or len(first.split()) > 1:
-        return listed(*_pairs(root, path, names))
+        return root, *listed(*_pairs(root, path, names))
     folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
     listing.check_folder(root / folder, "label PNGs")
     images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
-    return listed(images, listing.find(root / folder, names, (".png",)))
+    return root, *listed(images, listing.find(root / folder, names, (".png",)))
 
 
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
