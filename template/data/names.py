@@ -28,13 +28,17 @@ class Names:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Names:
-        return cls.joined([packed(names)])
+        return cls(*packed(names))
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> Names:
-        """The names of some `packed` in one."""
-        texts, lengths = zip(*parts)
-        return cls(b"".join(texts), np.concatenate(lengths))
+    def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Names, np.ndarray]:
+        """The names of some `packed` in one, and where each part begins, int64 [parts + 1]."""
+        text, lengths = bytearray(), []
+        for some_text, some_lengths in parts:  # each is let go at once
+            text += some_text
+            lengths.append(some_lengths)
+        starts = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
+        return cls(bytes(text), np.concatenate(lengths)), starts
 
     def __len__(self) -> int:
         return int(self._starts.shape[0]) - 1
@@ -42,6 +46,11 @@ class Names:
     def __getitem__(self, index: int) -> str:
         """Name number `index`, 0 .. len - 1."""
         return os.fsdecode(self.at(tf.constant(index, tf.int64)).numpy())
+
+    def pick(self, indices: Iterable[int]) -> list[str]:
+        """Many names at once: each by itself takes TensorFlow's time for some operations."""
+        text, starts = self._text.numpy(), self._starts.numpy()
+        return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
         """As `names[index]` in a graph: string scalar from int64 scalar; nothing else is copied."""

@@ -23,7 +23,8 @@ from data.readers.voc import Voc
 def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data.names._NARROW", limit)
     words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
-    names = Names.joined([packed(words[:2]), packed([]), packed(words[2:])])
+    names, starts = Names.joined([packed(words[:2]), packed([]), packed(words[2:])])
+    assert starts.tolist() == [0, 2, 2, 5]
     for held in (names, pickle.loads(pickle.dumps(names))):
         assert [held[i] for i in range(len(held))] == words
         read = tf.data.Dataset.range(len(words)).map(held.at)

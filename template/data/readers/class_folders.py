@@ -49,11 +49,12 @@ class ClassFolders:
         self.class_names = listed.classes
         self.num_classes = len(listed.classes)
         self._files, self._count = listed.files, len(listed.files)
-        folders = [os.fsencode(self.root / split / name) for name in listed.folders]
+        self._starts = listed.starts
+        self._folders = [self.root / split / name for name in listed.folders]
         with tf.device("CPU:0"):  # where files are read
-            self._folders = tf.constant(folders)
-            self._starts = tf.constant(listed.starts, tf.int64)
-        self._sizes = listing.sizes([self.picture_file(i) for i in listing.sampled(len(self))])
+            self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
+            self._start_tensor = tf.constant(listed.starts, tf.int64)
+        self._sizes = listing.sizes(("class_folders", str(root), split), self._looked_at)
 
     def __len__(self) -> int:
         return self._count
@@ -63,8 +64,9 @@ class ClassFolders:
 
         Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
         """
-        label = self._label(index)
-        path = tf.strings.join([self._folders[label], "/", self._files.at(index)])
+        # The class is the last that starts at the sample or before it.
+        label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
+        path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
         return {"image": pictures.decode_image(tf.io.read_file(path)), "label": label}
 
     def explain(self, index: int) -> str | None:
@@ -81,32 +83,31 @@ class ClassFolders:
 
     def picture_file(self, index: int) -> Path:
         """The file that sample `index`'s image is decoded from."""
-        folder = self._folders[self._label(tf.constant(index, tf.int64))].numpy()
-        return Path(os.fsdecode(folder), self._files[index])
+        return self._folder(index) / self._files[index]
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 spread over them."""
-        names = [(name, 0) for name in (self._split, *self.class_names)]
-        starts = self._starts.numpy().tolist()
-        sizes = self._sizes.tolist()
-        return source.digest([*names, (self._files.digest(), 0), (str(starts), 0), (str(sizes), 0)])
+        numbers = [self._starts.tolist(), self._sizes.tolist()]
+        parts = [self._split, *self.class_names, self._files.digest(), *map(str, numbers)]
+        return source.digest((part, 0) for part in parts)
 
-    def _label(self, index: tf.Tensor) -> tf.Tensor:
-        """The class of a sample, int32 scalar: the last that starts at it or before."""
-        return tf.searchsorted(self._starts, index[None], side="right")[0] - 1
+    def _folder(self, index: int) -> Path:
+        return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
 def _list(root: Path, split: str) -> _Listed:
     classes = _classes(root, split)
     if not classes:
-        classes, pictures_of = flat.by_class(root, split)
-        folders, parts = [""] * len(classes), [packed(names) for names in pictures_of]
-    else:
-        folders = classes
-        with ThreadPoolExecutor(listing.THREADS) as pool:
-            parts = list(pool.map(_pictures, [root / split / name for name in classes]))
-    counts = [len(lengths) for _, lengths in parts]
-    return _Listed(classes, folders, Names.joined(parts), np.cumsum([0, *counts]))
+        classes, by_class = flat.by_class(root, split)
+        return _Listed(classes, [""] * len(classes), *Names.joined(map(packed, by_class)))
+    folders = [root / split / name for name in classes]
+    with ThreadPoolExecutor(listing.THREADS) as pool:
+        return _Listed(classes, classes, *Names.joined(pool.map(_pictures, folders)))
 
 
 def _classes(root: Path, split: str) -> list[str]:
@@ -141,8 +142,7 @@ def _classes(root: Path, split: str) -> list[str]:
 
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     """The `packed` names of a class's pictures."""
-    found = listing.file_names(folder, IMAGE_SUFFIXES)
-    inner = listing.folder_names(folder)
+    found, inner = listing.contents(folder, IMAGE_SUFFIXES)
     deeper = [name for name in inner if listing.file_names(folder / name, IMAGE_SUFFIXES)]
     if deeper:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Folders, lists of names, and the files they name; errors say what is missing and where."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -109,19 +110,27 @@ def check_there(root: Path, paths: Sequence[str], lines: Sequence[int], where: P
         _check_file(entry)
 
 
-def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:
-    """Names of the folder's files that end so, in capitals too, sorted; none that is hidden.
+def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Names of the folder's files that end so, in capitals too, and of its folders, from one look.
 
-    Links count as files and are not followed. Raises ValueError for a folder that is named so.
+    Both are sorted, without what is hidden. Links that end so count as files and are not followed.
+    Raises ValueError for a folder that is named as such a file.
     """
-    found = [
-        entry
-        for entry in _entries(folder)
-        if entry.name.lower().endswith(endings) and not entry.name.startswith(".")
-    ]
-    for entry in found:
-        _check_file(entry)
-    return [entry.name for entry in found]
+    files, folders = [], []
+    for entry in _entries(folder):
+        if entry.name.startswith("."):
+            continue
+        if entry.name.lower().endswith(endings):
+            _check_file(entry)
+            files.append(entry.name)
+        elif entry.is_dir():
+            folders.append(entry.name)
+    return files, folders
+
+
+def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:
+    """The files of `contents`."""
+    return contents(folder, endings)[0]
 
 
 def folder_names(folder: Path) -> list[str]:
@@ -143,14 +152,18 @@ def sampled(count: int) -> range:
     return range(0, count, max(1, -(-count // _LOOKED_AT)))
 
 
-def sizes(paths: Sequence[Path]) -> np.ndarray:
-    """Bytes of the files as rank 0 sees them, int64 [n].
+def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
+    """Bytes of some files as rank 0 sees them, int64 [n].
 
     One rank of each other host compares them with its own disk, which may be a stale copy. Other
     ranks do not look. Raises ValueError for a file that is missing, or has another size.
+
+    Args:
+      key: of what the files are, the same on all ranks.
     """
 
     def compare(expected: np.ndarray) -> None:
+        paths = files()
         for path, size, other in zip(paths, _ask(paths), expected, strict=True):
             if size != other:
                 raise ValueError(
@@ -158,7 +171,7 @@ def sizes(paths: Sequence[Path]) -> np.ndarray:
                     "host: copy the data to every host again"
                 )
 
-    return once.found(("sizes", *map(str, paths)), lambda: _ask(paths), compare)
+    return once.found(("sizes", key), lambda: _ask(files()), compare)
 
 
 def _ask(paths: Sequence[Path]) -> np.ndarray:
@@ -177,7 +190,7 @@ def _size(path: Path) -> int:
 
 def _entries(folder: Path) -> list[os.DirEntry]:
     with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=attrgetter("name"))
 
 
 def _check_file(entry: os.DirEntry) -> None:

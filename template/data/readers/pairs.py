@@ -52,9 +52,8 @@ class PicturePairs:
             way_out,
         )
         self._folder = os.fsencode(os.path.join(root, ""))
-        looked_at = listing.sampled(len(self))
-        paths = [path(i) for i in looked_at for path in (self.picture_file, self._label_file)]
-        self._sizes = listing.sizes(paths)
+        names = str(root), self._images.digest(), self._labels.digest()
+        self._sizes = listing.sizes(names, self._looked_at)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -109,6 +108,12 @@ class PicturePairs:
 
     def _label_file(self, index: int) -> Path:
         return self.root / self._labels[index]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        names = [*self._images.pick(indices), *self._labels.pick(indices)]
+        return [self.root / name for name in names]
 
     def _check_values(self, path: Path, label: np.ndarray) -> None:
         ids = label if self._table is None else self._table[label]
