@@ -128,6 +128,9 @@ def _check_start(config: Config) -> None:
         raise ValueError(
             "--init_from and --backbone_weights are two starts of a new run: leave one out"
         )
+    for name in ("train_split", "val_split"):
+        if not getattr(config, name):
+            raise ValueError(f"--{name}= is empty: name a split of --data_dir")
     if not config.run_dir:
         raise ValueError("--run_dir= is empty: name a folder")
     if not config.resume:
@@ -205,6 +208,11 @@ def notes(config: Config) -> list[str]:
             f"--virtual_ranks={config.virtual_ranks} runs with --deterministic and "
             f"--cpu_threads={config.cpu_threads}"
         )
+    if config.train_split == config.val_split and not config.synthetic_data:
+        found.append(
+            f"--train_split and --val_split are both {config.train_split}: the score is of what "
+            "was trained on"
+        )
     # What leaves a setting without effect.
     unused = {
         "momentum": config.optimizer != "sgd" and f"--optimizer={config.optimizer}",
@@ -212,6 +220,8 @@ def notes(config: Config) -> list[str]:
         "end_lr": config.lr_policy not in ("poly", "cosine") and f"--lr_policy={config.lr_policy}",
         "lr_boundaries": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
         "lr_gamma": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
+        "train_split": config.synthetic_data and "--synthetic_data",
+        "val_split": config.synthetic_data and "--synthetic_data",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 PROJECT = Path(__file__).resolve().parent
-FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "digits", "records")
+FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "cifar100", "digits")
+FORMATS += ("records",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Config:
     model: str = setting("", "which of the task's models; empty: the task's first")
     data_dir: str = setting("datasets/demo", "folder of the data set", path=True)
     data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
+    train_split: str = setting("train", "split of data_dir that is trained on")
+    val_split: str = setting("val", "split of data_dir that is scored")
     run_dir: str = setting(
         "runs/default", "folder for checkpoints, metrics and the report", path=True
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 
 from config import Config
+from data import once
 from data.source import Source
 from engine import agreement, batch_norm, dropout, schedule
 from engine import optimizer as optimizers
@@ -52,9 +53,7 @@ def assemble(config: Config, world: World) -> Run:
         prepare = tasks.optional(task, "prepare")
         if prepare and world.local_rank == 0:
             prepare()
-    with world.together("opening the data"), check.told("sources"):
-        train_source, val_source = task.sources()
-    world.check_same(train_source.fingerprint() + val_source.fingerprint(), "the data files")
+    train_source, val_source = open_sources(world, task)
     with world.together("building the model"):
         with check.told("build_model"):
             model = task.build_model()
@@ -69,6 +68,30 @@ def assemble(config: Config, world: World) -> Run:
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint)
     data = (train_source, val_source)
     return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+
+
+def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
+    """The task's sources, the same on all ranks; every rank must call it.
+
+    What readers look for on the disk, rank 0 looks for, and the others get it in one broadcast: a
+    thousand ranks that list a network disk would keep each other waiting. Of another host's disk,
+    one rank looks at some files.
+
+    Raises:
+      Stop: on all ranks, when the data cannot be opened, or differ.
+    """
+    sources, found = None, {}
+    listing = once.kept(found) if world.is_chief else once.awaited()
+    with world.together("opening the data"), check.told("sources"), listing:
+        train, val = sources = task.sources()
+    found = world.broadcast_large(found, "listings")
+    with world.together("opening the data"), check.told("sources"):
+        if sources is None:  # it came to where something is looked for
+            with once.given(found, look=world.local_rank == 0):
+                train, val = task.sources()
+        prints = train.fingerprint() + val.fingerprint()
+    world.check_same(prints, "the data files")
+    return train, val
 
 
 def describe(run: Run) -> str:

@@ -114,6 +114,8 @@ TASK_VALUES: dict[str, list[str]] = {
 LEFT_OUT = {
     "data_dir": "names files: test_readers_*.py",
     "data_format": "names files: test_readers_*.py",
+    "train_split": "names files: test_readers_open.py",
+    "val_split": "names files: test_readers_open.py",
     "run_dir": "every run here has one of its own",
 }
 
@@ -215,6 +217,8 @@ REFUSED = {
     "--init_ema": "--init_from",
     "--backbone_preprocessing=caffe": "name a file",
     "--backbone_weights=some.h5 --init_from=other": "leave one out",
+    "--train_split=": "--train_split",
+    "--val_split=": "--val_split",
     "--run_dir=": "--run_dir",
     "--resume=": "--resume",
     "--class_weights=1,x,3": "--class_weights='1,x,3'",

@@ -7,6 +7,7 @@ import tensorflow as tf
 from config import Config
 from data.labels import IGNORE
 from data.readers.cifar10 import Cifar10
+from data.readers.cifar100 import COARSE_NAMES, Cifar100
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
@@ -14,6 +15,7 @@ from data.readers.records import Records
 from data.readers.voc import Voc
 from data.source import Source
 from data.synthetic import Synthetic
+from engine.words import some
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
 KINDS = {
@@ -22,12 +24,30 @@ KINDS = {
     "cityscapes": "map",
     "class_folders": "class",
     "cifar10": "class",
+    "cifar100": "class",
     "digits": "class",
 }
 
 
+def open_sources(config: Config, default: str) -> tuple[Source, Source]:
+    """The splits of config.data_dir to train on and to score; arguments as for `open_source`.
+
+    Raises ValueError as `open_source` does, and where their classes have other names.
+    """
+    splits = (config.train_split, config.val_split)
+    train, val = (open_source(config, split, default) for split in splits)
+    # Readers compare the usual splits; these may be any two.
+    names = [getattr(source, "class_names", ()) for source in (train, val)]
+    if differ := sorted(set(names[0]) ^ set(names[1])):
+        raise ValueError(
+            f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
+            f"different classes: only one of the two has {some(differ)}; make them the same"
+        )
+    return train, val
+
+
 def open_source(config: Config, split: str, default: str) -> Source:
-    """One split ("train", "val") of config.data_dir.
+    """One split ("train", "val", ...) of config.data_dir.
 
     Args:
       default: the format where config.data_format is empty; any other must have its kind of label.
@@ -76,5 +96,7 @@ def _open(name: str, config: Config, root: Path, split: str) -> Source:
         from data.readers.digits import Digits  # here: a fork without that task goes without it
 
         return Digits(split, config.num_classes)
+    if name == "cifar100":
+        return Cifar100(root, split, coarse=config.num_classes == len(COARSE_NAMES))
     readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
     return (readers | {"cifar10": Cifar10, "records": Records})[name](root, split)

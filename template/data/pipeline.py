@@ -15,6 +15,9 @@ from data.source import Source
 
 Example = dict[str, Any]
 
+# The second: TensorFlow's message names a file, and its name is no UTF-8.
+_READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+
 # Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
 # cost more time at start-up than everything else.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -78,11 +81,11 @@ class TrainingFeed:
                 batch = next(self._batches)
                 self._step += 1
                 return batch
-            except tf.errors.OpError as error:
+            except _READ_ERRORS as error:
                 self.error = self._explain(error)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
 
-    def _explain(self, error: tf.errors.OpError) -> str:
+    def _explain(self, error: Exception) -> str:
         positions = self._order.local_positions(tf.constant(self._step, tf.int64))
         ids = [int(self._order.sample(p)[0]) for p in positions]
         return explain(self._source, ids, error)
@@ -132,21 +135,22 @@ class EvaluationFeed:
             for batch in self._batches:
                 yield batch
                 done += self._batch_size
-        except tf.errors.OpError as error:
+        except _READ_ERRORS as error:
             # Of the batch that failed only: the other ranks wait for the answer.
             ids = self._ids[done : done + self._batch_size]
             raise ValueError(explain(self._source, ids, error)) from None
 
 
-def explain(source: Source, ids: list[int], error: tf.errors.OpError) -> str:
+def explain(source: Source, ids: list[int], error: Exception) -> str:
     """What is wrong with the first bad sample among `ids`, for a person."""
     reasons = (source.explain(i) for i in ids)
     return next((r for r in reasons if r), said(error))
 
 
-def said(error: tf.errors.OpError) -> str:
+def said(error: Exception) -> str:
     """TensorFlow's message in a line, without the names of its nodes."""
-    failed = re.search(r"assertion failed: \[(.*)\]", error.message)
+    message = getattr(error, "message", str(error))
+    failed = re.search(r"assertion failed: \[(.*)\]", message)
     if failed:
         return failed[1].replace("] [", " ")
-    return re.sub(r"\{\{.*?\}\} ?", "", error.message.splitlines()[0])
+    return re.sub(r"\{\{.*?\}\} ?", "", message.splitlines()[0])

@@ -1,6 +1,7 @@
 """What the input pipeline asks of a data set; folders.py is an example to copy."""
 
 import hashlib
+import os
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -42,5 +43,5 @@ def digest(listing: Iterable[tuple[str, int]]) -> str:
     """SHA-256 (64 hex digits) of (name relative to the root, size in bytes) pairs, in order."""
     sha = hashlib.sha256()
     for name, size in listing:
-        sha.update(f"{name}\0{size}\n".encode())
+        sha.update(os.fsencode(f"{name}\0{size}\n"))  # names may be no UTF-8
     return sha.hexdigest()

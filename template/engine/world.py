@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
+
+_PART = 2**26  # bytes of one message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,24 @@ class World:
     def broadcast_object(self, value: Any, name: str) -> Any:
         """Rank 0's picklable `value` on every rank."""
         return self.gather_objects(value if self.is_chief else None, name)[0]
+
+    def broadcast_large(self, value: Any, name: str) -> Any:
+        """As `broadcast_object`, for a picklable `value` of many megabytes: in parts, one copy."""
+        if self.size == 1:
+            return value
+        data = pickle.dumps(value, 5) if self.is_chief else b""
+        data = np.frombuffer(data, np.uint8)
+        size = self.broadcast_object(data.size, name)
+        if not self.is_chief:
+            data = np.empty(size, np.uint8)
+        for start in range(0, size, _PART):
+            part = data[start : start + _PART]
+            with tf.device("CPU:0"):  # it may be more than a GPU has room for
+                sent = hvd.broadcast(part, root_rank=0, name=f"{name}.part")
+            if not self.is_chief:
+                part[:] = sent
+            pulse.beat()
+        return value if self.is_chief else pickle.loads(data)
 
     def _check_place(self, names: Sequence[str]) -> None:
         odd = [rank for rank, name in enumerate(names) if name != names[0]]

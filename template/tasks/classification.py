@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 
 from config import Config, class_weights
 from data import augment, crops
-from data.open import open_source
+from data.open import open_sources
 from data.source import Source
 from engine import losses, metrics
 from tasks.base import Example
@@ -30,7 +30,7 @@ class Task:
         self.mirror = config.data_format not in ("", "digits")  # a mirrored digit is none
 
     def sources(self) -> tuple[Source, Source]:
-        return tuple(open_source(self.config, s, default="digits") for s in ("train", "val"))
+        return open_sources(self.config, default="digits")
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """Moved a little where pictures are small, of random size and place where large."""

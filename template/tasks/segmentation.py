@@ -16,7 +16,7 @@ from config import Config, class_weights, eval_scales
 from data import augment
 from data.demo import scenes
 from data.labels import IGNORE
-from data.open import open_source
+from data.open import open_sources
 from data.source import Source
 from engine import losses, metrics
 from tasks import whole_pictures
@@ -65,7 +65,7 @@ class Task:
             scenes.ensure_demo(self.root)
 
     def sources(self) -> tuple[Source, Source]:
-        return tuple(open_source(self.config, s, default="folders") for s in ("train", "val"))
+        return open_sources(self.config, default="folders")
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)

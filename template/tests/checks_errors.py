@@ -109,3 +109,26 @@ def check_unwritable_run_folder(world):
 def check_no_such_data(world):
     message, *_ = refused(world, shutil.rmtree)
     assert "/data" in message, message
+
+
+def check_dangling_link(world):
+    """Rank 0 finds it and the others, which look at no file, end with the same sentence."""
+
+    def spoil(root):
+        path = root / "images" / f"{names(root, 'train')[5]}.png"
+        path.unlink()
+        path.symlink_to("gone.png")
+
+    message, root, _ = refused(world, spoil)
+    assert f"{names(root, 'train')[5]}.png is a link to gone.png" in message, message
+    assert len(set(world.gather_objects(message, "errors.link"))) == 1
+
+
+def check_folder_named_as_a_picture(world):
+    def spoil(root):
+        path = root / "images" / f"{names(root, 'train')[5]}.png"
+        path.unlink()
+        path.mkdir()
+
+    message, *_ = refused(world, spoil)
+    assert "is a folder" in message, message

@@ -86,7 +86,25 @@ def write_cityscapes(root: Path) -> None:
         label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
         save(root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", noise(len(name)))
         save(root / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
-        save(root / "gtFine" / split / city / f"{name}_gtFine_color.png", noise(0))
+        write_beside(root / "gtFine" / split / city / f"{name}_gtFine")
+    write_unlabelled(root)
+
+
+def write_beside(start: Path) -> None:
+    """What lies beside a label of Cityscapes: 16-bit instance ids, RGBA colours, polygons."""
+    save(Path(f"{start}_instanceIds.png"), np.full((12, 16), 26001, np.uint16))
+    save(Path(f"{start}_color.png"), np.dstack([noise(0), np.full((12, 16), 255, np.uint8)]))
+    Path(f"{start}_polygons.json").write_text("{}")
+
+
+def write_unlabelled(root: Path) -> None:
+    """Cityscapes' test, whose labels hold regions to ignore, and train_extra with coarse ones."""
+    for split, kind, value in (("test", "gtFine", 1), ("train_extra", "gtCoarse", 26)):
+        name = f"{split}/berlin/berlin_000000_000019"
+        save(root / "leftImg8bit" / f"{name}_leftImg8bit.png", noise(7))
+        label = np.full((12, 16), value, np.uint8)
+        save(root / kind / f"{name}_{kind}_labelIds.png", label)
+        write_beside(root / kind / f"{name}_{kind}")
 
 
 def write_classes(root: Path) -> None:
@@ -99,6 +117,28 @@ def write_classes(root: Path) -> None:
         *((f"val/{name}/v.png", noise(5)) for name in ("n10", "n01", "n02")),
     ):
         save(root / path, pixels)
+
+
+def write_flat(root: Path) -> list[str]:
+    """ImageNet's layout with a flat val of 4 pictures; the synset of each."""
+    for name in ("n01440764", "n01443537", "n01484850"):
+        save(root / "train" / name / f"{name}_10026.JPEG", noise(1))
+    synsets = ["n01484850", "n01440764", "n01484850", "n01443537"]
+    for number in range(1, 5):
+        save(root / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", noise(10 + number))
+    return synsets
+
+
+def write_cifar100(root: Path, count: int = 3) -> np.ndarray:
+    """CIFAR-100's two files, 5 * count + count records; their bytes, uint8 [6 * count, 3074]."""
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (6 * count, 3074), dtype=np.uint8)
+    records[:, 0] = rng.integers(0, 20, len(records))
+    records[:, 1] = rng.integers(0, 100, len(records))
+    root.mkdir(parents=True, exist_ok=True)
+    records[: 5 * count].tofile(root / "train.bin")
+    records[5 * count :].tofile(root / "test.bin")
+    return records
 
 
 def write_cifar10(root: Path, count: int = 3) -> np.ndarray:

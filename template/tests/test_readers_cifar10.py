@@ -46,7 +46,7 @@ def test_files_that_are_not_right_are_named(tmp_path: Path):
     path.write_bytes(whole[:-1])
     readers.fails(lambda: Cifar10(tmp_path, "val"), path, "9218 bytes", "3073", "unpack it again")
     path.write_bytes(whole[:-3073])
-    readers.fails(lambda: Cifar10(tmp_path, "train"), path, "2 records", "3", "10000 in each")
+    readers.fails(lambda: Cifar10(tmp_path, "train"), path, "2 records", "be 3", "has 10000)")
     path.write_bytes(b"")
     readers.fails(lambda: Cifar10(tmp_path, "train"), path, "0 bytes")
     path.unlink()

@@ -44,8 +44,10 @@ def test_order_is_by_city_and_name(root: Path):
 
 def test_missing_parts_are_named(root: Path):
     readers.fails(lambda: Cityscapes(root / "gone", "val"), root / "gone", "leftImg8bit/")
-    missing = root / "leftImg8bit" / "test"
-    readers.fails(lambda: Cityscapes(root, "test"), missing, "there are: train, val")
+    (root / "leftImg8bit" / "val").rename(root / "aside")
+    missing = root / "leftImg8bit" / "val"
+    readers.fails(lambda: Cityscapes(root, "val"), missing, "there are: train, train_extra)")
+    (root / "aside").rename(root / "leftImg8bit" / "val")
     name = "aachen/aachen_000001_000019"
     for part, ending in (("leftImg8bit", "_leftImg8bit.png"), ("gtFine", "_gtFine_labelIds.png")):
         path = root / part / "train" / f"{name}{ending}"
@@ -58,6 +60,15 @@ def test_missing_parts_are_named(root: Path):
     for path in (root / "gtFine" / "val").rglob("*_labelIds.png"):
         path.unlink()
     readers.fails(lambda: Cityscapes(root, "val"), root / "gtFine" / "val", "_labelIds.png")
+
+
+def test_splits_without_fine_labels(root: Path):
+    sample = readers.read_all(Cityscapes(root, "train_extra"))[0]
+    assert (sample["label"] == CLASS_NAMES.index("car")).all()
+    readers.fails(lambda: Cityscapes(root, "test"), "never published", "train, val, train_extra")
+    readers.fails(lambda: Cityscapes(root, "coarse"), "no split 'coarse'", "train, val")
+    (root / "gtCoarse").rename(root / "aside")
+    readers.fails(lambda: Cityscapes(root, "train_extra"), root / "gtCoarse", "is missing")
 
 
 @pytest.mark.parametrize(("value", "word"), [(34, "value 34"), (255, "made train ids")])

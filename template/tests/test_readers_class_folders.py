@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import readers
-from data.readers import class_folders
+from data.readers import listing
 from data.readers.class_folders import ClassFolders
 
 
@@ -36,12 +36,22 @@ def test_samples_are_ordered_by_class_and_name(root: Path):
 
 
 def test_order_does_not_depend_on_the_file_system(root: Path, monkeypatch: pytest.MonkeyPatch):
+    class Reversed:
+        def __init__(self, path):
+            self.entries = sorted(scandir(path), key=lambda e: e.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __exit__(self, *_):
+            return None
+
     for name in "hcafgbed":
         readers.save(root / "train" / f"m{name}" / "a.png", readers.noise(0))
         readers.save(root / "val" / f"m{name}" / "a.png", readers.noise(0))
-    first, listdir = ClassFolders(root, "train"), os.listdir
+    first, scandir = ClassFolders(root, "train"), os.scandir
     assert first.class_names == sorted(first.class_names)
-    monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), reverse=True))
+    monkeypatch.setattr(os, "scandir", Reversed)
     assert ClassFolders(root, "train").fingerprint() == first.fingerprint()
 
 
@@ -57,7 +67,7 @@ def test_fingerprint_tells_names_and_sizes(root: Path):
 
 
 def test_names_without_sizes_count_too(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(class_folders, "_SIZES", 1)
+    monkeypatch.setattr(listing, "_LOOKED_AT", 1)
     first = ClassFolders(root, "train").fingerprint()
     with (root / "train/n10/c.jpeg").open("ab") as file:
         file.write(b"x")
@@ -75,6 +85,55 @@ def test_missing_parts_are_named(root: Path):
         path.rename(root / "val" / f"{path.parent.name}.png")
         path.parent.rmdir()
     readers.fails(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
+
+
+def test_what_would_be_left_out_is_named(root: Path):
+    readers.save(root / "train" / "x.jpg", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train", "beside them", "x.jpg")
+    (root / "train" / "x.jpg").unlink()
+    readers.save(root / "train" / "n01" / "more" / "x.jpg", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n01", "(more)", "move")
+    (root / "train" / "n01" / "more" / "x.jpg").rename(root / "train" / "n01" / "more" / "x.txt")
+    assert len(ClassFolders(root, "train")) == 4
+    (root / "train" / "n01" / "d.jpg").mkdir()
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train/n01/d.jpg", "is a folder")
+    (root / "train" / "n01" / "d.jpg").rmdir()
+    os.mkfifo(root / "train" / "n01" / "d.jpg")  # to read it would take for ever
+    readers.fails(lambda: ClassFolders(root, "train"), "d.jpg", "no regular file")
+
+
+def test_links(root: Path):
+    folder = root / "train" / "n01"
+    (folder / "z.jpg").rename(root / "elsewhere.jpg")
+    (folder / "z.jpg").symlink_to(root / "elsewhere.jpg")
+    (folder / "up").symlink_to("..")  # a loop for who follows it
+    before = readers.read_all(ClassFolders(root, "train"))
+    (root / "train" / "n10").rename(root / "n10")
+    (root / "train" / "n10").symlink_to(root / "n10")
+    after = readers.read_all(ClassFolders(root, "train"))
+    assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(before, after, strict=True))
+    for target in (root / "gone.jpg", "z.jpg"):  # nowhere, and itself
+        (folder / "z.jpg").unlink()
+        (folder / "z.jpg").symlink_to(target)
+        words = (folder / "z.jpg", f"is a link to {target}", "mend the link")
+        readers.fails(lambda: ClassFolders(root, "train"), *words)
+    (root / "train" / "n02").rename(root / "n02")
+    (root / "train" / "n02").symlink_to(root / "nowhere")  # a class fewer, if it were left out
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n02", "is a link to")
+
+
+def test_names_that_are_not_utf8(root: Path):
+    samples = readers.read_all(ClassFolders(root, "train"))
+    for folder in ("train/n10", "val/n10"):
+        os.rename(root / folder, os.fsencode(root / folder) + b"\xe9")
+    path = os.fsencode(root / "train" / "n01") + b"/z\xff.jpg"
+    os.rename(root / "train/n01/z.jpg", path)
+    source = ClassFolders(root, "train")
+    assert source.class_names[2] == os.fsdecode(b"n10\xe9") and source.fingerprint()
+    for one, other in zip(readers.read_all(source), samples, strict=True):
+        np.testing.assert_array_equal(one["image"], other["image"])
+    os.truncate(path, 20)
+    readers.explained(source, 0, os.fsdecode(path), "neither PNG nor JPEG")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

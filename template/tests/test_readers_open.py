@@ -13,6 +13,7 @@ from data import open as open_lib
 from data import pack
 from data.readers import records
 from data.readers.cifar10 import Cifar10
+from data.readers.cifar100 import Cifar100
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.voc import Voc
@@ -32,6 +33,7 @@ def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
         ("cityscapes", readers.write_cityscapes, 19, Cityscapes),
         ("class_folders", readers.write_classes, 3, ClassFolders),
         ("cifar10", readers.write_cifar10, 10, Cifar10),
+        ("cifar100", readers.write_cifar100, 100, Cifar100),
     ],
 )
 def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes: int, reader):
@@ -71,6 +73,52 @@ def test_the_tasks_own_default(tiny_data: Path):
     assert type(source).__name__ == "ImageLabelFolder" and len(source) == 26
     digits = open_lib.open_source(settings(tiny_data, "", 10), "val", "digits")
     assert len(digits) == 359
+
+
+def test_splits_of_any_name(tmp_path: Path):
+    readers.write_voc(tmp_path)
+    flags = [f"--data_dir={tmp_path}", "--data_format=voc", "--num_classes=21"]
+
+    def opened(*more: str):
+        config = config_lib.parse(["train.py", *flags, *more])
+        return open_lib.open_sources(config, "folders")
+
+    assert list(map(len, opened())) == [3, 1]
+    assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
+    words = ("trainaug.txt is missing", "there are: train, val")
+    readers.fails(lambda: opened("--train_split=trainaug"), *words)
+    config = config_lib.parse(["train.py", *flags, "--train_split=val"])
+    assert "both val" in " ".join(config_lib.notes(config))
+
+
+@pytest.mark.parametrize("format", ["cifar10", "cifar100", "digits"])
+def test_splits_that_a_format_has_not(tmp_path: Path, format: str):
+    if format != "digits":
+        {"cifar10": readers.write_cifar10, "cifar100": readers.write_cifar100}[format](tmp_path)
+    classes = {"cifar100": 100}.get(format, 10)
+    config = dataclasses.replace(settings(tmp_path, format, classes), val_split="test")
+    readers.fails(lambda: open_lib.open_sources(config, "digits"), "'test'", "'train', 'val'")
+
+
+def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
+    readers.write_classes(tmp_path)
+    for name, other in (("train", "large"), ("val", "small")):
+        (tmp_path / name).rename(tmp_path / other)
+    config = settings(tmp_path, "class_folders", 3)
+    config = dataclasses.replace(config, train_split="large", val_split="small")
+    assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 3]
+    (tmp_path / "small" / "n02").rename(tmp_path / "small" / "n03")
+    words = ("--train_split=large and --val_split=small", "n02, n03")
+    readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
+
+
+def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
+    records = readers.write_cifar100(tmp_path)
+    for classes, place in ((20, 0), (100, 1)):
+        config = settings(tmp_path, "cifar100", classes)
+        train, val = open_lib.open_sources(config, "digits")
+        labels = [int(s["label"]) for source in (train, val) for s in readers.read_all(source)]
+        assert labels == records[:, place].tolist()
 
 
 def test_every_format_is_a_choice_of_the_flag():

@@ -44,6 +44,30 @@ def test_augmented_labels_belong_to_aug_splits(root: Path):
     assert (labels[0] == 7).all() and (labels[1] == 8).all()
 
 
+def test_lists_of_pairs_of_paths(root: Path):
+    """As a list of trainaug is often passed on: paths from VOC2012, and labels of any folder."""
+    path = root / "ImageSets" / "Segmentation" / "trainaug.txt"
+    readers.save(root / "SegmentationClassAug/2007_000003.png", np.full((12, 16), 7, np.uint8))
+    whole = (
+        "/JPEGImages/2007_000003.jpg /SegmentationClassAug/2007_000003.png \r\n"
+        "JPEGImages/2007_000001.jpg\tSegmentationClass/2007_000001.png\n"
+    )
+    path.write_text(whole)
+    source = Voc(root, "trainaug")
+    labels = [sample["label"] for sample in readers.read_all(source)]
+    assert (labels[0] == 7).all() and (labels[1][2:] == 1).all()
+    assert source.picture_file(1) == root / "JPEGImages" / "2007_000001.jpg"
+    for line, words in (
+        ("/JPEGImages/2007_000002.jpg", ("is not a picture and its label",)),
+        ("2007_000002", ("is not a picture and its label",)),
+        ("/JPEGImages/2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("/JPEGImages/2009_1.jpg /S/x.png", (root / "JPEGImages" / "2009_1.jpg", "is missing")),
+        ("/JPEGImages/2007_000002.jpg /S/x.png", (root / "S" / "x.png", "is missing")),
+    ):
+        path.write_text(whole + line)
+        readers.fails(lambda: Voc(root, "trainaug"), f"{path}, line 3", *words)
+
+
 def test_missing_parts_are_named(root: Path):
     readers.fails(lambda: Voc(root / "gone", "train"), root / "gone", "VOCdevkit")
     lists = root / "ImageSets" / "Segmentation"

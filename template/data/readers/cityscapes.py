@@ -1,17 +1,22 @@
-"""Cityscapes' layout (Cordts et al. 2016, arXiv:1604.01685), fine annotations.
+"""Cityscapes' layout (Cordts et al. 2016, arXiv:1604.01685).
 
 ROOT/leftImg8bit/SPLIT/CITY/NAME_leftImg8bit.png
-ROOT/gtFine/SPLIT/CITY/NAME_gtFine_labelIds.png         SPLIT: train or val
+ROOT/gtFine/SPLIT/CITY/NAME_gtFine_labelIds.png         SPLIT: train or val, fine annotations
+ROOT/gtCoarse/SPLIT/CITY/NAME_gtCoarse_labelIds.png     SPLIT: train_extra, which has only coarse
+
+The instance ids (16 bits), colours and polygons beside them are not read. Labels of test were
+never published.
 """
 
-import os
 from pathlib import Path
 
 import numpy as np
 
+from data import once
 from data.labels import IGNORE
+from data.names import Names
 from data.readers import listing
-from data.readers.pairs import PicturePairs
+from data.readers.pairs import PicturePairs, listed
 from engine.words import some
 
 CLASS_NAMES = (
@@ -26,33 +31,24 @@ IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 LAST_ID = 33  # the others from 0 on (ego vehicle, parking, caravan, ...) are ignored
 _UNKNOWN = 254  # an id that the table does not have
 
-_IMAGE, _LABEL = "_leftImg8bit.png", "_gtFine_labelIds.png"
+SPLITS = ("train", "val", "train_extra")
+_IMAGE = "_leftImg8bit.png"
 
 
 class Cityscapes(PicturePairs):
     """One split, as a `source.Source`, labels as train ids; see `PicturePairs` for what is read.
 
-    Raises ValueError, naming folder and files, when a part of the layout is missing or empty, or
-    a picture or a label lacks the other.
+    Raises ValueError, naming folder and files, when there is no such split with labels, a part of
+    the layout is missing or empty, or a picture or a label lacks the other.
     """
 
     def __init__(self, root: Path, split: str):
         root = Path(root)
-        if not root.is_dir():
-            raise ValueError(f"{root} is not a folder; give the one of leftImg8bit/ and gtFine/")
-        images = _names(root / "leftImg8bit", split, _IMAGE)
-        labels = _names(root / "gtFine", split, _LABEL)
-        for ending, lack in ((_LABEL, images - labels), (_IMAGE, labels - images)):
-            if lack:
-                raise ValueError(
-                    f"{root}, split {split}: no *{ending} for {some(sorted(lack))}; "
-                    "unpack both archives (leftImg8bit_trainvaltest, gtFine_trainvaltest) whole"
-                )
-        names = sorted(images)
+        images, labels = once.found(("cityscapes", str(root), split), lambda: _list(root, split))
         super().__init__(
             root,
-            [f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names],
-            [f"gtFine/{split}/{name}{_LABEL}" for name in names],
+            images,
+            labels,
             NUM_CLASSES,
             IGNORE,
             table=train_ids(),
@@ -69,21 +65,46 @@ def train_ids() -> np.ndarray:
     return table
 
 
+def _list(root: Path, split: str) -> tuple[Names, Names]:
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give the one of leftImg8bit/ and gtFine/")
+    if split not in SPLITS:
+        why = (
+            "labels of test were never published (its files hold regions to ignore), so it can "
+            "neither train nor score"
+            if split == "test"
+            else f"there is no split {split!r}"
+        )
+        raise ValueError(f"Cityscapes, {root}: {why}; choose one of {', '.join(SPLITS)}")
+    kind = "gtCoarse" if split == "train_extra" else "gtFine"
+    ending = f"_{kind}_labelIds.png"
+    images, labels = _names(root / "leftImg8bit", split, _IMAGE), _names(root / kind, split, ending)
+    for lacking, lack in ((ending, images - labels), (_IMAGE, labels - images)):
+        if lack:
+            raise ValueError(
+                f"{root}, split {split}: no *{lacking} for {some(sorted(lack))}; unpack the "
+                f"archives of leftImg8bit and {kind} that have this split whole"
+            )
+    names = sorted(images)
+    return listed(
+        [f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names],
+        [f"{kind}/{split}/{name}{ending}" for name in names],
+    )
+
+
 def _names(folder: Path, split: str, ending: str) -> set[str]:
     """CITY/NAME of all files of the split with this ending."""
     listing.check_folder(folder, f"splits ({split}/CITY/*{ending})")
     if not (folder / split).is_dir():
-        there = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        there = [name for name in listing.folder_names(folder) if name in SPLITS]
         raise ValueError(
             f"{folder / split} is missing; unpack it there, or choose another split (there are: "
             f"{some(there) or 'none'})"
         )
-    cities = sorted(entry.name for entry in (folder / split).iterdir() if entry.is_dir())
     names = {
-        f"{city}/{entry.removesuffix(ending)}"
-        for city in cities
-        for entry in os.listdir(folder / split / city)
-        if entry.endswith(ending)
+        f"{city}/{entry[: -len(ending)]}"
+        for city in listing.folder_names(folder / split)
+        for entry in listing.file_names(folder / split / city, (ending.lower(),))
     }
     if not names:
         raise ValueError(f"{folder / split} has no CITY/*{ending}; unpack the archive there again")

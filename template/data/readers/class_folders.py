@@ -1,23 +1,35 @@
 """A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
 
 ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too
-ROOT/val/CLASS/*.jpg            the same classes
+ROOT/val/CLASS/*.jpg            the same classes; or flat, as the archive has it: flat.py
 
 Labels are the places of the classes in their sorted order. A class is a folder's name.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from data import source
-from data.readers import listing, pictures
+from data import once, source
+from data.names import Names, packed
+from data.readers import flat, listing, pictures
 from data.readers.pictures import IMAGE_SUFFIXES
 from engine.words import some
 
 SPLITS = ("train", "val")
-_SIZES = 10_000  # most files whose sizes go into a fingerprint: each is a question to the server
+
+
+class _Listed(NamedTuple):
+    """The pictures of a split, class by class."""
+
+    classes: list[str]
+    folders: list[str]  # of each class, below the split's; "" where the split is flat
+    files: Names  # without their folders
+    starts: np.ndarray  # int64 [classes + 1]: place of each class's first picture, and the end
 
 
 class ClassFolders:
@@ -26,34 +38,36 @@ class ClassFolders:
     Reads to {"image": uint8 [H, W, 3], "label": int32 scalar}. The folders are listed once, here;
     no file is opened.
 
-    Raises ValueError, naming the folder, when a split is missing or flat, a class is empty, or
-    train and val hold different classes.
+    Raises ValueError, naming the folder, when a split is missing, or flat without a list of its
+    classes, a class is empty, train and val hold different classes, or a file has another size on
+    this host.
     """
 
     def __init__(self, root: Path, split: str):
-        self.root = Path(root)
-        self.class_names = _classes(self.root, split)
-        self.num_classes = len(self.class_names)
-        self._paths: list[str] = []
-        labels = []
-        for label, name in enumerate(self.class_names):
-            found = _pictures(self.root / split / name)
-            self._paths += [f"{split}/{name}/{file}" for file in found]
-            labels += [label] * len(found)
+        self.root, self._split = Path(root), split
+        listed = once.found(("class_folders", str(root), split), lambda: _list(self.root, split))
+        self.class_names = listed.classes
+        self.num_classes = len(listed.classes)
+        self._files, self._count = listed.files, len(listed.files)
+        self._starts = listed.starts
+        self._folders = [self.root / split / name for name in listed.folders]
         with tf.device("CPU:0"):  # where files are read
-            self._path_tensor = tf.constant(self._paths)
-            self._labels = tf.constant(labels, tf.int32)
+            self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
+            self._start_tensor = tf.constant(listed.starts, tf.int64)
+        self._sizes = listing.sizes(("class_folders", str(root), split), self._looked_at)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return self._count
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Reads {"image": uint8 [H, W, 3], "label": int32 scalar}; index: int64 scalar.
 
         Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
         """
-        data = tf.io.read_file(tf.strings.join([str(self.root), "/", self._path_tensor[index]]))
-        return {"image": pictures.decode_image(data), "label": self._labels[index]}
+        # The class is the last that starts at the sample or before it.
+        label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
+        path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
+        return {"image": pictures.decode_image(tf.io.read_file(path)), "label": label}
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
@@ -69,53 +83,75 @@ class ClassFolders:
 
     def picture_file(self, index: int) -> Path:
         """The file that sample `index`'s image is decoded from."""
-        return self.root / self._paths[index]
+        return self._folder(index) / self._files[index]
 
     def fingerprint(self) -> str:
-        """SHA-256 over the files' names, and the sizes of at most 10,000 spread over them.
+        """SHA-256 over the files' names, and the sizes of at most 1,000 spread over them."""
+        numbers = [self._starts.tolist(), self._sizes.tolist()]
+        parts = [self._split, *self.class_names, self._files.digest(), *map(str, numbers)]
+        return source.digest((part, 0) for part in parts)
 
-        Raises OSError when a file has gone since the folders were listed.
-        """
-        sampled = self._paths[:: -(-len(self) // _SIZES)]
-        sizes = listing.fingerprint(self.root, sampled)
-        return source.digest([(sizes, 0), *((path, 0) for path in self._paths)])
+    def _folder(self, index: int) -> Path:
+        return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
+
+
+def _list(root: Path, split: str) -> _Listed:
+    classes = _classes(root, split)
+    if not classes:
+        classes, by_class = flat.by_class(root, split)
+        return _Listed(classes, [""] * len(classes), *Names.joined(map(packed, by_class)))
+    folders = [root / split / name for name in classes]
+    with ThreadPoolExecutor(listing.THREADS) as pool:
+        return _Listed(classes, classes, *Names.joined(pool.map(_pictures, folders)))
 
 
 def _classes(root: Path, split: str) -> list[str]:
-    """Names of the split's classes, sorted; they are those of the other split too."""
+    """Names of the split's class folders, sorted; none where it is flat.
+
+    Those of the other split are the same, if it has any.
+    """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
-        there = some(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        there = some(listing.folder_names(root))
         raise ValueError(
             f"{root / split} is missing; put a folder for each class there (folders of {root}: "
             f"{there or 'none'})"
         )
-    classes = {name: _folders(root / name) for name in {split, *SPLITS} if (root / name).is_dir()}
-    if not classes[split]:
+    classes = listing.folder_names(root / split)
+    loose = listing.file_names(root / split, IMAGE_SUFFIXES) if classes else []
+    if loose:
         raise ValueError(
-            f"{root / split} holds no class folders; sort its pictures into one folder a class"
+            f"{root / split} holds class folders, and pictures beside them, which are of no class: "
+            f"{some(loose)}; sort them in or take them away"
         )
-    for name, others in classes.items():
-        if differ := sorted(set(classes[split]) ^ set(others)):
+    for name in SPLITS if classes else ():
+        others = listing.folder_names(root / name) if (root / name).is_dir() else []
+        if others and (differ := sorted(set(classes) ^ set(others))):
             raise ValueError(
                 f"{root / split} and {root / name} hold different classes: only one of the two "
                 f"has {some(differ)}; labels would not agree, so make them the same"
             )
-    return classes[split]
+    return classes
 
 
-def _folders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-
-
-def _pictures(folder: Path) -> list[str]:
-    names = (name for name in os.listdir(folder) if not name.startswith("."))
-    found = sorted(name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
+def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
+    """The `packed` names of a class's pictures."""
+    found, inner = listing.contents(folder, IMAGE_SUFFIXES)
+    deeper = [name for name in inner if listing.file_names(folder / name, IMAGE_SUFFIXES)]
+    if deeper:
+        raise ValueError(
+            f"{folder} has folders with pictures in it ({some(deeper)}), which would be left out: "
+            "move the pictures up into the class's folder"
+        )
     if not found:
         raise ValueError(
             f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or take the "
             "class out of train and val"
         )
-    return found
+    return packed(found)

@@ -7,9 +7,11 @@ ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 
 from pathlib import Path
 
+from data import once
 from data.labels import IGNORE
+from data.names import Names
 from data.readers import listing
-from data.readers.pairs import PicturePairs
+from data.readers.pairs import PicturePairs, listed
 from data.readers.pictures import IMAGE_SUFFIXES
 
 _CONTENT = {"images": "pictures", "labels": "label PNGs", "splits": "lists"}
@@ -31,11 +33,15 @@ class ImageLabelFolder(PicturePairs):
                 "so give 1 to 256 classes and a label to ignore from 0 to 255"
             )
         root = Path(root)
-        if not root.is_dir():
-            raise ValueError(f"{root} is not a folder; give the one that holds images/ and labels/")
-        for name, content in _CONTENT.items():
-            listing.check_folder(root / name, content)
-        names = listing.read_names(root / "splits" / f"{split}.txt")
-        images = listing.find(root / "images", names, IMAGE_SUFFIXES)
-        labels = listing.find(root / "labels", names, (".png",))
+        images, labels = once.found(("folders", str(root), split), lambda: _list(root, split))
         super().__init__(root, images, labels, num_classes, ignore_label)
+
+
+def _list(root: Path, split: str) -> tuple[Names, Names]:
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give the one that holds images/ and labels/")
+    for name, content in _CONTENT.items():
+        listing.check_folder(root / name, content)
+    names = listing.read_names(root / "splits" / f"{split}.txt")
+    images = listing.find(root / "images", names, IMAGE_SUFFIXES)
+    return listed(images, listing.find(root / "labels", names, (".png",)))

@@ -3,13 +3,17 @@
 A reader lists the files (folders.py, voc.py, cityscapes.py); reading and explaining is here.
 """
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from data import source
 from data.labels import IGNORE
+from data.names import Names
 from data.readers import listing, pictures
 from engine.words import some
 
@@ -22,6 +26,7 @@ class PicturePairs:
 
     Args:
       images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
+        A reader that lists many files asks for `listed` through `once.found`, so that rank 0 does.
       table: uint8 [256], the class of each value that the files hold; None where they hold
         classes. A value that is no class maps to one that is neither below `num_classes` nor
         `ignore_label`.
@@ -31,8 +36,8 @@ class PicturePairs:
     def __init__(
         self,
         root: Path,
-        images: list[str],
-        labels: list[str],
+        images: Names | Sequence[str],
+        labels: Names | Sequence[str],
         num_classes: int,
         ignore_label: int = IGNORE,
         table: np.ndarray | None = None,
@@ -41,9 +46,14 @@ class PicturePairs:
         self.root = root
         self.num_classes = num_classes
         self.ignore_label = ignore_label
-        self._images, self._labels, self._table, self._way_out = images, labels, table, way_out
-        self._image_paths = tf.constant([str(root / path) for path in images])
-        self._label_paths = tf.constant([str(root / path) for path in labels])
+        self._images, self._labels, self._table, self._way_out = (
+            *listed(images, labels),
+            table,
+            way_out,
+        )
+        self._folder = os.fsencode(os.path.join(root, ""))
+        names = str(root), self._images.digest(), self._labels.digest()
+        self._sizes = listing.sizes(names, self._looked_at)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -54,7 +64,8 @@ class PicturePairs:
         Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
         sizes that differ, and label values that are no class; `explain` tells which and why.
         """
-        image_path, label_path = self._image_paths[index], self._label_paths[index]
+        image_path = tf.strings.join([self._folder, self._images.at(index)])
+        label_path = tf.strings.join([self._folder, self._labels.at(index)])
         image = pictures.decode_image(tf.io.read_file(image_path))
         label = pictures.decode_label(tf.io.read_file(label_path), label_path)
         sizes = tf.shape(image)[:2], tf.shape(label)[:2]
@@ -68,7 +79,7 @@ class PicturePairs:
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
-        image_path, label_path = self.picture_file(index), self.root / self._labels[index]
+        image_path, label_path = self.picture_file(index), self._label_file(index)
         try:
             image = pictures.load(image_path)
             label = pictures.load(label_path)
@@ -91,8 +102,18 @@ class PicturePairs:
         return self.root / self._images[index]
 
     def fingerprint(self) -> str:
-        """SHA-256 over names and sizes of the split's files; see `listing.fingerprint`."""
-        return listing.fingerprint(self.root, self._images + self._labels)
+        """SHA-256 over the files' names, and the sizes of at most 1,000 pairs spread over them."""
+        names = [(names.digest(), 0) for names in (self._images, self._labels)]
+        return source.digest([*names, (str(self._sizes.tolist()), 0)])
+
+    def _label_file(self, index: int) -> Path:
+        return self.root / self._labels[index]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        names = [*self._images.pick(indices), *self._labels.pick(indices)]
+        return [self.root / name for name in names]
 
     def _check_values(self, path: Path, label: np.ndarray) -> None:
         ids = label if self._table is None else self._table[label]
@@ -106,6 +127,11 @@ class PicturePairs:
                 f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
                 f"{self._way_out}"
             )
+
+
+def listed(images: Names | Sequence[str], labels: Names | Sequence[str]) -> tuple[Names, Names]:
+    """Paths of pictures and of labels, held compactly."""
+    return tuple(x if isinstance(x, Names) else Names.of(x) for x in (images, labels))
 
 
 def _size(picture: Image.Image) -> str:

@@ -3,16 +3,20 @@
 VOC2012/JPEGImages/NAME.jpg
 VOC2012/SegmentationClass/NAME.png              palette PNG: 0 background, 1..20, 255 the border
 VOC2012/SegmentationClassAug/NAME.png           grey PNGs, for splits whose name ends in "aug"
-VOC2012/ImageSets/Segmentation/SPLIT.txt        train, val, trainval: one NAME a line
+VOC2012/ImageSets/Segmentation/SPLIT.txt        train, val, trainval: one NAME a line, or a pair of
+                                                paths: /JPEGImages/NAME.jpg /FOLDER/NAME.png
 
 The labels for "aug" splits (usually called trainaug: 10,582 pictures instead of 1,464) are those of
 Hariharan et al. 2011, "Semantic Contours from Inverse Detectors", which others converted to ids.
+Lists of it are passed on in both forms; pairs say themselves which labels they mean.
 """
 
 from pathlib import Path
 
+from data import once
+from data.names import Names
 from data.readers import listing
-from data.readers.pairs import PicturePairs
+from data.readers.pairs import PicturePairs, listed
 from data.readers.pictures import IMAGE_SUFFIXES
 
 NUM_CLASSES = 21
@@ -31,18 +35,54 @@ class Voc(PicturePairs):
     """
 
     def __init__(self, root: Path, split: str):
-        root = Path(root)
-        if (root / "VOC2012").is_dir():
-            root = root / "VOC2012"
-        if not root.is_dir():
-            raise ValueError(f"{root} is not a folder; give VOCdevkit's VOC2012")
-        folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
-        listing.check_folder(root / "JPEGImages", "pictures (VOCtrainval's JPEGImages)")
-        listing.check_folder(root / folder, "label PNGs")
-        listing.check_folder(root / "ImageSets" / "Segmentation", "lists of names")
-        names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
-        images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
-        labels = listing.find(root / folder, names, (".png",))
+        listed = once.found(("voc", str(root), split), lambda: _list(Path(root), split))
         super().__init__(
-            root, images, labels, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
+            *listed, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
         )
+
+
+def _list(root: Path, split: str) -> tuple[Path, Names, Names]:
+    """The year's folder, pictures and labels."""
+    if (root / "VOC2012").is_dir():
+        root = root / "VOC2012"
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give VOCdevkit's VOC2012")
+    lists = root / "ImageSets" / "Segmentation"
+    listing.check_folder(root / "JPEGImages", "pictures (VOCtrainval's JPEGImages)")
+    listing.check_folder(lists, "lists of names")
+    path = lists / f"{split}.txt"
+    names = listing.read_names(path)
+    first = next(iter(names))
+    if first.startswith("/") or len(first.split()) > 1:
+        return root, *listed(*_pairs(root, path, names))
+    folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
+    listing.check_folder(root / folder, "label PNGs")
+    images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
+    return root, *listed(images, listing.find(root / folder, names, (".png",)))
+
+
+def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
+    """Pictures and labels of a list of pairs, relative to root.
+
+    Raises ValueError for a line that is no pair, a picture that comes twice, and missing files.
+    """
+    images: dict[str, int] = {}
+    labels: list[str] = []
+    for line, number in lines.items():
+        pair = [part.lstrip("/") for part in line.split()]
+        if len(pair) != 2:
+            raise ValueError(
+                f"{path}, line {number}: {line!r} is not a picture and its label, as "
+                "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png"
+            )
+        image, label = pair
+        if image in images:
+            raise ValueError(
+                f"{path}, line {number}: {image} stands on line {images[image]} already; take one "
+                "of the two out"
+            )
+        images[image] = number
+        labels.append(label)
+    for paths in (list(images), labels):
+        listing.check_there(root, paths, list(images.values()), path)
+    return list(images), labels
