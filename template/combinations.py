@@ -24,6 +24,7 @@ def check(config: Config) -> None:
     for part in (_check_virtual, _check_batch, _check_reduction, _check_schedule, _check_start):
         part(config)
     class_weights(config)
+    scale_range(config)
 
 
 def check_ranks(config: Config, size: int) -> None:
@@ -103,6 +104,11 @@ def _check_reduction(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     if config.lr_policy in ("poly", "cosine") and config.end_lr > config.base_lr:
         raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
+    if config.warmup_from > config.base_lr:
+        raise ValueError(
+            f"--warmup_from={config.warmup_from} is greater than --base_lr={config.base_lr}: "
+            "warm-up rises"
+        )
     if config.early_stop_evals and not config.eval_every:
         raise ValueError(
             f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
@@ -143,6 +149,23 @@ def class_weights(config: Config) -> list[float]:
     return weights
 
 
+def scale_range(config: Config) -> tuple[float, float] | None:
+    """Least and largest factor of a random scale; None where the task chooses."""
+    if not config.scale_range:
+        return None
+    try:
+        low, high = (float(part) for part in config.scale_range.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    # A factor of 0.1 reads a window of 100 times the crop's pixels.
+    if not 0.1 <= low <= high <= 10:
+        raise ValueError(
+            f"--scale_range={config.scale_range!r} must be two numbers from 0.1 to 10, the lower "
+            "one first, with a comma between them: 0.5,2"
+        )
+    return low, high
+
+
 def boundaries(config: Config) -> list[int]:
     """Steps at which the step policy lowers the rate, from fractions of num_steps."""
     try:
@@ -177,6 +200,7 @@ def notes(config: Config) -> list[str]:
         "end_lr": config.lr_policy not in ("poly", "cosine") and f"--lr_policy={config.lr_policy}",
         "lr_boundaries": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
         "lr_gamma": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
+        "warmup_from": not config.warmup_steps and "--warmup_steps=0",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")

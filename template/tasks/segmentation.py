@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from config import Config, class_weights
+from config import PROJECT, Config, class_weights, scale_range
 from data import augment
 from data.demo import scenes
 from data.labels import IGNORE
@@ -20,11 +20,12 @@ from tasks.base import Example
 from tasks.segmentation_models import MODELS
 
 PICTURES = 4  # shown at an evaluation
-DEMO = Path("datasets/demo")  # made when it is first asked for
+DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
 
 class Task:
     main_metric = "miou"
+    uses = ("mirror", "scale_range")
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -32,20 +33,27 @@ class Task:
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
             raise ValueError(f"--model={config.model}: segmentation has {sorted(MODELS)}")
-        demo = self.root == DEMO
-        self.how = augment.Augmentation(
-            (config.image_size, config.image_size),
-            scale=(0.8, 1.25) if demo else (0.5, 2.0),
-            mirror=not demo,  # a mirrored digit is none
-            ignore_label=IGNORE,
-        )
+        self.how = self._augmentation(demo=False)
 
     def prepare(self) -> None:
-        if self.root == DEMO:
+        if self.root.absolute() == DEMO:
             scenes.ensure_demo(self.root)
 
     def sources(self) -> tuple[Source, Source]:
-        return tuple(open_source(self.config, s, default="folders") for s in ("train", "val"))
+        """What the training set is, not where it lies, decides how it is augmented."""
+        train, val = (open_source(self.config, s, default="folders") for s in ("train", "val"))
+        self.how = self._augmentation(getattr(train, "is_demo", False))
+        return train, val
+
+    def _augmentation(self, demo: bool) -> augment.Augmentation:
+        """As the flags say; else the usual way, but the demo's digits scaled less and mirrored never."""
+        config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
+        return augment.Augmentation(
+            (config.image_size, config.image_size),
+            scale=scale_range(config) or usual,
+            mirror={"on": True, "off": False, "auto": not demo}[config.mirror],
+            ignore_label=IGNORE,
+        )
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
