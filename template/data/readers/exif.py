@@ -2,8 +2,8 @@
 
 Cameras store what the sensor saw and note how to turn it (Exif 2.32, tag 0x0112); viewers turn it,
 TensorFlow's decoders do not. Looked at: the first Exif block among the segments that a JPEG begins
-with, and the eXIf chunk of a PNG that stands before its pixels. What cannot be understood counts
-as no orientation.
+with, and the eXIf chunk of a PNG that stands before its pixels, where they begin in the first 16
+KiB. What cannot be understood counts as no orientation.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from __future__ import annotations
 import tensorflow as tf
 
 _TAG, _SHORT = 0x0112, 3
+# To look for the names takes a hundredth of the time that decoding takes, and most pictures have
+# none; to go from segment to segment takes half as long as decoding.
+_BEGINNING = 2**14
+_NAMES = r"\C*(?:Exif\x00\x00|eXIf)\C*"
 # By orientation, 0 to 8: what takes the stored rows and columns to those that are shown.
 _TRANSPOSED = (False, False, False, False, False, True, True, True, True)
-_ROWS = (1, 1, 1, -1, -1, 1, 1, -1, -1)
-_COLUMNS = (1, 1, -1, -1, 1, 1, -1, -1, 1)
+_UPSIDE_DOWN = (False, False, False, True, True, False, False, True, True)
+_MIRRORED = (False, False, True, True, False, False, True, True, False)
 
 
-def orientation(data: tf.Tensor) -> tf.Tensor:
-    """1 (as stored) to 8, int32 scalar, from the bytes (string scalar) of a PNG or JPEG."""
-    png = tf.strings.substr(data, 0, 4) == b"\x89PNG"
-    block = tf.cond(png, lambda: _of_png(data), lambda: _of_jpeg(data))
-    return tf.cond(tf.strings.length(block) > 0, lambda: _read(block), lambda: tf.constant(1))
+def upright(image: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
+    """The image [H, W, C] as viewers show it, from how `data` (string scalar, a file) stores it."""
+    named = tf.strings.regex_full_match(tf.strings.substr(data, 0, _BEGINNING), _NAMES)
+    return tf.cond(named, lambda: _turned(image, _found(data)), lambda: image)
 
 
-def turn(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
-    """An image [H, W, C] as it is shown, from how it is stored."""
-    return tf.cond(orientation > 1, lambda: _turned(image, orientation), lambda: image)
+def orientation(data: tf.Tensor) -> int:
+    """1 (as stored) to 8 of a file's bytes; not inside a graph."""
+    named = tf.strings.regex_full_match(tf.strings.substr(data, 0, _BEGINNING), _NAMES)
+    return int(_found(data)) if named else 1
 
 
 def swaps(orientation: int) -> bool:
@@ -34,11 +38,18 @@ def swaps(orientation: int) -> bool:
     return _TRANSPOSED[orientation]
 
 
+def _found(data: tf.Tensor) -> tf.Tensor:
+    """The orientation, int32 scalar."""
+    png = tf.strings.substr(data, 0, 4) == b"\x89PNG"
+    block = tf.cond(png, lambda: _of_png(data), lambda: _of_jpeg(data))
+    return tf.cond(tf.strings.length(block) > 0, lambda: _read(block), lambda: tf.constant(1))
+
+
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     swapped = tf.gather(_TRANSPOSED, orientation)
-    stored = tf.cond(swapped, lambda: tf.transpose(image, [1, 0, 2]), lambda: image)
-    rows, columns = tf.gather(_ROWS, orientation), tf.gather(_COLUMNS, orientation)
-    return tf.ensure_shape(stored[::rows, ::columns], [None, None, image.shape[-1]])
+    image = tf.transpose(image, tf.where(swapped, [1, 0, 2], [0, 1, 2]))
+    reversed_axes = tf.gather(tf.stack([_UPSIDE_DOWN, _MIRRORED], axis=1), orientation)
+    return tf.reverse(image, tf.boolean_mask([0, 1], reversed_axes))
 
 
 def _of_jpeg(data: tf.Tensor) -> tf.Tensor:
@@ -103,14 +114,15 @@ def _read(tiff: tf.Tensor) -> tf.Tensor:
 
 def _number(digits: tf.Tensor, little: tf.Tensor | bool = False) -> tf.Tensor:
     """The whole number, int64 [...], of 2 or 4 bytes [..., n]: the highest first, or the lowest."""
-    weights = tf.constant([256**n for n in range(digits.shape[-1])], tf.int64)
-    weights = tf.where(little, weights, weights[::-1])
+    weights = [256**n for n in range(digits.shape[-1])]
+    weights = tf.where(little, tf.constant(weights, tf.int64), tf.constant(weights[::-1], tf.int64))
     return tf.reduce_sum(digits * weights, axis=-1)
 
 
 def _bytes(data: tf.Tensor, place: tf.Tensor | int, count: tf.Tensor | int) -> tf.Tensor:
     """int64 [count] from 0 to 255; zeros after the end."""
-    part = tf.io.decode_raw(_cut(data, place, count), tf.uint8, fixed_length=tf.cast(count, tf.int32))
+    length = tf.cast(count, tf.int32)
+    part = tf.io.decode_raw(_cut(data, place, count), tf.uint8, fixed_length=length)
     known = count if isinstance(count, int) else None
     return tf.cast(tf.ensure_shape(part, [known]), tf.int64)
 

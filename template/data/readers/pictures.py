@@ -26,7 +26,7 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
     Turned by its EXIF orientation, so as viewers show it.
     """
     image = tf.io.decode_image(data, channels=3, expand_animations=False)
-    return exif.turn(tf.ensure_shape(image, [None, None, 3]), exif.orientation(data))
+    return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
 def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
@@ -45,7 +45,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
         lambda: _decode_palette(data, depth),
         lambda: tf.io.decode_png(data, channels=1),
     )
-    return exif.turn(tf.ensure_shape(label, [None, None, 1]), exif.orientation(data))
+    return exif.upright(tf.ensure_shape(label, [None, None, 1]), data)
 
 
 def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
