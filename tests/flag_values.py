@@ -62,6 +62,7 @@ VALUES: dict[str, list[str]] = {
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
     "power": ["", "--power=0", "--power=2"],
     "warmup_steps": ["", "--warmup_steps=1", "--warmup_steps=50"],
+    "warmup_from": ["", "--warmup_from=0.02"],
     "lr_boundaries": ["", "--lr_boundaries=0.1,0.9"],
     "lr_gamma": ["", "--lr_gamma=2"],
     "lr_scaling": [f"--lr_scaling={how}" for how in ("none", "linear", "sqrt")],
@@ -94,7 +95,12 @@ VALUES: dict[str, list[str]] = {
 
 # The project's own tasks, whose models take longer: rows of their own.
 TASK_VALUES: dict[str, list[str]] = {
-    "task": ["--task=classification --model=small", "--task=segmentation --model=tiny"],
+    # Each with what it alone reads: by others it is refused.
+    "task": [
+        "--task=classification --model=small --crop_area=0.5",
+        "--task=segmentation --model=tiny --scale_range=0.2,2",
+    ],
+    "mirror": ["", "--mirror=off", "--mirror=on"],
     "image_size": ["--image_size=8", "--image_size=18"],
     "synthetic_data": ["--synthetic_data"],
     "num_classes": ["--num_classes=2", "--num_classes=11"],
@@ -144,6 +150,7 @@ CHANGES: list[tuple[str, list[str]]] = [
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
+    ("--warmup_steps=2", ["--warmup_from=0.02"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
 CHANGES_ON_RANKS = [
@@ -168,7 +175,7 @@ KEEPS = [
     ("", "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0"),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
-    ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
+    ("--lr_policy=constant", "--power=2 --end_lr=0.02 --warmup_from=0.02"),
 ]
 KEEPS_ON_ONE_RANK = [
     (
@@ -183,6 +190,7 @@ KEEPS_ON_ONE_RANK = [
 ]
 # No fact of these: they choose a task's model and data, and Small has its own.
 OF_TASKS = ("task", "model", "num_classes", "image_size", "synthetic_data")
+OF_TASKS += ("mirror", "scale_range", "crop_area")
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
 REFUSED = {
@@ -199,6 +207,8 @@ REFUSED = {
     "--deterministic --autotune": "--autotune",
     "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
+    "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
+    "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",

@@ -121,11 +121,14 @@ def cut_image(image: tf.Tensor, window: Window, key: tf.Tensor, how: Augmentatio
     # Around its fill colour, so that padding is with zeros: tf.pad takes one value, not three.
     image = _pad(image - fill, window, 0.0)
     # Bilinear looks at two pixels a side: beyond a factor of 2 it would leave some out.
-    return tf.cond(
-        window.height > 2 * how.size[0],
-        lambda: tf.image.resize(image, how.size, "bilinear", antialias=True),
-        lambda: tf.image.resize(image, how.size, "bilinear"),
-    ) + fill
+    return (
+        tf.cond(
+            window.height > 2 * how.size[0],
+            lambda: tf.image.resize(image, how.size, "bilinear", antialias=True),
+            lambda: tf.image.resize(image, how.size, "bilinear"),
+        )
+        + fill
+    )
 
 
 def cut_label(label: tf.Tensor, window: Window, how: Augmentation) -> tf.Tensor:

@@ -46,7 +46,7 @@ class Task:
         return train, val
 
     def _augmentation(self, demo: bool) -> augment.Augmentation:
-        """As the flags say; else the usual way, but the demo's digits scaled less and mirrored never."""
+        """As the flags say; else as usual, but the demo's digits scaled less and never mirrored."""
         config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
         return augment.Augmentation(
             (config.image_size, config.image_size),

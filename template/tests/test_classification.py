@@ -152,6 +152,26 @@ def test_the_sheet_has_a_tile_for_each_picture():
     assert right[..., 1].max() > right[..., 0].max() and wrong[..., 0].max() > wrong[..., 1].max()
 
 
+@pytest.mark.parametrize(
+    ("format", "mirror", "mirrored"),
+    [("", "auto", False), ("digits", "on", True), ("class_folders", "auto", True),
+     ("class_folders", "off", False), ("cifar10", "off", False)],
+)  # fmt: skip
+def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
+    format, mirror, mirrored
+):
+    settings = {"data_format": format, "mirror": mirror, "image_size": 16}
+    ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
+    for area in (0.0, 0.9):  # moved, and cut
+        config = dataclasses.replace(CONFIG, crop_area=area, **settings)
+        task, falls = classification.Task(config), 0
+        sample = {"image": ramp, "label": tf.constant(0)}
+        for number in range(12):
+            drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
+            falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
+        assert (0 < falls < 12) == mirrored and (mirrored or not falls)
+
+
 def test_wrong_model_is_named():
     with pytest.raises(ValueError, match=r"--model=vgg.*resnet20"):
         classification.Task(dataclasses.replace(CONFIG, model="vgg"))

