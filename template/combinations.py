@@ -27,6 +27,7 @@ def check(config: Config) -> None:
         part(config)
     class_weights(config)
     _check_evaluation(config)
+    scale_range(config)
 
 
 def check_ranks(config: Config, size: int) -> None:
@@ -106,6 +107,11 @@ def _check_reduction(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     if config.lr_policy in ("poly", "cosine") and config.end_lr > config.base_lr:
         raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
+    if config.warmup_from > config.base_lr:
+        raise ValueError(
+            f"--warmup_from={config.warmup_from} is greater than --base_lr={config.base_lr}: "
+            "warm-up rises"
+        )
     if config.early_stop_evals and not config.eval_every:
         raise ValueError(
             f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
@@ -181,6 +187,23 @@ def eval_scales(config: Config) -> list[float]:
     return scales
 
 
+def scale_range(config: Config) -> tuple[float, float] | None:
+    """Least and largest factor of a random scale; None where the task chooses."""
+    if not config.scale_range:
+        return None
+    try:
+        low, high = (float(part) for part in config.scale_range.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    # A factor of 0.1 reads a window of 100 times the crop's pixels.
+    if not 0.1 <= low <= high <= 10:
+        raise ValueError(
+            f"--scale_range={config.scale_range!r} must be two numbers from 0.1 to 10, the lower "
+            "one first, with a comma between them: 0.5,2"
+        )
+    return low, high
+
+
 def boundaries(config: Config) -> list[int]:
     """Steps at which the step policy lowers the rate, from fractions of num_steps."""
     try:
@@ -222,6 +245,7 @@ def notes(config: Config) -> list[str]:
         "lr_gamma": config.lr_policy != "step" and f"--lr_policy={config.lr_policy}",
         "train_split": config.synthetic_data and "--synthetic_data",
         "val_split": config.synthetic_data and "--synthetic_data",
+        "warmup_from": not config.warmup_steps and "--warmup_steps=0",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")

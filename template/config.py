@@ -20,11 +20,12 @@ from pathlib import Path
 import combinations
 import flagfiles
 import settings
-from combinations import boundaries, class_weights, eval_scales, notes
+from combinations import boundaries, class_weights, eval_scales, notes, scale_range
 from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
 
 __all__ = [
+    "PROJECT",
     "Config",
     "boundaries",
     "class_weights",
@@ -33,6 +34,7 @@ __all__ = [
     "from_command_line",
     "notes",
     "parse",
+    "scale_range",
     "write",
 ]
 
@@ -58,6 +60,24 @@ class Config:
     )
     num_classes: int = setting(11, "number of classes, background included", low=2)
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
+    mirror: str = setting(
+        "auto",
+        "left-right, half of the training pictures; auto: on but for digits and the demo "
+        "(segmentation, classification)",
+        choices=("auto", "on", "off"),
+    )
+    scale_range: str = setting(
+        "",
+        "least and largest random factor on the pixels of a training picture; empty: 0.5,2 or the "
+        "demo's 0.8,1.25 (segmentation)",
+    )
+    crop_area: float = setting(
+        0.0,
+        "least share of a picture's area in a training crop; 0: 0.08, below 64 pixels a shift "
+        "alone (classification)",
+        low=0,
+        below=1,
+    )
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
     benchmark: bool = setting(False, "only steps: no evaluation, no checkpoint; says the speed")
 
@@ -83,7 +103,8 @@ class Config:
     lr_policy: str = setting("poly", "schedule", choices=("poly", "cosine", "step", "constant"))
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
-    warmup_steps: int = setting(0, "steps of linear warm-up from 0", low=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up", low=0)
+    warmup_from: float = setting(0.0, "learning rate that warm-up rises from", low=0)
     lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, with commas")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
     lr_scaling: str = setting(

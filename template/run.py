@@ -49,7 +49,6 @@ def assemble(config: Config, world: World) -> Run:
     fingerprint = agreement.fingerprint(world, config)
     with world.together("preparing the data"), check.told("preparing the data"):
         task = tasks.load(config)
-        check.flags(task, config)
         prepare = tasks.optional(task, "prepare")
         if prepare and world.local_rank == 0:
             prepare()

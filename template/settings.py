@@ -41,6 +41,7 @@ _ELSEWHERE = {
     "global_batch_size or --batch_per_rank": "batch batch_size train_batch_size",
     "init_from": "pretrained checkpoint restore init_checkpoint",
     "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
+    "mirror": "flip hflip random_flip horizontal_flip",
     "model": "arch backbone network",
     "num_steps": "epochs num_epochs max_epochs steps max_steps train_steps num_train_steps",
     "precision": "fp16 bf16 amp mixed_precision dtype",

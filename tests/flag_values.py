@@ -63,6 +63,7 @@ VALUES: dict[str, list[str]] = {
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
     "power": ["", "--power=0", "--power=2"],
     "warmup_steps": ["", "--warmup_steps=1", "--warmup_steps=50"],
+    "warmup_from": ["", "--warmup_from=0.02"],
     "lr_boundaries": ["", "--lr_boundaries=0.1,0.9"],
     "lr_gamma": ["", "--lr_gamma=2"],
     "lr_scaling": [f"--lr_scaling={how}" for how in ("none", "linear", "sqrt")],
@@ -95,12 +96,13 @@ VALUES: dict[str, list[str]] = {
 
 # The project's own tasks, whose models take longer: rows of their own.
 TASK_VALUES: dict[str, list[str]] = {
-    # Windows, scales and the crop are for one of the tasks.
+    # Each with what it alone reads: by others it is refused.
     "task": [
-        "--task=classification --model=small",
-        "--task=segmentation --model=tiny --eval_window=10 --eval_scales=0.5,1 --eval_flip",
-        "--task=segmentation --model=tiny --eval_crop=9",
+        "--task=classification --model=small --crop_area=0.5",
+        "--task=segmentation --model=tiny --scale_range=0.2,2 --eval_window=10 --eval_scales=0.5,1",
+        "--task=segmentation --model=tiny --eval_crop=9 --eval_flip",
     ],
+    "mirror": ["", "--mirror=off", "--mirror=on"],
     "image_size": ["--image_size=8", "--image_size=18"],
     "synthetic_data": ["--synthetic_data --eval_batch_size=256"],
     "num_classes": ["--num_classes=2", "--num_classes=11"],
@@ -154,6 +156,7 @@ CHANGES: list[tuple[str, list[str]]] = [
     # Of the weights that --init_from={run} begins with, so apart from it.
     ("--seed=2", ["--backbone_weights={keras} --backbone_preprocessing=tf"]),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
+    ("--warmup_steps=2", ["--warmup_from=0.02"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
 CHANGES_ON_RANKS = [
@@ -178,7 +181,7 @@ KEEPS = [
     ("", "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0"),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
-    ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
+    ("--lr_policy=constant", "--power=2 --end_lr=0.02 --warmup_from=0.02"),
 ]
 KEEPS_ON_ONE_RANK = [
     (
@@ -193,8 +196,8 @@ KEEPS_ON_ONE_RANK = [
 ]
 # No fact of these: they choose a task's model, data and evaluation, and Small has its own.
 OF_TASKS = (
-    *("task", "model", "num_classes", "image_size", "synthetic_data"),
-    *("eval_crop", "eval_window", "eval_scales", "eval_flip"),
+    *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
+    *("crop_area", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -212,6 +215,8 @@ REFUSED = {
     "--deterministic --autotune": "--autotune",
     "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
+    "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
+    "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",

@@ -120,13 +120,22 @@ def cut_image(image: tf.Tensor, window: Window, key: tf.Tensor, how: Augmentatio
     image = jitter(normalize(_inside(image, window)), key, how)
     # Around its fill colour, so that padding is with zeros: tf.pad takes one value, not three.
     image = _pad(image - fill, window, 0.0)
-    return tf.image.resize(image, how.size, "bilinear") + fill
+    # Bilinear looks at two pixels a side: beyond a factor of 2 it would leave some out.
+    return (
+        tf.cond(
+            window.height > 2 * how.size[0],
+            lambda: tf.image.resize(image, how.size, "bilinear", antialias=True),
+            lambda: tf.image.resize(image, how.size, "bilinear"),
+        )
+        + fill
+    )
 
 
 def cut_label(label: tf.Tensor, window: Window, how: Augmentation) -> tf.Tensor:
     """The window of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
 
-    Both resizes take pixel centres at one half, so image and label stay on each other.
+    Both resizes take pixel centres at one half, so image and label stay on each other. A class is
+    not a mean of classes: the nearest pixel's stays, however much smaller the label gets.
     """
     return tf.image.resize(_place(label, window, how.ignore_label), how.size, "nearest")
 

@@ -1,7 +1,8 @@
 """Random crops of pictures to be classified, and their evaluation form.
 
 Every draw comes from a key (int32 [2]); equal keys make equal crops anywhere. What comes out is
-float32 [size, size, 3] in [-1, 1], as `augment.normalize` says.
+float32 [size, size, 3] in [-1, 1], as `augment.normalize` says. Scaling is bilinear with
+antialias, so that a picture that is much larger than the crop gets no stripes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import tensorflow as tf
 from data.augment import normalize
 
 _ALG = "philox"  # one generator on every device
+_TRIES = 10  # as torchvision's RandomResizedCrop and fb.resnet.torch
+_NARROWEST, _WIDEST = 3.0 / 4.0, 4.0 / 3.0  # width over height of a part
 
 
 def shifted(image: tf.Tensor, key: tf.Tensor, size: int, mirror: bool) -> tf.Tensor:
@@ -19,13 +22,13 @@ def shifted(image: tf.Tensor, key: tf.Tensor, size: int, mirror: bool) -> tf.Ten
     At size 32 this is the 4-pixel padding and random crop of He et al. 2015 (arXiv:1512.03385,
     section 4.2). image: uint8 [H, W, 3], resized where it is of another size.
     """
-    top_left, mirrored = _draws(key)
+    draws = tf.random.stateless_uniform([5], key, alg=_ALG)
     pad = size // 8
-    offset = tf.cast(tf.floor(top_left[:2] * (2 * pad + 1)), tf.int32)
+    offset = tf.cast(tf.floor(draws[:2] * (2 * pad + 1)), tf.int32)
     # Padded with the darkest shade, as black borders are what most small sets have.
     image = tf.pad(centred(image, size, share=1.0), [[pad] * 2, [pad] * 2, [0, 0]], "CONSTANT", -1)
     crop = tf.slice(image, tf.concat([offset, [0]], 0), [size, size, 3])
-    return _maybe_mirror(crop, mirrored if mirror else None)
+    return _maybe_mirror(crop, draws[4] if mirror else None)
 
 
 def random_resized(
@@ -33,26 +36,49 @@ def random_resized(
 ) -> tf.Tensor:
     """A part of random area and aspect ratio (3/4 to 4/3), scaled to size; mirrored half the time.
 
-    Szegedy et al. 2015 (arXiv:1409.4842, section 6), as it is usual for ImageNet. A part that
-    would reach over the edge is cut at it.
+    Szegedy et al. 2015 (arXiv:1409.4842, section 6), as it is usual for ImageNet.
 
     Args:
       image: uint8 [H, W, 3].
       smallest: least share of the image's area.
     """
-    draws, mirrored = _draws(key)
-    height, width = (tf.cast(n, tf.float32) for n in tf.unstack(tf.shape(image)[:2]))
-    area = height * width * (smallest + (1.0 - smallest) * draws[2])
-    ratio = (3.0 / 4.0) * (16.0 / 9.0) ** draws[3]
-    h = tf.clip_by_value(tf.round(tf.sqrt(area / ratio)), 1.0, height)
-    w = tf.clip_by_value(tf.round(tf.sqrt(area * ratio)), 1.0, width)
-    top, left = tf.floor(draws[0] * (height - h + 1)), tf.floor(draws[1] * (width - w + 1))
-    # Rounding may give draw * n == n for draws just below one.
-    top, left = tf.minimum(top, height - h), tf.minimum(left, width - w)
-    top, left, h, w = (tf.cast(n, tf.int32) for n in (top, left, h, w))
-    crop = normalize(image[top : top + h, left : left + w])
+    draws = tf.random.stateless_uniform([_TRIES * 4 + 1], key, alg=_ALG)
+    tries = tf.reshape(draws[:-1], [_TRIES, 4])
+    top, left, height, width = tf.unstack(random_part(tf.shape(image)[:2], tries, smallest))
+    crop = normalize(image[top : top + height, left : left + width])
     crop = tf.image.resize(crop, [size, size], "bilinear", antialias=True)
-    return _maybe_mirror(tf.ensure_shape(crop, [size, size, 3]), mirrored if mirror else None)
+    return _maybe_mirror(tf.ensure_shape(crop, [size, size, 3]), draws[-1] if mirror else None)
+
+
+def random_part(shape: tf.Tensor, draws: tf.Tensor, smallest: float) -> tf.Tensor:
+    """The first of ten random parts that fits into an image, or else its middle.
+
+    An area is drawn evenly from `smallest` to 1 of the image's and a ratio evenly in its
+    logarithm; where the part would reach over an edge, both are drawn anew. The middle is the
+    whole image, cut to 3/4 or 4/3 where it is narrower or wider. This is the rule of torchvision's
+    RandomResizedCrop; fb.resnet.torch, whose augmentation Goyal et al. 2017 use, draws the ratio
+    evenly and ends with the middle square.
+
+    Args:
+      shape: int32 [2], height and width.
+      draws: float32 [10, 4] in [0, 1): places (row, column), area and ratio of each try.
+
+    Returns: int32 [4]: top, left, height, width.
+    """
+    image = tf.cast(shape, tf.float32)
+    area = image[0] * image[1] * (smallest + (1.0 - smallest) * draws[:, 2])
+    ratio = _NARROWEST * (_WIDEST / _NARROWEST) ** draws[:, 3]
+    sizes = tf.round(tf.sqrt(tf.stack([area / ratio, area * ratio], axis=1)))
+    fits = tf.reduce_all((sizes >= 1.0) & (sizes <= image), axis=1)
+    # At most as high as wide / (3/4), at most as wide as high * 4/3.
+    middle = tf.minimum(image, tf.round(image[::-1] * _WIDEST))
+    first = tf.argmax(tf.concat([fits, [True]], 0))  # the first that is true; the middle is last
+    size = tf.concat([sizes, middle[None]], 0)[first]
+    slack = image - size
+    # Rounding may give draw * n == n for draws just below one.
+    places = tf.minimum(tf.floor(draws[:, :2] * (slack + 1.0)), slack)
+    place = tf.concat([places, tf.floor(slack / 2.0)[None]], 0)[first]
+    return tf.cast(tf.concat([place, size], 0), tf.int32)
 
 
 def centred(image: tf.Tensor, size: int, share: float = 0.875) -> tf.Tensor:
@@ -69,11 +95,5 @@ def centred(image: tf.Tensor, size: int, share: float = 0.875) -> tf.Tensor:
     return tf.ensure_shape(crop, [size, size, 3])
 
 
-def _draws(key: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Four numbers in [0, 1) and a coin."""
-    draws = tf.random.stateless_uniform([5], key, alg=_ALG)
-    return draws[:4], draws[4] < 0.5
-
-
-def _maybe_mirror(image: tf.Tensor, mirrored: tf.Tensor | None) -> tf.Tensor:
-    return image if mirrored is None else tf.where(mirrored, image[:, ::-1], image)
+def _maybe_mirror(image: tf.Tensor, coin: tf.Tensor | None) -> tf.Tensor:
+    return image if coin is None else tf.where(coin < 0.5, image[:, ::-1], image)

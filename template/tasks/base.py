@@ -21,6 +21,9 @@ from config import Config
 from data.source import Source
 from engine import schedule
 
+# Settings that only some tasks read; a task says which in `uses`.
+_OF_SOME_TASKS = ("mirror", "scale_range", "crop_area")
+_OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _OPTIONAL = ("prepare", "predict", "notes", "draw", "actions", "schedule")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
@@ -35,6 +38,8 @@ class Task(Protocol):
     # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
     # "loss").
     main_metric: str
+    # Which settings of _OF_SOME_TASKS it reads; the others are refused. Optional.
+    uses: tuple[str, ...]
 
     def prepare(self) -> None:
         """Runs once on every host before the data is opened: make or unpack it. Optional.
@@ -76,8 +81,7 @@ class Task(Protocol):
     def predict(self, model: keras.Model, inputs: Any) -> Any:
         """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
 
-        By default model(inputs, training=False). A task that has it also takes the flags
-        --eval_crop, --eval_window, --eval_scales and --eval_flip, which are refused for others.
+        By default model(inputs, training=False).
         """
         ...
 
@@ -154,6 +158,13 @@ def load(config: Config) -> Task:
         raise ValueError(f"--task={config.task}: there is no such task; there are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
+    for name in _OF_SOME_TASKS:
+        given = getattr(config, name) != getattr(Config, name)
+        if given and name not in getattr(task_class, "uses", ()):
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: --task={config.task} does not read it (no "
+                f'"{name}" in the `uses` of its class Task): leave it out'
+            )
     # A class that inherits from the protocol has its empty functions: they count as missing.
     missing = [n for n, empty in _functions().items() if getattr(task_class, n, empty) is empty]
     if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from config import Config
 from data.pipeline import said
 from data.source import Source
 from engine.keras_losses import at_least_float32
@@ -24,8 +22,6 @@ from engine.world import raw
 from tasks import traced
 from tasks.base import Example, Task, optional
 
-# Flags that only a task's own `predict` can heed.
-_OF_PREDICT = ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -191,18 +187,6 @@ def check_variables(
             f"`trainable` was changed after the model was built, of {some(changed)}: set it in "
             "build_model"
         )
-
-
-def flags(task: Task, config: Config) -> None:
-    """Raises ValueError for flags that the task's evaluation would not heed."""
-    if optional(task, "predict"):
-        return
-    for field in dataclasses.fields(config):
-        if field.name in _OF_PREDICT and getattr(config, field.name) != field.default:
-            raise ValueError(
-                f"--{field.name}={getattr(config, field.name)}: --task={config.task} does not "
-                "evaluate so; leave it out, or write the task a `predict` (tasks/base.py)"
-            )
 
 
 def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:

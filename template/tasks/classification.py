@@ -21,13 +21,18 @@ LARGE = 64  # pixels, from which pictures are taken as photographs of things at 
 
 class Task:
     main_metric = "accuracy"
+    uses = ("mirror", "crop_area")
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
             raise ValueError(f"--model={config.model}: classification has {sorted(MODELS)}")
-        self.mirror = config.data_format not in ("", "digits")  # a mirrored digit is none
+        # A mirrored digit is none. That others must not be mirrored, only a person knows.
+        digits = config.data_format in ("", "digits")
+        self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
+        # None: pictures are moved, not scaled.
+        self.smallest = config.crop_area or (0.08 if config.image_size >= LARGE else None)
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")
@@ -35,8 +40,10 @@ class Task:
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """Moved a little where pictures are small, of random size and place where large."""
         size = self.config.image_size
-        crop = crops.random_resized if size >= LARGE else crops.shifted
-        image = crop(sample["image"], key, size, self.mirror)
+        if self.smallest is None:
+            image = crops.shifted(sample["image"], key, size, self.mirror)
+        else:
+            image = crops.random_resized(sample["image"], key, size, self.mirror, self.smallest)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from config import Config, class_weights, eval_scales
+from config import PROJECT, Config, class_weights, eval_scales, scale_range
 from data import augment
 from data.demo import scenes
 from data.labels import IGNORE
@@ -24,11 +24,12 @@ from tasks.base import Example
 from tasks.segmentation_models import MODELS, STRIDES
 
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
-DEMO = Path("datasets/demo")  # made when it is first asked for
+DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
 
 class Task:
     main_metric = "miou"
+    uses = ("mirror", "scale_range", "eval_crop", "eval_window", "eval_scales", "eval_flip")
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -36,13 +37,7 @@ class Task:
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
             raise ValueError(f"--model={config.model}: segmentation has {sorted(MODELS)}")
-        demo = self.root == DEMO
-        self.how = augment.Augmentation(
-            (config.image_size, config.image_size),
-            scale=(0.8, 1.25) if demo else (0.5, 2.0),
-            mirror=not demo,  # a mirrored digit is none
-            ignore_label=IGNORE,
-        )
+        self.how = self._augmentation(demo=False)
         self.passes = self._passes()
 
     def _passes(self) -> whole_pictures.Passes:
@@ -61,11 +56,24 @@ class Task:
         return whole_pictures.Passes(stride, config.eval_window, scales, config.eval_flip, fill)
 
     def prepare(self) -> None:
-        if self.root == DEMO:
+        if self.root.absolute() == DEMO:
             scenes.ensure_demo(self.root)
 
     def sources(self) -> tuple[Source, Source]:
-        return open_sources(self.config, default="folders")
+        """What the training set is, not where it lies, decides how it is augmented."""
+        train, val = open_sources(self.config, default="folders")
+        self.how = self._augmentation(getattr(train, "is_demo", False))
+        return train, val
+
+    def _augmentation(self, demo: bool) -> augment.Augmentation:
+        """As the flags say; else as usual, but the demo's digits scaled less and never mirrored."""
+        config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
+        return augment.Augmentation(
+            (config.image_size, config.image_size),
+            scale=scale_range(config) or usual,
+            mirror={"on": True, "off": False, "auto": not demo}[config.mirror],
+            ignore_label=IGNORE,
+        )
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)

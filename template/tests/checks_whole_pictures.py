@@ -171,16 +171,3 @@ def check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
         raise AssertionError("no Stop was raised")
     finally:
         made._step = step
-
-
-def check_a_task_that_cannot_heed_the_flags_refuses_them(world):
-    flags = {"eval_crop": 8, "eval_window": 8, "eval_scales": "0.5,1", "eval_flip": True}
-    for name, value in flags.items():
-        config = dataclasses.replace(small_run(world).config, task="classification", model="")
-        config = dataclasses.replace(config, num_classes=10, **{name: value})
-        try:
-            run_lib.assemble(config, world)
-        except Stop as stop:
-            assert f"--{name}={value}: --task=classification" in str(stop), str(stop)
-        else:
-            raise AssertionError(f"--{name} was taken")

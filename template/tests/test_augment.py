@@ -132,6 +132,17 @@ def test_scales_cover_their_range():
     assert 0.42 < np.mean(scales < 1) < 0.58  # halving and doubling are as likely
 
 
+def test_fine_stripes_come_out_grey_where_much_is_scaled_down():
+    """Bilinear alone takes two pixels a side: of four it leaves two out, here the dark ones."""
+    image = np.zeros((160, 160, 3), np.uint8)
+    image[:, np.arange(160) % 4 < 2] = 255
+    label = image[..., :1] // 255
+    how = dataclasses.replace(PLAIN, size=(32, 40), scale=(0.25, 0.25))
+    for drawn, picked in pairs(image, label, how, 8):
+        assert np.abs(drawn[2:-2, 2:-2]).max() < 0.15
+        assert set(np.unique(picked)) <= {0, 1}
+
+
 def test_mirrors_half_of_the_samples_or_none():
     image, label = noise(32, 40)
     for mirror, low, high in ((True, 0.35, 0.65), (False, 0, 0)):

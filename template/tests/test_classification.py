@@ -15,23 +15,97 @@ from tasks.classification_models import MODELS
 CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)
 
 
-# He et al. 2015, table 6: 0.27 and 0.85 million. ResNet-50 has 25,557,032, and 26,560 biases that
-# keras.applications has in its convolutions.
-@pytest.mark.parametrize(
-    ("name", "size", "classes", "parameters"),
-    [
-        ("resnet20", 32, 10, 269_722),
-        ("resnet56", 32, 10, 853_018),
-        ("resnet50", 64, 1000, 25_557_032 + 26_560),
-    ],
-)
-def test_parameters(name, size, classes, parameters):
-    model = MODELS[name](size, classes, 0.0)
-    trainable = sum(np.prod(v.shape) for v in model.trainable_variables)
-    assert trainable == parameters
+# He et al. 2015, table 6: 0.27 and 0.85 million.
+@pytest.mark.parametrize(("name", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018)])
+def test_parameters(name, parameters):
+    assert trainable(MODELS[name](32, 10, 0.0)) == parameters
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if n != "resnet50"])
+def trainable(model: keras.Model) -> int:
+    return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+@pytest.fixture(scope="module")
+def resnet50() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return MODELS["resnet50"](64, 1000, 0.0)
+
+
+def test_resnet50_begins_as_its_paper_says(resnet50):
+    """Goyal et al. 2017 (arXiv:1706.02677), section 5.1; the count is torchvision's num_params."""
+    assert trainable(resnet50) == 25_557_032
+    weights = {layer.name: layer.get_weights() for layer in resnet50.layers}
+    convs = {n: w for n, w in weights.items() if n.endswith("_conv")}
+    assert len(convs) == 53 and all(len(w) == 1 for w in convs.values())
+    for name, (kernel,) in convs.items():
+        high, wide, _, filters = kernel.shape
+        assert kernel.std() == pytest.approx(np.sqrt(2 / (high * wide * filters)), rel=0.05), name
+    norms = {layer.name: layer for layer in resnet50.layers if layer.name.endswith("_bn")}
+    assert len(norms) == 53
+    for name, layer in norms.items():
+        assert (layer.momentum, layer.epsilon) == (0.9, 1e-5)
+        assert set(layer.get_weights()[0]) == {0.0 if name.endswith("_3_bn") else 1.0}
+    kernel, bias = weights["logits"]
+    assert kernel.std() == pytest.approx(0.01, rel=0.01) and not bias.any()
+    strided = [x.name for x in resnet50.layers if getattr(x, "strides", (1,))[0] == 2]
+    own = [f"stage{n}_block1_{part}_conv" for n in (2, 3, 4) for part in ("shortcut", "2")]
+    assert sorted(x for x in strided if "pool" not in x) == sorted(["stem_conv", *own])
+
+
+def test_resnet50_computes_what_is_written_out(resnet50):
+    """Every convolution, norm and sum in NumPy, in float64, for weights that are all at work."""
+    rng = np.random.default_rng(0)
+    for layer in resnet50.layers:
+        if layer.name.endswith("_bn"):
+            size = layer.get_weights()[0].shape
+            layer.set_weights([rng.uniform(0.5, 1.0, size), *rng.normal(0, 0.1, (2, *size)),
+                               rng.uniform(0.5, 1.5, size)])  # fmt: skip
+    weights = {layer.name: layer.get_weights() for layer in resnet50.layers}
+
+    def conv(x, name, strides=1):
+        (kernel,) = weights[f"{name}_conv"]
+        side, last = kernel.shape[0], (x.shape[1] - 1) // strides * strides
+        x = padded(x, side // 2)
+        x = sum(
+            x[:, row : row + last + 1 : strides, col : col + last + 1 : strides] @ kernel[row, col]
+            for row in range(side)
+            for col in range(side)
+        )
+        gamma, beta, mean, variance = weights[f"{name}_bn"]
+        return gamma * (x - mean) / np.sqrt(variance + 1e-5) + beta
+
+    def padded(x, by):
+        return np.pad(x, [(0, 0), (by, by), (by, by), (0, 0)])
+
+    def block(x, name, strides):
+        y = np.maximum(conv(x, f"{name}_1"), 0)
+        y = conv(np.maximum(conv(y, f"{name}_2", strides), 0), f"{name}_3")
+        if f"{name}_shortcut_conv" in weights:
+            x = conv(x, f"{name}_shortcut", strides)
+        return np.maximum(x + y, 0)
+
+    image = rng.uniform(-1, 1, (2, 64, 64, 3))
+    x = padded(np.maximum(conv(image, "stem", 2), 0), 1)
+    x = np.max([x[:, r : r + 31 : 2, c : c + 31 : 2] for r in range(3) for c in range(3)], axis=0)
+    for stage, blocks in ((1, 3), (2, 4), (3, 6), (4, 3)):
+        for number in range(1, blocks + 1):
+            strides = 2 if stage > 1 and number == 1 else 1
+            x = block(x, f"stage{stage}_block{number}", strides)
+    assert x.shape == (2, 2, 2, 2048)
+    kernel, bias = weights["logits"]
+    expected = x.mean((1, 2)) @ kernel + bias
+    logits = resnet50({"image": tf.constant(image, tf.float32)}, training=False)
+    np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_kerass_resnet50_is_there_under_its_own_name():
+    """He et al.'s with 26,560 biases: what Keras's published weights are for."""
+    model = MODELS["resnet50_keras"](32, 1000, 0.0)
+    assert trainable(model) == 25_557_032 + 26_560
+    assert model.get_layer("conv3_block1_1_conv").strides == (2, 2)
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith("resnet50")])
 def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_path):
     model = MODELS[name](16, 7, 0.2)
     inputs = {
@@ -76,6 +150,26 @@ def test_the_sheet_has_a_tile_for_each_picture():
         sheet[0, tile + 1 : tile + 18, tile : 2 * tile],
     )
     assert right[..., 1].max() > right[..., 0].max() and wrong[..., 0].max() > wrong[..., 1].max()
+
+
+@pytest.mark.parametrize(
+    ("format", "mirror", "mirrored"),
+    [("", "auto", False), ("digits", "on", True), ("class_folders", "auto", True),
+     ("class_folders", "off", False), ("cifar10", "off", False)],
+)  # fmt: skip
+def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
+    format, mirror, mirrored
+):
+    settings = {"data_format": format, "mirror": mirror, "image_size": 16}
+    ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
+    for area in (0.0, 0.9):  # moved, and cut
+        config = dataclasses.replace(CONFIG, crop_area=area, **settings)
+        task, falls = classification.Task(config), 0
+        sample = {"image": ramp, "label": tf.constant(0)}
+        for number in range(12):
+            drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
+            falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
+        assert (0 < falls < 12) == mirrored and (mirrored or not falls)
 
 
 def test_wrong_model_is_named():

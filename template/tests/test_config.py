@@ -177,6 +177,18 @@ def test_a_warm_up_longer_than_the_run_is_a_note():
     assert config_lib.notes(parse("--warmup_steps=20", "--num_steps=20")) == []
 
 
+def test_where_warm_up_begins_is_nothing_without_one():
+    (note,) = config_lib.notes(parse("--warmup_from=0.001"))
+    assert "--warmup_from=0.001 (--warmup_steps=0)" in note
+    assert config_lib.notes(parse("--warmup_from=0.001", "--warmup_steps=5")) == []
+
+
+@pytest.mark.parametrize("value", ["0.5", "2,0.5", "0.05,1", "1,11", "a,b", "0.5,1,2", "nan,1"])
+def test_a_range_of_scales_that_is_none_is_refused(value):
+    assert f"--scale_range='{value}'" in refused(f"--scale_range={value}")
+    assert config_lib.scale_range(parse("--scale_range=0.5,2")) == (0.5, 2.0)
+
+
 def test_settings_without_effect_are_a_note():
     flags = ["--optimizer=adam", "--momentum=0.5", "--lr_policy=step", "--end_lr=0.1"]
     (note,) = config_lib.notes(parse(*flags, "--bn_sync=full", "--bn_sync_every=3"))

@@ -79,6 +79,54 @@ def test_shifts_reach_an_eighth_both_ways_and_no_further():
     assert 200 < turned < 300
 
 
+def parts(height: int, width: int, keys: int, smallest: float = 0.08):
+    """Ten draws a key, and the part that they give; float32 [keys, 10, 4] and int32 [keys, 4]."""
+    draws = np.random.default_rng(0).random((keys, 10, 4), np.float32)
+    shape = tf.constant([height, width])
+    made = tf.function(lambda d: tf.map_fn(
+        lambda one: crops.random_part(shape, one, smallest), d, fn_output_signature=tf.int32
+    ))  # fmt: skip
+    return draws, made(draws).numpy()
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (40, 200), (5, 3), (1, 1)])
+def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
+    """The rule of torchvision's RandomResizedCrop, written out one try after the other."""
+    draws, found = parts(height, width, 400)
+    fell_back = 0
+    for own, (top, left, high, wide) in zip(draws.astype(np.float64), found):
+        for y, x, area, ratio in own:
+            area, ratio = height * width * (0.08 + 0.92 * area), 0.75 * (16 / 9) ** ratio
+            h, w = np.round(np.sqrt([area / ratio, area * ratio]))
+            if 1 <= h <= height and 1 <= w <= width:
+                place = np.floor([y * (height - h + 1), x * (width - w + 1)])
+                break
+        else:
+            h, w = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+            place = (height - h) // 2, (width - w) // 2
+            fell_back += 1
+        assert np.abs(np.array([*place, h, w]) - [top, left, high, wide]).max() <= 1  # rounding
+        assert 0 <= top <= height - high and 0 <= left <= width - wide
+    assert (fell_back > 50) == (width == 200)
+
+
+def test_parts_of_a_photograph_seldom_touch_both_sides():
+    """Cut at the edge instead of drawn anew, 26 % of them would reach from side to side."""
+    _, found = parts(375, 500, 4000)
+    assert np.mean((found[:, 2] == 375) | (found[:, 3] == 500)) < 0.015
+    area, ratio = found[:, 2] * found[:, 3] / (375 * 500), found[:, 3] / found[:, 2]
+    assert 0.079 < area.min() < 0.09 and area.max() > 0.9
+    assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
+
+
+def test_fine_stripes_come_out_grey():
+    """Of stripes of one pixel, a crop that leaves pixels out would take some and not others."""
+    stripes = np.zeros((640, 640, 3), np.uint8)
+    stripes[:, ::2] = 255
+    for crop in (crops.centred(stripes, 64), crops.random_resized(stripes, [1, 2], 32, False, 0.9)):
+        assert float(tf.reduce_max(tf.abs(crop[2:-2, 2:-2]))) < 0.1
+
+
 def test_evaluation_takes_the_middle():
     image = np.zeros((40, 60, 3), np.uint8)
     image[4:36, 14:46] = 255  # 32 pixels, the middle of the 40 in the middle

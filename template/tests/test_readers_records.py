@@ -73,7 +73,8 @@ def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
     for shards in (1, 4, 11, 50):
         folder = packed(demo, tmp_path / str(shards), shards)
         assert len(list(folder.glob("*.tfrecord"))) == min(shards, 11)
-        assert readers.same(source, Records(folder.parent, "train"))
+        packs = Records(folder.parent, "train")
+        assert readers.same(source, packs) and packs.is_demo  # how it is augmented
 
 
 def test_jpeg_files_go_in_as_they_are(tmp_path: Path):

@@ -99,6 +99,28 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
         load("MODELS = {}")
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("mirror", "off"),
+        ("scale_range", "1,2"),
+        ("crop_area", 0.5),
+        ("eval_crop", 8),
+        ("eval_window", 8),
+        ("eval_scales", "0.5,1"),
+        ("eval_flip", True),
+    ],
+)
+def test_a_setting_of_data_that_the_task_does_not_read_is_refused(name, value, load):
+    task = load(COMPLETE)
+    assert task.config.mirror == "auto"
+    config = dataclasses.replace(task.config, **{name: value})
+    with pytest.raises(ValueError, match=rf"--{name}={value}: --task=mine does not read it"):
+        base.load(config)
+    type(task).uses = (name,)
+    assert base.load(config)
+
+
 def test_the_engine_names_no_task():
     for path in (PROJECT / "engine").glob("*.py"):
         words = set(re.findall(r"\w+", path.read_text()))

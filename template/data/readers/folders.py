@@ -7,7 +7,8 @@ ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 
 from pathlib import Path
 
-from data import once
+from data import once, source
+from data.demo.scenes import MARKER
 from data.labels import IGNORE
 from data.names import Names
 from data.readers import listing
@@ -20,7 +21,8 @@ _CONTENT = {"images": "pictures", "labels": "label PNGs", "splits": "lists"}
 class ImageLabelFolder(PicturePairs):
     """One split of a folder, as a `source.Source`; what is read is said in `PicturePairs`.
 
-    The files are listed once, here; none is opened.
+    The files are listed once, here; none is opened. `is_demo` tells whether data/demo/scenes.py
+    made them (its marker lies beside them), wherever they were copied since.
 
     Raises ValueError, naming folder, file or line, when a part of the layout is missing or empty,
     a listed name lacks its image or label, or a name is listed twice.
@@ -35,6 +37,12 @@ class ImageLabelFolder(PicturePairs):
         root = Path(root)
         images, labels = once.found(("folders", str(root), split), lambda: _list(root, split))
         super().__init__(root, images, labels, num_classes, ignore_label)
+        self.is_demo = (root / MARKER).is_file()
+
+    def fingerprint(self) -> str:
+        """As of `PicturePairs`; a rank that does not see the demo's marker sees another set."""
+        files = super().fingerprint()
+        return source.digest([(files, 0), (MARKER, 0)]) if self.is_demo else files
 
 
 def _list(root: Path, split: str) -> tuple[Names, Names]:

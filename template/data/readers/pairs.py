@@ -14,7 +14,7 @@ from PIL import Image
 from data import source
 from data.labels import IGNORE
 from data.names import Names
-from data.readers import listing, pictures
+from data.readers import exif, listing, pictures
 from engine.words import some
 
 
@@ -22,7 +22,8 @@ class PicturePairs:
     """Listed files as a `source.Source`.
 
     Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1]}. Label values are below
-    `num_classes`, or `ignore_label`. No file is opened here.
+    `num_classes`, or `ignore_label`. No file is opened here. Pictures are turned by their EXIF
+    orientation; labels belong to the turned picture, as viewers show it.
 
     Args:
       images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
@@ -84,11 +85,7 @@ class PicturePairs:
             image = pictures.load(image_path)
             label = pictures.load(label_path)
             pictures.check_label_kind(label_path, label)
-            if image.size != label.size:
-                raise ValueError(
-                    f"{image_path} is {_size(image)} and {label_path} is {_size(label)} (width x "
-                    "height); make them one size (labels without interpolation)"
-                )
+            self._check_sizes(image_path, image, label_path, label)
             self._check_values(label_path, np.asarray(label))
             self.read(tf.constant(index, tf.int64))
         except ValueError as problem:
@@ -115,6 +112,25 @@ class PicturePairs:
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
 
+    def _check_sizes(
+        self, image_path: Path, image: Image.Image, label_path: Path, label: Image.Image
+    ) -> None:
+        turns = exif.orientation(image_path.read_bytes())
+        shown = _shown(image, turns)
+        there = _shown(label, exif.orientation(label_path.read_bytes()))
+        if shown == there:
+            return
+        if image.size == there:
+            raise ValueError(
+                f"{label_path} fits {image_path} as it is stored, {_words(there)}; its EXIF "
+                f"orientation {turns} turns that picture to {_words(shown)}, as viewers show it: "
+                "turn the label too, or take the orientation out of all pictures of the set"
+            )
+        raise ValueError(
+            f"{image_path} is {_words(shown)} and {label_path} is {_words(there)} (width x "
+            "height); make them one size (labels without interpolation)"
+        )
+
     def _check_values(self, path: Path, label: np.ndarray) -> None:
         ids = label if self._table is None else self._table[label]
         wrong = (ids >= self.num_classes) & (ids != self.ignore_label)
@@ -134,5 +150,10 @@ def listed(images: Names | Sequence[str], labels: Names | Sequence[str]) -> tupl
     return tuple(x if isinstance(x, Names) else Names.of(x) for x in (images, labels))
 
 
-def _size(picture: Image.Image) -> str:
-    return f"{picture.width}x{picture.height}"
+def _shown(picture: Image.Image, orientation: int) -> tuple[int, int]:
+    """Width and height after a picture is turned."""
+    return picture.size[::-1] if exif.swaps(orientation) else picture.size
+
+
+def _words(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from data.readers import exif
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
@@ -19,13 +21,16 @@ def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
-    """Colours, uint8 [H, W, 3], from the bytes of a PNG or JPEG of any kind."""
+    """Colours, uint8 [H, W, 3], from the bytes of a PNG or JPEG of any kind.
+
+    Turned by its EXIF orientation, so as viewers show it.
+    """
     image = tf.io.decode_image(data, channels=3, expand_animations=False)
-    return tf.ensure_shape(image, [None, None, 3])
+    return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
 def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
-    """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG.
+    """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG, turned as viewers do.
 
     A decoder turns other kinds into something that only looks like ids (averaged colours, the
     high byte of 16 bits), so the header decides what is decoded.
@@ -40,7 +45,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
         lambda: _decode_palette(data, depth),
         lambda: tf.io.decode_png(data, channels=1),
     )
-    return tf.ensure_shape(label, [None, None, 1])
+    return exif.upright(tf.ensure_shape(label, [None, None, 1]), data)
 
 
 def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
@@ -69,7 +74,7 @@ def _header_crc(colour_type: int) -> int:
 
 
 def load(path: Path) -> Image.Image:
-    """The decoded picture; ValueError names the file and says why there is none."""
+    """The decoded picture as it is stored; ValueError names the file and says why there is none."""
     try:
         data = path.read_bytes()
         picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))

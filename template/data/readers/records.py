@@ -71,6 +71,7 @@ class Records:
         meta = _read_meta(self.folder)
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
+        self.is_demo: bool = meta.get("is_demo", False)  # packed from data/demo/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         _check_shards(_shards(self.folder, meta))
@@ -132,8 +133,9 @@ class Records:
         return f"{self.folder}: the records are not those that {META} was written for; {_AGAIN}"
 
     def fingerprint(self) -> str:
-        """SHA-256 over the shards' names and sizes and the packer's checksum of their records."""
-        return source.digest([*self._shards, (self._content, len(self))])
+        """SHA-256 over shards' names and sizes, the packer's checksum of records, and `is_demo`."""
+        about = [("is_demo", 0)] if self.is_demo else []
+        return source.digest([*self._shards, (self._content, len(self)), *about])
 
     def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
         """The data of one record, string scalar.
@@ -177,7 +179,7 @@ def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]])
 
     Args:
       meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes, sha256}).
+        shards (a list of {name, records, bytes, sha256}); is_demo (True) where the source has it.
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)

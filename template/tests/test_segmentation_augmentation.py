@@ -1,0 +1,56 @@
+"""What the data are, not where they lie, decides how they are augmented, unless flags do."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from config import Config
+from data.demo.scenes import MARKER
+from tasks import segmentation
+
+DEMO, USUAL = ((0.8, 1.25), False), ((0.5, 2.0), True)
+
+
+def opened(root: Path, **settings) -> tuple[segmentation.Task, str]:
+    config = dataclasses.replace(Config(), data_dir=str(root), image_size=32, **settings)
+    task = segmentation.Task(config)
+    train, val = task.sources()
+    return task, train.fingerprint() + val.fingerprint()
+
+
+def how(root: Path, **settings) -> tuple[tuple[float, float], bool]:
+    task, _ = opened(root, **settings)
+    return task.how.scale, task.how.mirror
+
+
+def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
+    copy, plain = tmp_path / "staged", tmp_path / "plain"
+    shutil.copytree(tiny_data, copy)
+    # Where the demo is made, under its usual name, it is no other set.
+    monkeypatch.setattr(segmentation, "DEMO", tiny_data)
+    tasks, prints = zip(opened(tiny_data), opened(copy))
+    assert how(tiny_data) == how(copy) == DEMO and prints[0] == prints[1]
+    one, other = (
+        task.training_example(task.sources()[0].read(tf.constant(3, tf.int64)), tf.constant([1, 2]))
+        for task in tasks
+    )
+    np.testing.assert_array_equal(one["inputs"]["image"], other["inputs"]["image"])
+
+    shutil.copytree(copy, plain, ignore=shutil.ignore_patterns(MARKER))
+    assert how(plain) == USUAL
+    assert opened(plain)[1] != prints[0]  # a rank that lacks the marker does not go unnoticed
+    monkeypatch.setattr(segmentation, "DEMO", plain)
+    with pytest.raises(ValueError, match=f"{plain} is not empty and not a finished demo"):
+        opened(plain)[0].prepare()
+
+
+def test_flags_have_the_last_word(tiny_data):
+    assert how(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
+    assert how(tiny_data, synthetic_data=True) == USUAL
+    assert how(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
