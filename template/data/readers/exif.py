@@ -24,7 +24,8 @@ _MIRRORED = (False, False, True, True, False, False, True, True, False)
 def upright(image: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
     """The image [H, W, C] as viewers show it, from how `data` (string scalar, a file) stores it."""
     named = tf.strings.regex_full_match(tf.strings.substr(data, 0, _BEGINNING), _NAMES)
-    return tf.cond(named, lambda: _turned(image, _found(data)), lambda: image)
+    turned = tf.cond(named, lambda: _turned(image, _found(data)), lambda: image)
+    return tf.ensure_shape(turned, [None, None, image.shape[-1]])  # a turn hides it
 
 
 def orientation(data: tf.Tensor) -> int:
