@@ -50,7 +50,7 @@ def test_a_small_scale_leaves_no_pixel_out():
         np.tile([[3.0], [-3.0]], (20, 40))[None, ..., None] * [1, 0, 0], tf.float32
     )
     logits = predict(lambda images: images, stripes, Passes(1, scales=(0.2,)))
-    np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.02)
+    np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.05)
 
 
 def test_one_pass_gives_the_models_own_logits():
