@@ -28,7 +28,7 @@ from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
-_PART = 2**26  # bytes of one message
+_PART = 2**22  # bytes of one message
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,9 @@ class Task(Protocol):
     def sources(self) -> tuple[Source, Source]:
         """Training and validation samples.
 
+        Readers of files look at the disk on rank 0 only. On other ranks this may therefore be
+        called twice: it ends at the first listing, and begins again when rank 0's is there.
+
         Raises: ValueError or OSError naming what is wrong with the data and the way out.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 import config as config_lib
+import run as run_lib
 from conftest import TINY_FLAGS
 from data.demo import scenes
 from engine.stop import WRONG_USE
@@ -132,3 +134,21 @@ def check_folder_named_as_a_picture(world):
 
     message, *_ = refused(world, spoil)
     assert "is a folder" in message, message
+
+
+def check_rank_0_alone_lists(world):
+    """The others ask the disk for nothing, and have the same set."""
+    root = folder(world) / "data"
+    if world.is_chief:
+        scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+    world.gather_objects(None, "errors.listed")
+    config = config_lib.parse(["train.py", "--flagfile=configs/demo.cfg", f"--data_dir={root}"])
+    listed, scandir = [], os.scandir
+    os.scandir = lambda path: listed.append(path) or scandir(path)
+    try:
+        train, val = run_lib.open_sources(world, Task(config))
+    finally:
+        os.scandir = scandir
+    assert bool(listed) == world.is_chief, listed
+    assert (len(train), len(val)) == (26, 10)
+    assert train.explain(25) is None and train.picture_file(25).is_file()
