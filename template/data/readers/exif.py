@@ -11,8 +11,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 _TAG, _SHORT = 0x0112, 3
-# To look for the names takes a hundredth of the time that decoding takes, and most pictures have
-# none; to go from segment to segment takes half as long as decoding.
+# Most pictures hold none of these names: to look for them takes a small part of the time that
+# decoding takes, to go from segment to segment as long again.
 _BEGINNING = 2**14
 _NAMES = r"\C*(?:Exif\x00\x00|eXIf)\C*"
 # By orientation, 0 to 8: what takes the stored rows and columns to those that are shown.
