@@ -37,10 +37,10 @@ class ImageLabelFolder(PicturePairs):
         root = Path(root)
         images, labels = once.found(("folders", str(root), split), lambda: _list(root, split))
         super().__init__(root, images, labels, num_classes, ignore_label)
-        self.is_demo = (root / MARKER).is_file()
+        self.is_demo: bool = once.found(("demo", str(root)), (root / MARKER).is_file)
 
     def fingerprint(self) -> str:
-        """As of `PicturePairs`; a rank that does not see the demo's marker sees another set."""
+        """As of `PicturePairs`; without the demo's marker it is another set."""
         files = super().fingerprint()
         return source.digest([(files, 0), (MARKER, 0)]) if self.is_demo else files
 
