@@ -139,7 +139,7 @@ class Task:
         return figures | {f"iou_{c}": float(v) for c, v in enumerate(iou)}
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
-        if not self.config.eval_crop:
+        if not self.config.eval_crop or sums["seen_pixels"] == sums["all_pixels"]:
             return []
         share = sums["seen_pixels"] / sums["all_pixels"]
         return [
