@@ -47,11 +47,15 @@ def _found(data: tf.Tensor) -> tf.Tensor:
 
 
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
+    height, width, channels = tf.unstack(tf.shape(image))
     swapped = tf.gather(_TRANSPOSED, orientation)
-    # As int32, for oneDNN writes a line of error about bytes on CPUs without AVX-512.
-    wide = tf.transpose(tf.cast(image, tf.int32), tf.where(swapped, [1, 0, 2], [0, 1, 2]))
-    reversed_axes = tf.gather(tf.stack([_UPSIDE_DOWN, _MIRRORED], axis=1), orientation)
-    return tf.cast(tf.reverse(wide, tf.boolean_mask([0, 1], reversed_axes)), image.dtype)
+    rows = tf.range(tf.where(swapped, width, height))[:, None]  # of what is shown
+    columns = tf.range(tf.where(swapped, height, width))[None]
+    rows = tf.where(tf.gather(_UPSIDE_DOWN, orientation), rows[::-1], rows)
+    columns = tf.where(tf.gather(_MIRRORED, orientation), columns[:, ::-1], columns)
+    # Not by tf.transpose: oneDNN writes a line of error about it on CPUs without AVX-512.
+    stored = tf.where(swapped, columns * width + rows, rows * width + columns)
+    return tf.gather(tf.reshape(image, [-1, channels]), stored)
 
 
 def _of_jpeg(data: tf.Tensor) -> tf.Tensor:
