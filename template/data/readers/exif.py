@@ -47,9 +47,10 @@ def _found(data: tf.Tensor) -> tf.Tensor:
 
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     swapped = tf.gather(_TRANSPOSED, orientation)
-    image = tf.transpose(image, tf.where(swapped, [1, 0, 2], [0, 1, 2]))
+    turned = tf.transpose(image, tf.where(swapped, [1, 0, 2], [0, 1, 2]))
+    turned = tf.ensure_shape(turned, [None, None, image.shape[-1]])
     reversed_axes = tf.gather(tf.stack([_UPSIDE_DOWN, _MIRRORED], axis=1), orientation)
-    return tf.reverse(image, tf.boolean_mask([0, 1], reversed_axes))
+    return tf.reverse(turned, tf.boolean_mask([0, 1], reversed_axes))
 
 
 def _of_jpeg(data: tf.Tensor) -> tf.Tensor:
