@@ -20,6 +20,8 @@ ONLY = {
     "segmentation": {
         "tasks/segmentation.py", "tasks/segmentation_models.py",
         "tasks/deeplab.py", "tests/test_deeplab.py",
+        "tasks/whole_pictures.py", "tests/plain_evaluation.py",
+        "tests/checks_whole_pictures.py", "tests/test_whole_pictures.py",
         "configs/voc.cfg", "configs/cityscapes.cfg",
         "tests/equivalence.py", "tests/test_equivalence.py",
         "tests/checks_errors.py", "tests/test_errors.py", "tests/test_training.py",

@@ -64,8 +64,13 @@ class Names:
         sha.update(self._starts.numpy().tobytes())
         return sha.hexdigest()
 
-    def __reduce__(self):
-        return Names, (self._text.numpy(), np.diff(self._starts.numpy()))
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """What they are made of again: bytes, uint8, and the length of each name, integer [n]."""
+        return np.frombuffer(self._text.numpy(), np.uint8), np.diff(self._starts.numpy())
+
+    @classmethod
+    def made_of(cls, text: np.ndarray, lengths: np.ndarray) -> Names:
+        return cls(text.tobytes(), lengths)
 
 
 def packed(names: Iterable[str]) -> tuple[bytes, np.ndarray]:

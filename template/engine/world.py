@@ -11,10 +11,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
@@ -29,6 +28,13 @@ from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
 _PART = 2**22  # bytes of one message
+
+
+class _Aside(NamedTuple):
+    """In place of an object whose arrays travel by themselves."""
+
+    kind: type
+    forms: list[tuple[tuple[int, ...], np.dtype]]  # shape and type of each array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +89,48 @@ class World:
         return self.gather_objects(value if self.is_chief else None, name)[0]
 
     def broadcast_large(self, value: Any, name: str) -> Any:
-        """As `broadcast_object`, for a picklable `value` of many megabytes: in parts, one copy."""
+        """As `broadcast_object`, for what holds arrays of many megabytes: in parts, one copy.
+
+        Args:
+          value: dicts, lists and tuples of what is picklable, and of objects that are made of
+            arrays: `arrays()` gives them, and type(object).made_of(*arrays) makes it again.
+        """
         if self.size == 1:
             return value
-        data = pickle.dumps(value, 5) if self.is_chief else b""
-        data = np.frombuffer(data, np.uint8)
-        size = self.broadcast_object(data.size, name)
-        if not self.is_chief:
-            data = np.empty(size, np.uint8)
-        for start in range(0, size, _PART):
+        arrays = []
+
+        def put_aside(item: Any) -> Any:
+            if not hasattr(item, "arrays"):
+                return item
+            own = item.arrays()
+            arrays.extend(own)
+            return _Aside(type(item), [(array.shape, array.dtype) for array in own])
+
+        # Pickled by Horovod, between the ranks of one world, so without what is large.
+        rest = self.broadcast_object(_mapped(value, put_aside) if self.is_chief else None, name)
+        waiting = iter(arrays)
+
+        def fetch(item: Any) -> Any:
+            if not isinstance(item, _Aside):
+                return item
+            own = [next(waiting) if self.is_chief else np.empty(*form) for form in item.forms]
+            for array in own:
+                self._fill(array, f"{name}.part")
+            return None if self.is_chief else item.kind.made_of(*own)
+
+        made = _mapped(rest, fetch)
+        return value if self.is_chief else made
+
+    def _fill(self, array: np.ndarray, name: str) -> None:
+        """Gives an array the values that rank 0's has."""
+        data = array.reshape(-1).view(np.uint8)
+        for start in range(0, data.size, _PART):
             part = data[start : start + _PART]
             with tf.device("CPU:0"):  # it may be more than a GPU has room for
-                sent = hvd.broadcast(part, root_rank=0, name=f"{name}.part")
+                sent = hvd.broadcast(part, root_rank=0, name=name)
             if not self.is_chief:
                 part[:] = sent
             pulse.beat()
-        return value if self.is_chief else pickle.loads(data)
 
     def _check_place(self, names: Sequence[str]) -> None:
         odd = [rank for rank, name in enumerate(names) if name != names[0]]
@@ -258,6 +290,17 @@ def set_precision(precision: str) -> None:
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
     keras.config.set_dtype_policy(mixed.get(precision, precision))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested dicts, lists and tuples anew, with `change` applied to what is in them."""
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, _Aside) or not isinstance(value, (list, tuple)):
+        return change(value)
+    items = [_mapped(item, change) for item in value]
+    named = hasattr(value, "_fields")  # a NamedTuple takes its parts one by one
+    return type(value)(*items) if named else type(value)(items)
 
 
 def say(world: World, text: str) -> None:
