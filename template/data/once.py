@@ -19,7 +19,8 @@ def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lamb
 
     Args:
       key: what is looked for, the same on all ranks that look for the same.
-      find: takes no part in anything that ranks do together; its result is such as World.broadcast_large takes.
+      find: takes no part in anything that ranks do together; what it returns is made of what
+        `World.broadcast_large` takes.
       look: compares what rank 0 found with this host's disk; called on one rank of each other
         host. Raises ValueError or OSError where they differ.
     """
