@@ -171,7 +171,7 @@ def test_a_rank_that_never_reports_is_named_with_its_host(hosts: Hosts, tmp_path
     )
     python.chmod(0o755)
     words = ["-H", "node1:1,node2:1,node3:1", "--gloo", "-p", "2222", "--interface", "eth0"]
-    command = [str(python), DOCTOR, "--timeout=40", f"--json={tmp_path / 'doctor.json'}"]
+    command = [str(python), DOCTOR, "--timeout=25", f"--json={tmp_path / 'doctor.json'}"]
     ended = hosts[1].run(str(ROOT / "launch/hosts.sh"), *words, *command, timeout=200)
     assert ended.code == 1, ended.output
     [(where, what)] = found(json.loads((tmp_path / "doctor.json").read_text()))
@@ -190,7 +190,7 @@ def test_an_interface_with_the_same_address_everywhere(hosts: Hosts, tmp_path): 
         )
     try:
         words = ["-H", "node1:1,node2:1,node3:1", "--mpi", "-p", "2222"]
-        words += [sys.executable, DOCTOR, "--timeout=40"]
+        words += [sys.executable, DOCTOR, "--timeout=25"]
         ended = hosts[1].run(str(ROOT / "launch/hosts.sh"), *words, timeout=200)
         assert ended.code == 1, ended.output
         assert "on node2 hung for 40 s while telling rank 0 what it saw: " in ended.output

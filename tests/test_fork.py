@@ -193,6 +193,7 @@ def test_a_projects_own_fast_tests(forks):
     assert re.search(r"\d\d\d passed", output)
 
 
+@pytest.mark.slow
 def test_your_model_in_15_minutes(forks):
     """Every step of the README's page, as written; only the set-up is there already."""
     fork = forks["blank"]

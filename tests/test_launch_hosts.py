@@ -133,7 +133,7 @@ SAYS = "stopping after this step: saving, then ending; Ctrl-C again ends at once
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", ["hosts.sh", "make train"])
+@pytest.mark.parametrize("how", [pytest.param("hosts.sh", marks=pytest.mark.slow), "make train"])
 def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path, how: str):
     """Once while it trains: saved, 75, which make turns into its own; twice: ended at once."""
     flags = [f"--data_dir={data}", f"--run_dir={tmp_path}", "--num_steps=20000"]

@@ -83,7 +83,9 @@ def left_behind(hosts: Hosts) -> list[str]:  # noqa: F811
     return [host.name for host in hosts if str(STAND_IN) in host.sh("ps ax")]
 
 
-@pytest.mark.parametrize("launch, flags", [("srun", ""), ("horovodrun", "-p 2222")])
+@pytest.mark.parametrize(
+    "launch, flags", [("srun", ""), pytest.param("horovodrun", "-p 2222", marks=pytest.mark.slow)]
+)
 def test_a_time_limit_goes_back_and_a_cancel_in_mid_run_does_not(
     slurm: Slurm,
     hosts: Hosts,  # noqa: F811
