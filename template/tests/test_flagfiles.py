@@ -157,6 +157,10 @@ def values(field):
         return strategies.sampled_from(["0.5", "0.1,0.25,0.75", "1e-3, 0.999999999999"])
     if field.name == "class_weights":
         return strategies.just("")
+    if field.name == "eval_scales":
+        return strategies.sampled_from(["1", "0.5,0.75, 1", "1.75"])
+    if field.name == "scale_range":
+        return strategies.sampled_from(["", "0.5,2", "1,1"])
     if field.type == "str":
         return _TEXTS
     if field.type == "bool":
@@ -193,8 +197,18 @@ def valid_flags(draw):
         flags |= {"init_ema": False, "init_skip_mismatched": False}
     if -1 < flags.get("cycle_time_ms", 0) < 0:
         flags |= {"cycle_time_ms": -1.0}
-    if flags.get("end_lr", 0) > flags.get("base_lr", 0.01):
-        flags |= {"end_lr": 0.0}
+    for rate in ("end_lr", "warmup_from"):
+        if flags.get(rate, 0) > flags.get("base_lr", 0.01):
+            flags |= {rate: 0.0}
+    if flags.get("eval_window"):
+        flags |= {"eval_crop": 0}
+    if flags.get("init_from"):
+        flags |= {"backbone_weights": ""}
+    if not flags.get("backbone_weights"):
+        flags |= {"backbone_preprocessing": ""}
+    for split in ("train_split", "val_split"):
+        if not flags.get(split, "train"):
+            flags.pop(split)
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
