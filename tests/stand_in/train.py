@@ -43,6 +43,7 @@ def main() -> int:
         signal.signal(number, lambda number, _: options.deaf or told.append(number))
     checkpoints = options.run_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
+    wait_for_all(options.run_dir, rank, size)
     step = max((int(path.name[5:]) for path in checkpoints.iterdir()), default=0)
     print(f"rank {rank} of {size} begins at step {step}", flush=True)
     while step < options.steps and not told:
@@ -56,8 +57,19 @@ def main() -> int:
         time.sleep(2)
     if told:
         (options.run_dir / f"told-{rank}").write_text(f"{told}")
+    (options.run_dir / f"here-{rank}").unlink()
     print(f"rank {rank} ends at step {step}, told {told}", flush=True)
     return 75 if told else 0
+
+
+def wait_for_all(run_dir: Path, rank: int, size: int) -> None:
+    """As a run's first exchange: who is told to stop from here on can hear it."""
+    (run_dir / f"here-{rank}").touch()
+    end = time.monotonic() + 30
+    while not all((run_dir / f"here-{other}").exists() for other in range(size)):
+        if time.monotonic() > end:
+            sys.exit("not all ranks came")
+        time.sleep(0.02)
 
 
 def fail(options: argparse.Namespace, step: int) -> None:
