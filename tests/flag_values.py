@@ -241,7 +241,6 @@ REFUSED_BY_RUN = {
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",
     "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
-    "--eval_flip": "--eval_flip=True: --task=varied does not read it",
     "--task=classification": "--num_classes=3",
     "--task=segmentation --data_dir={run}": "{run}",
     "--task=classification --data_format=folders --data_dir={run}": "{run}",
