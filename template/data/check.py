@@ -100,6 +100,7 @@ def _other_content(packed: Records) -> str | None:
 def _labels(source: Source) -> Iterator[tuple[int, int] | str]:
     """Lowest and highest label of each sample, ignored pixels aside; or what is wrong with it."""
 
+    @pipeline.as_written
     def look(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         sample = source.read(index)
         label = tf.cast(sample["label"], tf.int64)

@@ -155,6 +155,7 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
 
 def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
     """What `read` makes of 0 .. len - 1, as NumPy values, read on several threads."""
+    read = pipeline.as_written(read)
     samples = tf.data.Dataset.range(len(source)).map(read, tf.data.AUTOTUNE, deterministic=True)
     done = 0
     try:
@@ -166,7 +167,7 @@ def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[
 
 
 def _kind(source: Source) -> str:
-    spec = tf.data.Dataset.range(1).map(source.read).element_spec
+    spec = tf.data.Dataset.range(1).map(pipeline.as_written(source.read)).element_spec
     return "map" if spec["label"].shape.rank == 3 else "class"
 
 

@@ -20,7 +20,7 @@ _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
 # Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
 # cost more time at start-up than everything else.
-_as_written = tf.autograph.experimental.do_not_convert
+as_written = tf.autograph.experimental.do_not_convert
 
 
 class Order(Protocol):
@@ -52,12 +52,12 @@ class TrainingFeed:
         self.error: str | None = None
         self._source, self._order, self._step = source, order, first_step
 
-        @_as_written
+        @as_written
         def read(position: tf.Tensor) -> Example:
             index, key = order.sample(position)
             return transform(source.read(index), key)
 
-        @_as_written
+        @as_written
         def fold(batch: Example) -> Example:
             shape = [order.micro_batches, order.local_micro_size]
             return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
@@ -65,7 +65,7 @@ class TrainingFeed:
         local_size = order.micro_batches * order.local_micro_size
         batches = (
             tf.data.Dataset.range(first_step, num_steps)
-            .map(_as_written(order.local_positions))
+            .map(as_written(order.local_positions))
             .unbatch()
             .map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
             .batch(local_size, drop_remainder=True)
@@ -116,7 +116,7 @@ class EvaluationFeed:
             self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
             return (
                 tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-                .map(_as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
+                .map(as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
                 .batch(batch_size)
                 .prefetch(2)
             )

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from data import pipeline
 from data.source import Source
 
 
@@ -41,7 +42,7 @@ def explained(source: Source, index: int, *parts: object) -> None:
     with pytest.raises(tf.errors.OpError):
         source.read(tf.constant(index, tf.int64))
     with pytest.raises(tf.errors.OpError):
-        list(tf.data.Dataset.range(index, index + 1).map(source.read))
+        list(tf.data.Dataset.range(index, index + 1).map(pipeline.as_written(source.read)))
     said = source.explain(index)
     assert said is not None and "\n" not in said
     assert all(str(part) in said for part in parts), said
@@ -50,7 +51,9 @@ def explained(source: Source, index: int, *parts: object) -> None:
 def read_all(source: Source) -> list[dict[str, np.ndarray]]:
     """All samples, read on two threads; none has an explanation."""
     assert all(source.explain(index) is None for index in range(len(source)))
-    samples = tf.data.Dataset.range(len(source)).map(source.read, num_parallel_calls=2)
+    samples = tf.data.Dataset.range(len(source)).map(
+        pipeline.as_written(source.read), num_parallel_calls=2
+    )
     return list(samples.as_numpy_iterator())
 
 
