@@ -37,16 +37,24 @@ def test_a_run_that_something_stops_at_once_each_time_ends():
     assert "told to stop within a minute of its start, 10 times in a row" in ended.output
 
 
+def wait_for_state(process: int, state: str) -> None:
+    end = time.monotonic() + 10
+    while f") {state} " not in Path(f"/proc/{process}/stat").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
     """again.sh, held up for that long, finds both done."""
     os.mkfifo(tmp_path / "end")
-    words = [AGAIN, "sh", "-c", 'echo start; read line <"$0"; exit 3', tmp_path / "end"]
+    words = [AGAIN, "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as again:
-        assert again.stdout.readline() == b"start\n"
+        child = int(again.stdout.readline())
         with open(tmp_path / "end", "w"):
             time.sleep(0.2)  # it waits for its child by now
             again.send_signal(signal.SIGSTOP)
-        time.sleep(0.2)
+            wait_for_state(again.pid, "T")
+        wait_for_state(child, "Z")  # it has ended, and nobody asked how
         again.terminate()
         again.send_signal(signal.SIGCONT)
         assert again.wait(20) == 3
