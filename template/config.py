@@ -91,7 +91,7 @@ class Config:
     # Below 10**8: checkpoints are named by eight digits of the step.
     num_steps: int = setting(1000, "steps of the whole run (N of the schedule)", low=1, below=10**8)
     eval_batch_size: int = setting(
-        16, "samples a batch in evaluation, each rank; of different sizes: one", low=1
+        16, "samples a batch in evaluation, each rank; one where sizes may differ", low=1
     )
 
     base_lr: float = setting(

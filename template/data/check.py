@@ -36,6 +36,7 @@ _SIGNS = {
     "voc": ("ImageSets/Segmentation", "VOC2012/ImageSets/Segmentation"),
     "cityscapes": ("leftImg8bit",),
     "cifar10": ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin"),
+    "cifar100": ("train.bin", "cifar-100-binary/train.bin"),
     "class_folders": ("train/*/*",),
 }
 

@@ -26,6 +26,7 @@ from data import pipeline, unfinished
 from data.labels import IGNORE
 from data.readers import records
 from data.readers.cifar10 import Cifar10
+from data.readers.cifar100 import Cifar100
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
@@ -38,6 +39,7 @@ READERS: dict[str, Callable[[Path, str], Source]] = {
     "cityscapes": Cityscapes,
     "class_folders": ClassFolders,
     "cifar10": Cifar10,
+    "cifar100": Cifar100,
 }
 
 

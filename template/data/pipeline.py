@@ -107,25 +107,26 @@ class EvaluationFeed:
         rank: int,
         size: int,
     ) -> None:
-        self._source = source
-
-        def deal(batch_size: int) -> tf.data.Dataset:
-            self._batch_size = batch_size
-            starts = range(rank * batch_size, len(source), size * batch_size)
-            self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
-            self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
-            return (
-                tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-                .map(as_written(lambda index: transform(source.read(index))), tf.data.AUTOTUNE)
-                .batch(batch_size)
-                .prefetch(2)
-            )
-
-        self._batches = deal(min(batch_size, len(source)))  # at 2**31 - 1 tf.data hung
-        parts = tf.nest.flatten(self._batches.element_spec)
-        self.one_by_one = not all(part.shape[1:].is_fully_defined() for part in parts)
-        if self.one_by_one:
-            self._batches = deal(1)
+        # Traced once, and looked at before its examples are dealt.
+        read = tf.function(
+            lambda index: transform(source.read(index)),
+            input_signature=[tf.TensorSpec([], tf.int64)],
+            autograph=False,
+        )
+        parts = tf.nest.flatten(read.get_concrete_function().structured_outputs)
+        self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
+        # At 2**31 - 1 tf.data hung.
+        batch_size = 1 if self.one_by_one else min(batch_size, len(source))
+        starts = range(rank * batch_size, len(source), size * batch_size)
+        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
+        self._source, self._batch_size = source, batch_size
+        self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
+        self._batches = (
+            tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
+            .map(read, tf.data.AUTOTUNE)
+            .batch(batch_size)
+            .prefetch(2)
+        )
         self.spec = self._batches.element_spec
 
     def __iter__(self) -> Iterator[Example]:

@@ -40,6 +40,7 @@ def packed(root: Path, shards: int = 2) -> Path:
         ("cityscapes", readers.write_cityscapes, 18),
         ("class_folders", readers.write_classes, 2),
         ("cifar10", readers.write_cifar10, 9),
+        ("cifar100", readers.write_cifar100, 90),
     ],
 )
 def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):
