@@ -7,10 +7,10 @@ from pathlib import Path
 
 import keras
 
-from config import Config
+from config import Config, scale_factor
 from data import once
 from data.source import Source
-from engine import agreement, batch_norm, dropout, schedule
+from engine import agreement, batch_norm, dropout
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints
@@ -96,7 +96,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 def describe(run: Run) -> str:
     """What is trained, on how many samples and at which rate, for a person."""
     config = run.config
-    rate = config.base_lr * schedule.scale_factor(config, run.world.size)
+    rate = config.base_lr * scale_factor(config, run.world.size)
     scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "

@@ -29,7 +29,8 @@ DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
 class Task:
     main_metric = "miou"
-    uses = ("mirror", "scale_range", "eval_crop", "eval_window", "eval_scales", "eval_flip")
+    uses = ("train_split", "val_split", "mirror", "scale_range")
+    uses += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import plain_evaluation as plain
 from config import Config
-from tasks import segmentation
+from tasks import base, segmentation
 from tasks.whole_pictures import Passes, predict
 
 STRIDE, CLASSES = 4, 3
@@ -108,6 +108,11 @@ def test_a_window_that_the_model_cannot_take_is_refused():
     config = dataclasses.replace(Config(), model="small", eval_window=20)
     with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
         segmentation.Task(config)
+
+
+def test_any_split_may_be_named():
+    config = dataclasses.replace(Config(), train_split="trainaug", val_split="small")
+    assert base.load(config).config == config
 
 
 def test_every_model_says_its_stride():
