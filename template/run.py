@@ -13,7 +13,7 @@ from data.source import Source
 from engine import agreement, batch_norm, dropout
 from engine import optimizer as optimizers
 from engine import world as world_lib
-from engine.checkpoint import Checkpoints
+from engine.checkpoint import Checkpoints, measure
 from engine.state import State
 from engine.world import World
 from tasks import base as tasks
@@ -64,7 +64,9 @@ def assemble(config: Config, world: World) -> Run:
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, config.keep, world, fingerprint)
+    with world.together("opening the data"):
+        measured = measure(config, task.main_metric, val_source.fingerprint())
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
     data = (train_source, val_source)
     return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
