@@ -32,6 +32,7 @@ def check(config: Config) -> None:
 
 def check_ranks(config: Config, size: int) -> None:
     """Raises ValueError for settings that cannot work on `size` ranks."""
+    _check_warmup(config, size)
     virtual = config.virtual_ranks
     if not virtual:
         return
@@ -107,11 +108,8 @@ def _check_reduction(config: Config) -> None:
 def _check_schedule(config: Config) -> None:
     if config.lr_policy in ("poly", "cosine") and config.end_lr > config.base_lr:
         raise ValueError(f"--end_lr={config.end_lr} is greater than --base_lr={config.base_lr}")
-    if config.warmup_from > config.base_lr:
-        raise ValueError(
-            f"--warmup_from={config.warmup_from} is greater than --base_lr={config.base_lr}: "
-            "warm-up rises"
-        )
+    if config.lr_scaling == "none":
+        _check_warmup(config, 1)
     if config.early_stop_evals and not config.eval_every:
         raise ValueError(
             f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
@@ -119,6 +117,25 @@ def _check_schedule(config: Config) -> None:
         )
     if config.lr_policy == "step":
         boundaries(config)
+
+
+def _check_warmup(config: Config, size: int) -> None:
+    peak = config.base_lr * scale_factor(config, size)
+    if config.warmup_from > peak:
+        scaled = f", which is {peak:g} on {size} rank(s)" if config.lr_scaling != "none" else ""
+        raise ValueError(
+            f"--warmup_from={config.warmup_from} is greater than --base_lr={config.base_lr}"
+            f"{scaled}: warm-up rises"
+        )
+
+
+def scale_factor(config: Config, size: int) -> float:
+    """What base_lr is multiplied by on `size` ranks.
+
+    linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997). Both
+    are for a batch that grows with the number of ranks; with a fixed global batch use none.
+    """
+    return {"none": 1.0, "linear": float(size), "sqrt": math.sqrt(size)}[config.lr_scaling]
 
 
 def _check_start(config: Config) -> None:

@@ -20,7 +20,14 @@ from pathlib import Path
 import combinations
 import flagfiles
 import settings
-from combinations import boundaries, class_weights, eval_scales, notes, scale_range
+from combinations import (
+    boundaries,
+    class_weights,
+    eval_scales,
+    notes,
+    scale_factor,
+    scale_range,
+)
 from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
 
@@ -34,6 +41,7 @@ __all__ = [
     "from_command_line",
     "notes",
     "parse",
+    "scale_factor",
     "scale_range",
     "write",
 ]
@@ -73,8 +81,8 @@ class Config:
     )
     crop_area: float = setting(
         0.0,
-        "least share of a picture's area in a training crop; 0: 0.08, below 64 pixels a shift "
-        "alone (classification)",
+        "least share of a picture's area in a training crop, but for the middle of a long narrow "
+        "one, where no crop fits; 0: 0.08, below 64 pixels a shift alone (classification)",
         low=0,
         below=1,
     )

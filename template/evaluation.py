@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from data.pipeline import EvaluationFeed
+from data.pipeline import EvaluationFeed, said
 from engine import metrics, pulse
 from engine.seeds import Seeds
 from engine.words import some
@@ -69,7 +69,7 @@ class Evaluator:
         """Every rank must call it. None: some rank was told to stop.
 
         Raises:
-          Stop: on all ranks, when a sample cannot be read or none counts.
+          Stop: on all ranks, when a sample cannot be read or evaluated, or none counts.
         """
         with unchanged(self._model):
             return self._evaluate(stop_asked)
@@ -91,7 +91,7 @@ class Evaluator:
             pulse.beat()
             if ballot.any(stop_asked()):
                 return None
-        with self._world.together("reading the validation data"):
+        with self._world.together("evaluating the validation data"):
             if error:
                 raise error
         sums = total.over_ranks()
@@ -111,20 +111,36 @@ class Evaluator:
         """Outputs and sums of this rank's batch number `place`.
 
         Raises:
-          ValueError: it does not fit into memory.
+          ValueError: it cannot be evaluated; the message names its samples and their shapes.
         """
         if self._seeds:
             number = place * self._world.size + self._world.rank
             self._seeds.assign(self._at, tf.constant(number, tf.int64))
         try:
             outputs, sums = self._step(batch)
-        except tf.errors.ResourceExhaustedError:
-            shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
-            raise ValueError(
+            return outputs, {name: value.numpy() for name, value in sums.items()}
+        except (tf.errors.OpError, ValueError) as error:
+            raise ValueError(self._fault(error, batch, place)) from None
+
+    def _fault(self, error: Exception, batch: Example, place: int) -> str:
+        """Why this rank's batch number `place` cannot be evaluated, for a person."""
+        shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
+        if isinstance(error, tf.errors.ResourceExhaustedError):
+            return (
                 f"a batch of evaluation with inputs of shape {some(shapes)} does not fit into "
                 "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
-            ) from None
-        return outputs, {name: value.numpy() for name, value in sums.items()}
+            )
+        way_out = "the task's model, loss and sums must take every sample"
+        if self._feed.one_by_one:
+            way_out = (
+                "the task's model, loss and sums must take every shape that evaluation_example "
+                "gives. Segmentation pads pictures to a multiple of `stride` (tasks/"
+                "segmentation.py), and --eval_crop cuts them to one size"
+            )
+        return (
+            f"sample {some(self._feed.ids(place))} (counted from 0; inputs of shape "
+            f"{some(shapes)}): {said(error)}: {way_out}"
+        )
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         weight = float(sums["weight"])

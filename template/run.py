@@ -7,13 +7,13 @@ from pathlib import Path
 
 import keras
 
-from config import Config
+from config import Config, scale_factor
 from data import once
 from data.source import Source
-from engine import agreement, batch_norm, dropout, schedule
+from engine import agreement, batch_norm, dropout
 from engine import optimizer as optimizers
 from engine import world as world_lib
-from engine.checkpoint import Checkpoints
+from engine.checkpoint import Checkpoints, measure
 from engine.state import State
 from engine.world import World
 from tasks import base as tasks
@@ -64,7 +64,9 @@ def assemble(config: Config, world: World) -> Run:
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, config.keep, world, fingerprint)
+    with world.together("opening the data"):
+        measured = measure(config, task.main_metric, val_source.fingerprint())
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
     data = (train_source, val_source)
     return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
@@ -96,7 +98,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 def describe(run: Run) -> str:
     """What is trained, on how many samples and at which rate, for a person."""
     config = run.config
-    rate = config.base_lr * schedule.scale_factor(config, run.world.size)
+    rate = config.base_lr * scale_factor(config, run.world.size)
     scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "

@@ -216,6 +216,7 @@ REFUSED = {
     "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
     "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
+    "--warmup_from=0.11 --lr_scaling=linear": "0.1 on 2 rank(s)",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",

@@ -18,6 +18,11 @@ Example = dict[str, Any]
 # The second: TensorFlow's message names a file, and its name is no UTF-8.
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
+# Lines before the reason, where an operation of a graph failed.
+_NO_REASON = re.compile(
+    r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
+)
+
 # Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
 # cost more time at start-up than everything else.
 as_written = tf.autograph.experimental.do_not_convert
@@ -135,11 +140,14 @@ class EvaluationFeed:
         try:
             for batch in self._batches:
                 yield batch
-                done += self._batch_size
+                done += 1
         except _READ_ERRORS as error:
             # Of the batch that failed only: the other ranks wait for the answer.
-            ids = self._ids[done : done + self._batch_size]
-            raise ValueError(explain(self._source, ids, error)) from None
+            raise ValueError(explain(self._source, self.ids(done), error)) from None
+
+    def ids(self, place: int) -> list[int]:
+        """The samples of this rank's batch number `place`."""
+        return self._ids[place * self._batch_size :][: self._batch_size]
 
 
 def explain(source: Source, ids: list[int], error: Exception) -> str:
@@ -149,9 +157,11 @@ def explain(source: Source, ids: list[int], error: Exception) -> str:
 
 
 def said(error: Exception) -> str:
-    """TensorFlow's message in a line, without the names of its nodes."""
+    """TensorFlow's reason in a line, without where its nodes were made and what they are called."""
     message = getattr(error, "message", str(error))
     failed = re.search(r"assertion failed: \[(.*)\]", message)
     if failed:
         return failed[1].replace("] [", " ")
-    return re.sub(r"\{\{.*?\}\} ?", "", message.splitlines()[0])
+    lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
+    reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])
+    return re.sub(r"^\(0\) [A-Z_]+: +", "", reason.strip())

@@ -39,6 +39,21 @@ _HARMLESS = {
 }
 
 
+# Settings that say what a score is of, besides the data and the metric.
+_MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
+
+
+def measure(config: Config, metric: str, data: str) -> dict[str, Any]:
+    """What a run's scores are of, by name: only scores of one measure can be compared.
+
+    Args:
+      metric: the task's main metric; data: the fingerprint of the samples it is taken over, which
+        tells a copy of them elsewhere from others.
+    """
+    settings = {f"--{name}": getattr(config, name) for name in _MEASURE}
+    return settings | {"main_metric": metric, "the validation data's fingerprint": data[:16]}
+
+
 class Best(NamedTuple):
     """The main metric's highest value so far, and the step it was first seen at."""
 
@@ -61,13 +76,15 @@ class Found(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run: `folder`, and how many of the newest are kept.
 
-    `fingerprint` is what its bits depend on besides settings (engine/fingerprint.py).
+    `fingerprint` is what its bits depend on besides settings (engine/fingerprint.py), `measure`
+    what its scores are of. A score of another measure is none: neither the best nor to be kept.
     """
 
     folder: Path
     keep: int
     world: World
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def save(self, step: int, variables: Variables, config: Config) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept.
@@ -100,7 +117,7 @@ class Checkpoints:
         error = None
         if self.world.is_chief:
             try:
-                checkpoint_files.set_score(self._path(step), score)
+                checkpoint_files.set_score(self._path(step), score, self.measure)
             except (OSError, ValueError) as caught:
                 error = _why(caught, self.folder)
             self._prune()
@@ -110,18 +127,34 @@ class Checkpoints:
         """The best of the checkpoints there are; call it after `run_folder.begin`."""
         found = None
         if self.world.is_chief:
-            path = checkpoint_files.best(checkpoint_files.candidates(self.folder))
+            there = checkpoint_files.candidates(self.folder)
+            path = checkpoint_files.best(there, self.measure)
             about = checkpoint_files.read_manifest(path) if path else None
             found = Best(about.score, about.step) if about else None
         return self.world.broadcast_object(found, "checkpoint.best")
 
     def has_score(self, path: Path) -> bool:
-        """Whether the checkpoint was evaluated, be its score a number or not."""
+        """Whether the checkpoint was evaluated as this run does, be its score a number or not."""
         evaluated = False
         if self.world.is_chief:
             with contextlib.suppress(Damaged, OtherFormat):
-                evaluated = checkpoint_files.read_manifest(path).evaluated
+                about = checkpoint_files.read_manifest(path)
+                evaluated = about.evaluated and not about.unlike(self.measure)
         return self.world.broadcast_object(evaluated, "checkpoint.has_score")
+
+    def other_scores(self) -> str:
+        """A sentence about scores in the folder that are of another measure; empty without any."""
+        said = ""
+        if self.world.is_chief:
+            there = checkpoint_files.scored(checkpoint_files.candidates(self.folder))
+            unlike = [(m.step, found) for m in there.values() if (found := m.unlike(self.measure))]
+            for step, found in unlike[-1:]:
+                changed = [f"{n} was {_shown(a)}, is {_shown(b)}" for n, (a, b) in found.items()]
+                said = (
+                    f"scores up to step {step} are of another measure ({'; '.join(changed)}): they "
+                    "are not compared with this run's, nor their best checkpoint kept"
+                )
+        return self.world.broadcast_object(said, "checkpoint.other_scores")
 
     def holds(self, found: Found) -> bool:
         """Whether it is one of this run's own, and not of another run's folder."""
@@ -197,7 +230,7 @@ class Checkpoints:
     def _prune(self) -> None:
         """Keeps the newest and the best; what cannot be deleted stays, and is told."""
         paths = [p for p in checkpoint_files.candidates(self.folder) if p.is_dir()]
-        kept = {*paths[-self.keep :], checkpoint_files.best(paths)}
+        kept = {*paths[-self.keep :], checkpoint_files.best(paths, self.measure)}
         for path in paths:
             try:
                 if path not in kept:

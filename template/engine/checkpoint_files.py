@@ -43,6 +43,7 @@ class Manifest:
     """What a checkpoint says of itself.
 
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
+    `measure` says by name what the score is of; checkpoints of older versions have none.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings; checkpoints of older versions have none.
     """
@@ -56,6 +57,12 @@ class Manifest:
     score: float | None = None
     evaluated: bool = False
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
+    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What is not the same in `measure`: what it was when this was scored, and what it is."""
+        pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
+        return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
 def write(
@@ -86,9 +93,8 @@ def write(
         with contextlib.suppress(Damaged, OtherFormat):
             before = read_manifest(final)
             if before.sha256 == sha256:
-                manifest = dataclasses.replace(
-                    manifest, score=before.score, evaluated=before.evaluated
-                )
+                same = {n: getattr(before, n) for n in ("score", "evaluated", "measure")}
+                manifest = dataclasses.replace(manifest, **same)
         _write_manifest(partial, manifest)
         _install(partial, final)
     except BaseException:
@@ -97,11 +103,11 @@ def write(
     return final
 
 
-def set_score(path: Path, score: float) -> None:
+def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:
     """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
-    manifest = read_manifest(path)
     known = float(score) if math.isfinite(score) else None
-    _write_manifest(path, dataclasses.replace(manifest, score=known, evaluated=True))
+    found = {"score": known, "evaluated": True, "measure": dict(measure)}
+    _write_manifest(path, dataclasses.replace(read_manifest(path), **found))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -193,14 +199,19 @@ def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def best(paths: list[Path]) -> Path | None:
-    """The checkpoint with the highest score, the oldest of equals; None where none has a score."""
-    scores = {}
+def scored(paths: list[Path]) -> dict[Path, Manifest]:
+    """The manifests of those that have a score, by step."""
+    found = {}
     for path in sorted(paths, key=step_of):
         with contextlib.suppress(Damaged, OtherFormat):
-            scores[path] = read_manifest(path).score
-    scored = [path for path, score in scores.items() if score is not None]
-    return max(scored, key=scores.__getitem__, default=None)
+            found[path] = read_manifest(path)
+    return {path: about for path, about in found.items() if about.score is not None}
+
+
+def best(paths: list[Path], measure: Mapping[str, Any]) -> Path | None:
+    """The checkpoint with the highest score of this measure, the oldest of equals, if any."""
+    scores = {p: about.score for p, about in scored(paths).items() if not about.unlike(measure)}
+    return max(scores, key=scores.__getitem__, default=None)
 
 
 def delete(path: Path) -> None:

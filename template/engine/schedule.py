@@ -13,16 +13,6 @@ from config import Config
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
 
-def scale_factor(config: Config, world_size: int) -> float:
-    """What base_lr is multiplied by on `world_size` ranks.
-
-    linear: Goyal et al. 2017 (arXiv:1706.02677); sqrt: Krizhevsky 2014 (arXiv:1404.5997). Both
-    are for a batch that grows with the number of ranks; with a fixed global batch use none.
-    """
-    factors = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}
-    return factors[config.lr_scaling]
-
-
 def make(config: Config, world_size: int) -> Schedule:
     """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
 
@@ -35,7 +25,7 @@ def make(config: Config, world_size: int) -> Schedule:
     part = (step + 1) / W. Goyal et al. 2017 (arXiv:1706.02677, section 2.2) start at the rate of a
     small batch and add the same at each step; so warmup_from is not multiplied by scale_factor.
     """
-    factor = scale_factor(config, world_size)
+    factor = config_lib.scale_factor(config, world_size)
     base, end = config.base_lr * factor, config.end_lr * factor
     edges = config_lib.boundaries(config) if config.lr_policy == "step" else []
 

@@ -108,7 +108,10 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
 
 
 def _best(run_dir: Path) -> Path:
-    """The sound checkpoint of a run with the highest score; the newest where none has one."""
+    """The sound checkpoint of a run with the highest score; the newest where none has one.
+
+    Of scores of several measures those count that are of the newest one's.
+    """
     there = checkpoint_files.candidates(run_dir / "checkpoints")
     faults = {path: checkpoint_files.fault(path) for path in there}
     sound = [path for path in there if not faults[path]]
@@ -118,7 +121,9 @@ def _best(run_dir: Path) -> Path:
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
             f"folder of a run with a sound checkpoint in checkpoints/{example}"
         )
-    return checkpoint_files.best(sound) or sound[-1]
+    scored = checkpoint_files.scored(sound).values()
+    newest = max(scored, key=lambda about: about.step, default=None)
+    return checkpoint_files.best(sound, newest.measure) if newest else sound[-1]
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:

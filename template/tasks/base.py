@@ -17,12 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from config import Config
+from config import Config, scale_factor
 from data.source import Source
 from engine import schedule
 
 # Settings that only some tasks read; a task says which in `uses`.
-_OF_SOME_TASKS = ("mirror", "scale_range", "crop_area")
+_OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range", "crop_area")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _OPTIONAL = ("prepare", "predict", "notes", "draw", "actions", "schedule")
 
@@ -189,7 +189,7 @@ def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Sched
     own = optional(task, "schedule")
     if own is None:
         return schedule.make(config, world_size)
-    policy, factor = own(config), schedule.scale_factor(config, world_size)
+    policy, factor = own(config), scale_factor(config, world_size)
     for step in (0, config.num_steps - 1):
         rate = float(policy(tf.constant(step, tf.int64)))
         if not 0 <= rate < math.inf:

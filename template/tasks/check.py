@@ -41,6 +41,8 @@ def told(what: str) -> Iterator[None]:
         by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
         if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
+        if isinstance(error, tf.errors.OpError):  # of a graph, which has no line of its own
+            raise ValueError(f"{what} failed: {_sentence(said(error))}") from error
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
         why = f"{type(error).__name__}: {_sentence(str(error))}"
         raise ValueError(f"{what} failed: {place}{why}") from error

@@ -29,7 +29,12 @@ DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
 class Task:
     main_metric = "miou"
-    uses = ("mirror", "scale_range", "eval_crop", "eval_window", "eval_scales", "eval_flip")
+    uses = ("train_split", "val_split", "mirror", "scale_range")
+    uses += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
+    # What the heights and widths that the model takes are multiples of; None: as --model says. Set
+    # it where `build_model` is your own: 32 for a U-Net that halves five times. In an evaluation
+    # pictures are padded to it.
+    stride: int | None = None
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -42,18 +47,28 @@ class Task:
 
     def _passes(self) -> whole_pictures.Passes:
         """How an evaluation goes over a picture."""
-        config = self.config
-        if self.model_name not in STRIDES:
-            raise ValueError(f"tasks/segmentation_models.py: STRIDES lacks {self.model_name}")
-        stride = STRIDES[self.model_name]
+        config, stride = self.config, self._stride()
         if config.eval_window % stride:
+            whose = f"--model={self.model_name}" if self.stride is None else "the task's model"
             raise ValueError(
-                f"--eval_window={config.eval_window}: --model={self.model_name} needs a multiple "
-                f"of {stride}"
+                f"--eval_window={config.eval_window}: {whose} needs a multiple of {stride}"
             )
         fill = tuple(augment.normalize(self.how.fill).numpy())
         scales = tuple(eval_scales(config))
         return whole_pictures.Passes(stride, config.eval_window, scales, config.eval_flip, fill)
+
+    def _stride(self) -> int:
+        own, where = type(self), f"{type(self).__module__}.{type(self).__name__}"
+        if self.stride is None and own.build_model is not Task.build_model:
+            raise ValueError(
+                f"{where} has a build_model of its own: add `stride = N` to the class, N being "
+                "what the heights and widths that the model takes are multiples of"
+            )
+        if self.stride is not None and not (isinstance(self.stride, int) and self.stride > 0):
+            raise ValueError(f"{where}: stride = {self.stride!r} must be a whole number from 1 up")
+        if self.stride is None and self.model_name not in STRIDES:
+            raise ValueError(f"tasks/segmentation_models.py: STRIDES lacks {self.model_name}")
+        return self.stride or STRIDES[self.model_name]
 
     def prepare(self) -> None:
         if self.root.absolute() == DEMO:

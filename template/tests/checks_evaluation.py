@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import numpy as np
 import tensorflow as tf
 
@@ -9,7 +12,7 @@ import run as run_lib
 from checks_runs import position_of
 from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from engine.telemetry import Telemetry
-from small_runs import Small, StopSignal, fit, folder
+from small_runs import Small, StopSignal, fit, folder, numbers
 
 
 def check_a_failing_evaluation_loses_no_training(world):
@@ -26,6 +29,16 @@ def check_a_failing_evaluation_loses_no_training(world):
 
     ended = fit(world, Torn, eval_every=2, num_steps=6)
     assert ended.code == WRONG_USE and "sample 13 is torn" in ended.message, ended.message
+
+    class Fails(Small):
+        def sums(self, outputs, targets):  # the last batch is of 4 samples
+            few = tf.gather([0], tf.cast(tf.shape(targets)[0] == 4, tf.int32))
+            return super().sums(outputs, targets) | {"few": few}
+
+    other = fit(world, Fails, eval_every=2)
+    words = "sample 16, 17, 18, 19 (counted from 0; inputs of shape [4, 6]): indices = 1 is not in"
+    assert other.code == WRONG_USE and words in other.message, other.message
+    assert "\n" not in other.message and other.checkpoints == ["step-00000002"]
     assert ended.checkpoints == ["step-00000002"]
     # Mended and started again, the evaluation is made up for, and training goes on from there.
     again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
@@ -97,6 +110,44 @@ def check_a_score_that_is_no_number_is_never_the_best(world):
     run_dir = ended.folder
     checkpoints = run_lib.Checkpoints(run_dir / "checkpoints", 1, world)
     assert checkpoints.best().step == 5, checkpoints.best()
+
+
+def check_a_score_of_another_measure_counts_as_none(world):
+    """A high score of picture centres neither ends a run that scores whole ones, nor is kept."""
+
+    class Rises(Small):
+        calls = 0
+
+        def metrics(self, sums):
+            # Each run's first call is its try-out; the first evaluation of the second gives none.
+            Rises.calls += 1
+            score = float("nan") if Rises.calls == 5 else 0.01 * Rises.calls
+            return {"accuracy": 1.0 if self.config.eval_crop else score}
+
+    usual = {"eval_every": 1, "keep": 1, "early_stop_evals": 2}
+    first = fit(world, Rises, eval_crop=16, num_steps=2, **usual)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, Rises, num_steps=5, run_dir=first.folder, **usual)
+    assert ended.code == DONE and ended.checkpoints == ["step-00000005"], ended.checkpoints
+    if world.is_chief:
+        assert ended.summary["exit_reason"] == "done"
+        # Its checkpoint is scored anew: as it is now measured.
+        scores = {r["step"]: r["eval_accuracy"] for r in ended.records if "eval_loss" in r}
+        assert list(scores) == [1, 2, 3, 4, 5] and scores[1] == 1.0, scores
+        assert scores[2] is None and scores[3] < 1.0, scores
+        said = "scores up to step 2 are of another measure (--eval_crop was 16, is 0): they"
+        assert printed.getvalue().count(said) == 1, printed.getvalue()
+
+    class Others(Rises):
+        def sources(self):
+            return numbers(1, 60), numbers(3, 20)
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, Others, num_steps=5, run_dir=first.folder, **usual)
+    assert ended.code == DONE
+    if world.is_chief:
+        assert "the validation data's fingerprint was " in printed.getvalue()
+        assert ended.records[-1]["eval_accuracy"] > scores[5]
 
 
 def check_the_evaluations_loss_with_small_weights(world):

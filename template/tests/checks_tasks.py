@@ -80,6 +80,12 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
 
     refused(world, Branch, "training_example failed", "checks_tasks.py, line")
 
+    class Runs(Small):  # it is traced without a fault
+        def sums(self, outputs, targets):
+            return super().sums(outputs, targets) | {"one": tf.gather([0], tf.size(targets))}
+
+    refused(world, Runs, "evaluating one sample failed: indices = 1 is not in [0, 1)")
+
 
 def check_main_metric_is_looked_for_before_the_first_step(world):
     class Task(Small):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 
+import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image
@@ -19,6 +20,7 @@ from engine import world as world_lib
 from engine.stop import WRONG_USE, Stop
 from evaluation import Evaluator
 from run import Run
+from shared_checks import differ
 from small_runs import folder
 from tasks.segmentation import Task
 
@@ -173,3 +175,28 @@ def check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
         raise AssertionError("no Stop was raised")
     finally:
         made._step = step
+
+
+def check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
+    """Two halvings and a concatenation take multiples of 4; the first picture is padded to one."""
+    usual = small_run(world)
+
+    class Deep(Task):
+        def build_model(self):
+            image = keras.Input((None, None, 3), name="image")
+            up, halve = keras.layers.UpSampling2D(2), keras.layers.AveragePooling2D(2)
+            half = halve(image)
+            both = keras.layers.Concatenate()([half, up(halve(half))])
+            return keras.Model({"image": image}, up(keras.layers.Conv2D(CLASSES, 1)(both)))
+
+    def made(stride: int) -> Evaluator:
+        Deep.stride = stride
+        task = Deep(usual.config)
+        run = dataclasses.replace(usual, task=task, model=task.build_model())
+        return Evaluator(run, feed(run, world.rank, world.size, 1))
+
+    small, sample = made(2), 1 if world.size == 1 else 4  # the lowest rank speaks: 0 has even ones
+    small.try_out()
+    size = f"sample {sample} (counted from 0; inputs of shape {[1, *SIZES[sample], 3]}): ConcatOp"
+    differ(lambda: small.run(lambda: False), size, "`stride`", "--eval_crop")
+    assert made(4).run(lambda: False).figures["miou"] > 0

@@ -136,13 +136,14 @@ def fit_config(
     """As `fit`, with settings that are whole."""
     built: list[keras.Model] = []
 
-    class Watched(task):
-        def build_model(self):
-            built.append(super().build_model())
-            return built[-1]
+    def watched(config: Config) -> task:
+        made = task(config)
+        build = made.build_model
+        made.build_model = lambda: built.append(build()) or built[-1]
+        return made
 
     code, message, load = DONE, "", run_lib.tasks.load
-    run_lib.tasks.load = lambda config: Watched(config)
+    run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as train.main does
         train.fit(config, world, stop_signal or StopSignal())

@@ -58,6 +58,22 @@ def test_of_equal_scores_the_first_is_the_best(kept):
     assert kept.best() == (0.9, 1)
 
 
+def test_scores_of_another_measure_are_none(kept):
+    """They are neither the best nor kept, also where the same weights are saved once more."""
+    old = replace(kept, measure={"--eval_crop": 16, "--eval_flip": False})
+    new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})
+    path = save(old, 1, score=0.9)
+    save(new, 1)
+    assert old.has_score(path) and old.best() == (0.9, 1) and not old.other_scores()
+    assert not new.has_score(path) and new.best() is None
+    words = "scores up to step 1 are of another measure (--eval_crop was 16, is 0): "
+    assert new.other_scores().startswith(words)
+    save(new, 2, score=0.3)
+    save(new, 3, score=0.2)
+    assert names(kept) == ["step-00000002", "step-00000003"] and new.best() == (0.3, 2)
+    assert not new.other_scores() and kept.best() == (0.3, 2), "of no measure: like all"
+
+
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
 def test_a_score_that_is_no_number_is_known_and_never_the_best(score, kept):
     path = save(kept, 1)
@@ -265,7 +281,7 @@ def test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing(tmp_path):
 
     def start(folder):
         saves(folder, 1.0)
-        checkpoint_files.set_score(folder / "step-00000005", 0.5)
+        checkpoint_files.set_score(folder / "step-00000005", 0.5, {})
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, start, lambda folder: saves(folder, 2.0)):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import batch_norm
-from tasks import classification, classification_models
+from tasks import base, classification, classification_models
 from tasks.classification_models import MODELS
 
 CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)
@@ -135,6 +135,14 @@ def test_accuracy_and_top_5():
     sums = task.sums(logits, tf.constant([0, 4, 5, 9], tf.int64))
     figures = task.metrics({k: v.numpy() for k, v in sums.items()})
     assert figures == {"accuracy": 0.25, "top5_accuracy": 0.5}
+    # Of equal logits one class is predicted, and none where a logit is no number.
+    labels = tf.range(10, dtype=tf.int64)
+    for value, of_1, of_5 in ((0.0, 0.1, 0.5), (np.nan, 0.0, 0.0)):
+        sums = task.sums(tf.fill([10, 10], value), labels)
+        figures = task.metrics({k: v.numpy() for k, v in sums.items()})
+        assert figures == {"accuracy": of_1, "top5_accuracy": of_5}
+        sums = task.sums(tf.fill([4, 10], value), tf.zeros([4], tf.int64))
+        assert int(sums["hits"]) == int(sums["hits_of_5"]) == 0, value
     few = classification.Task(dataclasses.replace(CONFIG, num_classes=5))
     assert list(few.sums(logits[:, :5], tf.constant([0, 4, 3, 3], tf.int64))) == ["hits", "samples"]
 
@@ -170,6 +178,11 @@ def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
             drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
             falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
         assert (0 < falls < 12) == mirrored and (mirrored or not falls)
+
+
+def test_any_split_may_be_named():
+    config = dataclasses.replace(CONFIG, train_split="large", val_split="small")
+    assert base.load(config).config == config
 
 
 def test_wrong_model_is_named():

@@ -183,6 +183,17 @@ def test_where_warm_up_begins_is_nothing_without_one():
     assert config_lib.notes(parse("--warmup_from=0.001", "--warmup_steps=5")) == []
 
 
+def test_warm_up_may_begin_at_what_the_ranks_scale_the_rate_to_and_no_higher():
+    """The peak is known with the ranks alone: --lr_scaling multiplies it, not --warmup_from."""
+    flags = ["--base_lr=0.1", "--warmup_steps=5", "--warmup_from=0.4"]
+    assert "--base_lr=0.1: warm-up rises" in refused(*flags)
+    for how, least in (("linear", 4), ("sqrt", 16)):
+        given = parse(*flags, f"--lr_scaling={how}")
+        assert config_lib.for_ranks(given, least) == given
+        with pytest.raises(ValueError, match=rf"on {least - 1} rank\(s\): warm-up rises"):
+            config_lib.for_ranks(given, least - 1)
+
+
 @pytest.mark.parametrize("value", ["0.5", "2,0.5", "0.05,1", "1,11", "a,b", "0.5,1,2", "nan,1"])
 def test_a_range_of_scales_that_is_none_is_refused(value):
     assert f"--scale_range='{value}'" in refused(f"--scale_range={value}")

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
+from data.pipeline import said
 from ranks import last_lines, launch, names_of_checks, run_checks
 
 FILE = Path(__file__).parent / "checks_errors.py"
@@ -37,6 +39,23 @@ def fail(flags, ranks=2, backend=""):
 def test_bad_flags(flags, words, tiny):
     message = fail([*tiny, *flags])
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "{{function_node f}} indices = 7 is not in [0, 1)",
+        "Graph execution error:\n\nDetected at node GatherV2 defined at (most recent call last):\n"
+        '  File "a.py", line 1, in f\n\nindices = 7 is not in [0, 1)\n\t [[{{node GatherV2}}]]',
+        "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
+        "<stack traces unavailable>\n2 root error(s) found.\n"
+        "  (0) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n\t [[{{node a}}]]\n"
+        "  (1) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n0 successful operations.",
+    ],
+)
+def test_the_reason_is_found_in_what_tensorflow_says(message):
+    error = tf.errors.InvalidArgumentError(None, None, message)
+    assert said(error) == "indices = 7 is not in [0, 1)"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

@@ -102,6 +102,8 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
 @pytest.mark.parametrize(
     "name, value",
     [
+        ("train_split", "nope"),
+        ("val_split", "train"),
         ("mirror", "off"),
         ("scale_range", "1,2"),
         ("crop_area", 0.5),

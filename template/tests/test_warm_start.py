@@ -103,6 +103,11 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert starts(model) == {3.0}
+    # Step 2 has the higher score, but of another measure than the newest that has one.
+    checkpoint_files.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
+    checkpoint_files.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
+    warm_start.load(model, run_dir, False)
+    assert starts(model) == {1.0}, "of an older version's: compared with all"
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
     warm_start.load(model, renamed, False)
     assert starts(model) == {2.0}

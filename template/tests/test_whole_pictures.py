@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import plain_evaluation as plain
 from config import Config
-from tasks import segmentation
+from tasks import base, segmentation
 from tasks.whole_pictures import Passes, predict
 
 STRIDE, CLASSES = 4, 3
@@ -108,6 +108,30 @@ def test_a_window_that_the_model_cannot_take_is_refused():
     config = dataclasses.replace(Config(), model="small", eval_window=20)
     with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
         segmentation.Task(config)
+
+
+def test_a_model_of_ones_own_says_its_stride():
+    config = dataclasses.replace(Config(), model="small", eval_window=20)
+
+    class Own(segmentation.Task):
+        def build_model(self):
+            return None
+
+    with pytest.raises(ValueError, match=r"test_whole_pictures.Own has a build_model.*stride = N"):
+        Own(config)
+    Own.stride = 5
+    assert Own(config).passes.stride == 5
+    for stride, words in ((32, "--eval_window=20: the task's model .* 32"), (0, "stride = 0 must")):
+        Own.stride = stride
+        with pytest.raises(ValueError, match=words):
+            Own(config)
+    Own.stride, Own.build_model = None, segmentation.Task.build_model
+    assert Own(dataclasses.replace(config, eval_window=24)).passes.stride == 8
+
+
+def test_any_split_may_be_named():
+    config = dataclasses.replace(Config(), train_split="trainaug", val_split="small")
+    assert base.load(config).config == config
 
 
 def test_every_model_says_its_stride():
