@@ -77,7 +77,7 @@ class Checkpoints:
     """The checkpoints of one run: `folder`, and how many of the newest are kept.
 
     `fingerprint` is what its bits depend on besides settings (engine/fingerprint.py), `measure`
-    what its scores are of. A score of another measure is none: neither the best nor to be kept.
+    what its scores are of. A score of another measure is none; its best checkpoint stays.
     """
 
     folder: Path
@@ -152,7 +152,7 @@ class Checkpoints:
                 changed = [f"{n} was {_shown(a)}, is {_shown(b)}" for n, (a, b) in found.items()]
                 said = (
                     f"scores up to step {step} are of another measure ({'; '.join(changed)}): they "
-                    "are not compared with this run's, nor their best checkpoint kept"
+                    "are not compared with this run's"
                 )
         return self.world.broadcast_object(said, "checkpoint.other_scores")
 
@@ -228,9 +228,10 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def _prune(self) -> None:
-        """Keeps the newest and the best; what cannot be deleted stays, and is told."""
+        """Keeps the newest, and the best by each measure; what cannot be deleted is told."""
         paths = [p for p in checkpoint_files.candidates(self.folder) if p.is_dir()]
-        kept = {*paths[-self.keep :], checkpoint_files.best(paths, self.measure)}
+        measures = [about.measure for about in checkpoint_files.scored(paths).values()]
+        kept = {*paths[-self.keep :], *(checkpoint_files.best(paths, one) for one in measures)}
         for path in paths:
             try:
                 if path not in kept:

@@ -59,7 +59,7 @@ def test_of_equal_scores_the_first_is_the_best(kept):
 
 
 def test_scores_of_another_measure_are_none(kept):
-    """They are neither the best nor kept, also where the same weights are saved once more."""
+    """They are not the best, also where the same weights are saved once more; theirs is kept."""
     old = replace(kept, measure={"--eval_crop": 16, "--eval_flip": False})
     new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})
     path = save(old, 1, score=0.9)
@@ -70,8 +70,11 @@ def test_scores_of_another_measure_are_none(kept):
     assert new.other_scores().startswith(words)
     save(new, 2, score=0.3)
     save(new, 3, score=0.2)
-    assert names(kept) == ["step-00000002", "step-00000003"] and new.best() == (0.3, 2)
-    assert not new.other_scores() and kept.best() == (0.3, 2), "of no measure: like all"
+    save(new, 4, score=0.1)
+    save(new, 5)
+    assert names(kept) == [f"step-0000000{step}" for step in (1, 2, 4, 5)]
+    assert new.best() == (0.3, 2) and old.best() == (0.9, 1)
+    assert new.other_scores().startswith(words) and kept.best() == (0.9, 1), "of none: like all"
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
