@@ -155,6 +155,10 @@ def test_a_set_is_written_whole_or_not_at_all(
     readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
     assert [path.name for path in out.iterdir()] == ["train"]
     readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
+    for name in ("..", "train.packing-2", ""):
+        with pytest.raises(SystemExit):
+            command(monkeypatch, *flags, f"--out={tmp_path / 'b'}", f"--as={name}")
+        assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
     with unfinished.folder(out, "other"):
         another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731
