@@ -102,7 +102,7 @@ def test_what_would_be_left_out_is_named(root: Path):
         (folder / inside).write_bytes(b"")
         readers.fails(lambda: ClassFolders(root, "train"), folder, "1 folders", "(more)", "move")
         shutil.rmtree(folder / "more")
-    for ending in OTHER_SUFFIXES:
+    for ending in (*OTHER_SUFFIXES, ".jpg "):
         (folder / f"a{ending}").write_bytes(b"")
         (folder / f"b{ending.upper()}").write_bytes(b"")
         words = (folder, "2 pictures", f"the first: a{ending}", "convert them to PNG or JPEG")

@@ -145,7 +145,8 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     """The `packed` names of a class's pictures; ValueError where something would be left out."""
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
     inner = [entry.name for entry in rest if entry.is_dir()]
-    others = [entry.name for entry in rest if entry.name.lower().endswith(OTHER_SUFFIXES)]
+    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
+    others = [entry.name for entry in rest if entry.name.lower().rstrip().endswith(endings)]
     if deeper := [name for name in inner if any(listing.contents(folder / name, ()))]:
         raise ValueError(
             f"{folder} has {len(deeper)} folders with something in them ({some(deeper)}), which "
