@@ -6,9 +6,10 @@
 
 Each file is copied under another name, read back and compared (SHA-256) before it gets its own,
 so one that has its name is whole. Typed again it looks at every file's size and time and copies
-what is missing or differs. Links are followed. Files that are no longer in the source are left
-alone. TARGET/.staging holds what is being copied, and is gone afterwards; what a kill left in it
-goes at the next start. A second staging into the same target waits for the first.
+what is missing or differs. Links in the source are followed; in the target they are refused, and
+so is all that the source does not hold. TARGET/.staging holds what is being copied, and is gone
+afterwards; what a kill left in it goes at that user's next start. A second staging into the same
+target waits for the first.
 """
 
 from __future__ import annotations
@@ -28,13 +29,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_WORK = ".staging"
+from stage_folders import WORK, Listing, check_leftovers, check_places, check_ways, listing
+
 _BLOCK = 1 << 22
 # Seconds after which a work folder of another machine that nobody writes to is a dead one's.
 _SILENCE = 120
-
-# relative name -> (bytes, time of change in nanoseconds)
-Listing = dict[str, tuple[int, int]]
 
 
 def stage(source: Path, target: Path, workers: int = 8) -> str:
@@ -43,96 +42,37 @@ def stage(source: Path, target: Path, workers: int = 8) -> str:
     Raises:
       OSError: no space, or a file cannot be read or written; what is whole stays.
       ValueError: one of the two folders lies in the other, `source` has no files, or something
-        that cannot be copied (`listing` tells what), or a file came out different twice.
+        that cannot be copied (`listing` tells what), `target` holds links to folders or what the
+        source does not hold, or a file came out different twice.
     """
     source, target = Path(os.path.realpath(source)), Path(os.path.realpath(target))
-    _check_places(source, target)
+    check_places(source, target)
     target.mkdir(parents=True, exist_ok=True)
     wanted = listing(source, target)
-    if not wanted:
+    files = wanted.files
+    if not files:
         raise ValueError(f"{source} holds no files")
-    _check_folders(source, target, wanted)
     with _alone(target) as locked:
-        missing = [name for name, about in wanted.items() if not _is_there(target / name, about)]
-        work = target / _WORK
+        check_ways(source, target, wanted)
+        check_leftovers(source, target, wanted)
+        missing = [name for name, about in files.items() if not _is_there(target / name, about)]
+        work = target / WORK
         if work.is_dir():
             _remove_what_was_cut_off(work, locked)
-        if not missing:
-            return f"{target} is up to date: {len(wanted):,} files"
-        need = sum(wanted[name][0] for name in missing)
+        need = sum(files[name][0] for name in missing)
         _check_space(target, need, len(missing))
-        _make_folders(target, missing)
+        _make_folders(target, wanted, missing)
+        if not missing:
+            return f"{target} is up to date: {len(files):,} files"
         work.mkdir(exist_ok=True)
         own = Path(tempfile.mkdtemp(prefix=f"{_machine()}.", dir=work))
         try:
-            _copy_all(source, target, {name: wanted[name] for name in missing}, own, workers)
+            _copy_all(source, target, {name: files[name] for name in missing}, own, workers)
         finally:
             shutil.rmtree(own, ignore_errors=True)
             with contextlib.suppress(OSError):  # another host's may be in it
                 work.rmdir()
-    return f"{target}: {len(missing):,} of {len(wanted):,} files copied, {need / 1e6:,.0f} MB"
-
-
-def listing(folder: Path, target: Path | None = None) -> Listing:
-    """Every file below `folder`, links followed.
-
-    Raises:
-      OSError: a folder or file cannot be looked at.
-      ValueError: a link leads nowhere, back to a folder that it is in, or to `target`; something
-        is neither file nor folder; or `folder` is the target of a staging that did not end.
-    """
-    found: Listing = {}
-    copy = _identity(os.stat(target)) if target else None
-    wrong: list[str] = []
-    waiting = [("", (_identity(os.stat(folder)),))]  # folders, with those that they are in
-    while waiting:
-        inside, above = waiting.pop()
-        for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
-            name = f"{inside}{entry.name}"
-            try:
-                about = entry.stat()
-            except OSError:
-                if not entry.is_symlink():
-                    raise
-                wrong.append(f"{name} is a link to {os.readlink(entry.path)}, which is not there")
-                continue
-            if stat.S_ISREG(about.st_mode):
-                found[name] = (about.st_size, about.st_mtime_ns)
-            elif not stat.S_ISDIR(about.st_mode):
-                wrong.append(f"{name} is neither a file nor a folder")
-            elif _identity(about) in above:
-                wrong.append(f"{name} leads back to a folder that it is in: a loop of links")
-            elif _identity(about) == copy:
-                wrong.append(f"{name} leads to {target}, where the copy is to be")
-            elif name == _WORK:
-                wrong.append(f"{name} is there: a staging into this folder runs or was cut off")
-            else:
-                waiting.append((f"{name}/", (*above, _identity(about))))
-    if wrong:
-        more = f" (and {len(wrong) - 3} more like it)" if len(wrong) > 3 else ""
-        raise ValueError(f"{folder}: {'; '.join(wrong[:3])}{more}; mend or remove that first")
-    return found
-
-
-def _identity(about: os.stat_result) -> tuple[int, int]:
-    return about.st_dev, about.st_ino
-
-
-def _check_places(source: Path, target: Path) -> None:
-    """By what the folders are, not by their names: a disk may be mounted at two places."""
-    if not stat.S_ISDIR(os.stat(source).st_mode):
-        raise ValueError(f"{source} is not a folder; give the one that holds the data")
-    for inner, outer in ((source, target), (target, source)):
-        for parent in (inner, *inner.parents):
-            if outer.exists() and parent.exists() and parent.samefile(outer):
-                what = "is" if parent == inner else "lies in"
-                raise ValueError(f"{inner} {what} {outer}: stage into a folder beside the source")
-
-
-def _check_folders(source: Path, target: Path, wanted: Listing) -> None:
-    for folder in {os.path.dirname(name) for name in wanted}:
-        if (target / folder).exists() and (target / folder).samefile(source / folder):
-            raise ValueError(f"{target / folder} leads into {source}: it is no copy, remove it")
+    return f"{target}: {len(missing):,} of {len(files):,} files copied, {_words(need)}"
 
 
 @contextlib.contextmanager
@@ -174,13 +114,16 @@ def _remove_what_was_cut_off(work: Path, locked: bool) -> None:
     machine, or this one before it was started again, may not share the lock where the disk is
     shared: what it writes to is young.
     """
-    os.utime(work)
-    now = work.stat().st_mtime  # by the clock of the disk's host
-    for folder in work.iterdir():
-        own = folder.name.startswith(f"{_machine()}.")
-        if (own and locked) or now - folder.stat().st_mtime > _SILENCE:
-            shutil.rmtree(folder)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # another user's stay: they are in nobody's way
+        os.utime(work)
+        now = work.stat().st_mtime  # by the clock of the disk's host
+        for folder in work.iterdir():
+            own = folder.name.startswith(f"{_machine()}.")
+            dead = (own and locked) or now - folder.stat().st_mtime > _SILENCE
+            if dead and all(map(str.isdecimal, os.listdir(folder))):  # a file for each worker
+                for partial in folder.iterdir():
+                    partial.unlink()
+                folder.rmdir()
         work.rmdir()
 
 
@@ -196,21 +139,36 @@ def _check_space(target: Path, size: int, files: int) -> None:
     disk = os.statvfs(target)
     free = disk.f_bavail * disk.f_frsize
     if size > free:
-        raise OSError(f"{target} has {free / 1e9:.1f} GB free, {size / 1e9:.1f} GB are to come")
+        raise OSError(
+            f"{target} has {_words(free)} free, {_words(size)} are to come: {_words(size - free)} "
+            "too little"
+        )
     if disk.f_files and files > disk.f_favail:  # some file systems have no number of files: 0
         raise OSError(f"{target} has room for {disk.f_favail:,} files, {files:,} are to come")
 
 
-def _make_folders(target: Path, names: list[str]) -> None:
-    """A file gets its name by a rename, which does not lead to another disk."""
+def _words(size: int) -> str:
+    """Bytes, for a person."""
+    power = min((len(str(size)) - 1) // 3, 4)
+    return f"{size / 1000**power:,.{min(power, 1)}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _make_folders(target: Path, wanted: Listing, missing: list[str]) -> None:
+    """All of them: readers refuse a class's folder that is empty, and so they do in the copy.
+
+    A file gets its name by a rename, which does not lead to another disk.
+    """
+    for folder in wanted.folders:
+        (target / folder).mkdir(exist_ok=True)
     disk = target.stat().st_dev
-    for folder in {os.path.dirname(name) for name in names}:
-        (target / folder).mkdir(parents=True, exist_ok=True)
+    for folder in {os.path.dirname(name) for name in missing}:
         if (target / folder).stat().st_dev != disk:
             raise ValueError(f"{target / folder} is on another disk than {target}: stage it alone")
 
 
-def _copy_all(source: Path, target: Path, wanted: Listing, own: Path, workers: int) -> None:
+def _copy_all(
+    source: Path, target: Path, wanted: dict[str, tuple[int, int]], own: Path, workers: int
+) -> None:
     """`workers` files at a time; when one fails, or a signal comes, the others are left as well."""
     names, stopped = iter(wanted), threading.Event()
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from data import pack, pipeline
-from data.labels import IGNORE
+from data.labels import IGNORE, one_class
 from data.readers import records
 from data.readers.folders import ImageLabelFolder
 from data.readers.records import Records
@@ -62,6 +62,8 @@ def check(root: Path, layout: str, split: str, classes: int, tell: Callable[[str
         return "not read"
     if layout == "records" and (fault := _other_content(source)):
         tell(fault)
+    if layout == "class_folders" and source.num_classes == 1:
+        tell(one_class(root / split))
     classes = classes or source.num_classes
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
     highest = -1

@@ -5,7 +5,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from config import Config
-from data.labels import IGNORE
+from data.labels import IGNORE, one_class
 from data.readers.cifar10 import Cifar10
 from data.readers.cifar100 import COARSE_NAMES, Cifar100
 from data.readers.cityscapes import Cityscapes
@@ -73,6 +73,8 @@ def open_source(config: Config, split: str, default: str) -> Source:
             f"takes {words[KINDS[default]]}; choose other data or another task"
         )
     known = getattr(source, "num_classes", config.num_classes)
+    if known == 1 and name == "class_folders":
+        raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
     # A packed set says how many classes it was seen to hold: of the whole set there may be more.
     if known > config.num_classes or (known < config.num_classes and name != "records"):
         raise ValueError(

@@ -58,12 +58,13 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
       packed_from: for people who wonder, kept in pack.json.
 
     Returns: the folder.
-    Raises ValueError when OUT/SPLIT is there already or is being packed, a sample cannot be read,
-      or what is read back is not what was packed; OSError or tf.errors.OpError when the disk does
-      not take it.
+    Raises ValueError when SPLIT is no name for a folder, OUT/SPLIT is there already or is being
+      packed, a sample cannot be read, or what is read back is not what was packed; OSError or
+      tf.errors.OpError when the disk does not take it.
     """
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
+    unfinished.check_name(split)
     out.mkdir(parents=True, exist_ok=True)
     with unfinished.folder(out, split) as work:
         if (out / split).exists():
@@ -209,13 +210,14 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
     args = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
+    name = args.split if args.name is None else args.name
     try:
         source = READERS[args.layout](args.root, args.split)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
-        folder = pack(source, args.out, args.name or args.split, args.shards, packed_from)
+        folder = pack(source, args.out, name, args.shards, packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{error}\n")
-    packed = records.Records(args.out, args.name or args.split)
+    packed = records.Records(args.out, name)
     ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
     print(
         f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, read back "

@@ -1,7 +1,8 @@
 """A hidden folder to write in, so that what has its name is whole; what a kill leaves is removed.
 
-OUT/.NAME.packing-XXXXXXXX    the folder, moved to OUT/NAME when it is whole
-OUT/.NAME.packing.lock        who writes in it; gone with it
+OUT/.NAME.packing-XXXXXXXX            the folder; what becomes OUT/NAME is moved out of it
+OUT/.NAME.packing-XXXXXXXX/.packing   says that it is such a folder: others are left alone
+OUT/.NAME.packing.lock                who writes in it; gone with it
 
 The lock ends with its process, however that ends. Where a disk is shared, its hosts may not share
 the locks: a living process therefore touches its lock file too.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import IO
 
 _MARK = ".packing"
+_FOLDER = re.compile(r"\.(.+)\.packing-[a-z0-9_]{8}", re.DOTALL)  # as `tempfile.mkdtemp` names it
+_SIGN = "python -m data.pack writes here; what is left of a killed one goes at its next start\n"
 _TOUCHED_EVERY = 30.0  # seconds
 _SILENCE = 300.0  # seconds, after which a process of another host that touches nothing is dead
 
@@ -30,28 +34,59 @@ def folder(out: Path, name: str) -> Iterator[Path]:
 
     Folders in `out` of processes that have ended are removed first.
 
-    Raises ValueError when another process writes OUT/NAME at this moment.
+    Raises ValueError when another process writes OUT/NAME at this moment, or something else has
+    the lock's name.
     """
     with _lock(out, name):
-        for other in _names(out) - {name}:
+        for other in {of for _, of in _left(out)} - {name}:
             # One that is written at this moment, or is another person's, stays.
             with contextlib.suppress(ValueError, OSError), _lock(out, other):
                 _remove_left(out, other)
         _remove_left(out, name)
         # Beside its last place, as only a rename inside one file system is atomic.
-        with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}{_MARK}-") as work:
-            yield Path(work)
+        work = Path(tempfile.mkdtemp(dir=out, prefix=f".{name}{_MARK}-"))
+        try:
+            (work / _MARK).write_text(_SIGN)
+            yield work
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # someone else removed it
+                _remove(work)
 
 
-def _names(out: Path) -> set[str]:
-    hidden = (entry for entry in os.listdir(out) if entry.startswith("."))
-    return {name[1:] for name, mark, rest in (e.rpartition(_MARK) for e in hidden) if mark and rest}
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that is no folder's in OUT, or like the hidden ones' here."""
+    if name in ("", ".", "..") or "/" in name or _MARK in name:
+        raise ValueError(
+            f"{name!r} cannot be the name of a packed split: it must be a folder's name, without "
+            f"'/' and {_MARK!r}; give another --as"
+        )
+
+
+def _left(out: Path) -> list[tuple[Path, str]]:
+    """Folders that were begun here, each with the name that it was to get."""
+    names = [(out / entry, _FOLDER.fullmatch(entry)) for entry in os.listdir(out)]
+    return [(path, match[1]) for path, match in names if match and _is_begun_here(path)]
+
+
+def _is_begun_here(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and (path / _MARK).read_text() == _SIGN
+    except (OSError, ValueError):  # there is no such file, or it is no text
+        return False
 
 
 def _remove_left(out: Path, name: str) -> None:
-    for entry in os.listdir(out):
-        if entry.startswith(f".{name}{_MARK}-"):
-            shutil.rmtree(out / entry)
+    for path, of in _left(out):
+        if of == name:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """With the sign last: what is removed in part is found again."""
+    for path in folder.iterdir():
+        if path.name != _MARK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -77,7 +112,7 @@ def _lock(out: Path, name: str) -> Iterator[None]:
 def _opened(path: Path, goal: Path) -> tuple[IO[str], bool]:
     """The lock file, and whether it is locked: not where the file system has no locks."""
     while True:
-        file = path.open("a+")  # it may be another's: nothing is cut off
+        file = path.open("a+", errors="replace")  # it may be another's: nothing is cut off
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             locked = True
@@ -99,6 +134,10 @@ def _opened(path: Path, goal: Path) -> tuple[IO[str], bool]:
 def _check_others(file: IO[str], locked: bool, out: Path, name: str) -> None:
     """With the lock, an owner on this machine is dead. Of another one only its silence tells."""
     owner = _words(file)
+    if owner and not (len(owner) == 3 and owner[2].isdecimal()):
+        raise ValueError(
+            f"{file.name} is there, and no pack made it: remove it, or give another --as"
+        )
     if not owner or (locked and owner[0] == _machine()):
         return
     os.utime(out)

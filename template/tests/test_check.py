@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,21 @@ def test_shards_are_read_whole(tmp_path: Path, run):
     code, said = run(f"--data_dir={tmp_path / 'out'}")
     assert code == 1 and "00000-of-00002.tfrecord is missing" in said.splitlines()[0]
     assert f"{shard} has" in said.splitlines()[1] and "train: not read" in said
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_pack_whose_shards_are_said_to_hold_others(tmp_path: Path, run, version: int):
+    """As many samples as before: one would come twice, and one not at all."""
+    folder = packed(tmp_path)
+    if version == 1:
+        as_version_1(folder)
+    found = json.loads((folder / "pack.json").read_text())
+    for count in (3, 1):
+        found["shards"][0]["records"], found["shards"][1]["records"] = count, 4 - count
+        (folder / "pack.json").write_text(json.dumps(found))
+        code, said = run(f"--data_dir={folder.parent}")
+        words = f"train-00000-of-00002.tfrecord is not filled by the {count} records"
+        assert code == 1 and words in said and "train: not read" in said, said
 
 
 def test_labels_of_a_pack_are_classes(tmp_path: Path, run):

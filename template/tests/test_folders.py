@@ -61,7 +61,7 @@ def explained(root: Path, *parts: object):
     with pytest.raises(tf.errors.OpError):
         list(tf.data.Dataset.range(1).map(source.read))
     said = source.explain(0)
-    assert said is not None and "\n" not in said
+    assert said is not None and "\n" not in said and "{{" not in said
     assert all(str(part) in said for part in parts), said
     assert source.explain(1) is None
 
@@ -165,9 +165,20 @@ def test_names_without_files_are_named_and_counted(root: Path):
     fails(root, root / "images", "for nowhere/b ")
 
 
+def test_names_end_with_their_line_only(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    """`str.splitlines` would make the two other samples of it."""
+    write(root, "a\u2028b", *pixels)
+    (root / "splits" / "train.txt").write_bytes("a\u2028b\r\nc\n".encode())
+    source = opened(root)
+    assert len(source) == 2 and source.picture_file(0).name == "a\u2028b.png"
+
+
 def test_names_and_images_that_come_twice_are_named(root: Path):
     list_names(root, "a", "b", "", "a")
     fails(root, root / "splits" / "train.txt", "line 4", "a stands on line 1")
+    for again in ("./a", ".//a", "x/../a"):
+        list_names(root, "a", "b", again)
+        fails(root, "line 3", f"{again} stands on line 1")
     list_names(root, "a", "b")
     (root / "images" / "b.jpg").write_bytes((root / "images" / "b.png").read_bytes())
     fails(root, root / "images", "b.jpg and b.png")

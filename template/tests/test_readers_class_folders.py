@@ -1,6 +1,7 @@
 """A folder a class: samples, labels, and what is said when something is missing or wrong."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 import readers
 from data.readers import listing
 from data.readers.class_folders import ClassFolders
+from data.readers.pictures import OTHER_SUFFIXES
 
 
 @pytest.fixture
@@ -91,9 +93,25 @@ def test_what_would_be_left_out_is_named(root: Path):
     readers.save(root / "train" / "x.jpg", readers.noise(0))
     readers.fails(lambda: ClassFolders(root, "train"), root / "train", "beside them", "x.jpg")
     (root / "train" / "x.jpg").unlink()
-    readers.save(root / "train" / "n01" / "more" / "x.jpg", readers.noise(0))
-    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n01", "(more)", "move")
-    (root / "train" / "n01" / "more" / "x.jpg").rename(root / "train" / "n01" / "more" / "x.txt")
+    folder = root / "train" / "n01"
+    readers.save(root / "train" / "x.webp", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train", "beside them", "x.webp")
+    (root / "train" / "x.webp").unlink()
+    for inside in ("more/x.jpg", "more/deep/x.jpg", "more/x.txt"):
+        (folder / inside).parent.mkdir(parents=True)
+        (folder / inside).write_bytes(b"")
+        readers.fails(lambda: ClassFolders(root, "train"), folder, "1 folders", "(more)", "move")
+        shutil.rmtree(folder / "more")
+    for ending in (*OTHER_SUFFIXES, ".jpg "):
+        (folder / f"a{ending}").write_bytes(b"")
+        (folder / f"b{ending.upper()}").write_bytes(b"")
+        words = (folder, "2 pictures", f"the first: a{ending}", "convert them to PNG or JPEG")
+        readers.fails(lambda: ClassFolders(root, "train"), *words)
+        (folder / f"a{ending}").unlink()
+        (folder / f"b{ending.upper()}").unlink()
+    for left_out in ("Thumbs.db", "._z.jpg", "more/.DS_Store", "__MACOSX/more/._z.jpg", ".a/z.jpg"):
+        (folder / left_out).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left_out).write_bytes(b"")
     assert len(ClassFolders(root, "train")) == 4
     (root / "train" / "n01" / "d.jpg").mkdir()
     readers.fails(lambda: ClassFolders(root, "train"), root / "train/n01/d.jpg", "is a folder")
@@ -106,7 +124,6 @@ def test_links(root: Path):
     folder = root / "train" / "n01"
     (folder / "z.jpg").rename(root / "elsewhere.jpg")
     (folder / "z.jpg").symlink_to(root / "elsewhere.jpg")
-    (folder / "up").symlink_to("..")  # a loop for who follows it
     before = readers.read_all(ClassFolders(root, "train"))
     (root / "train" / "n10").rename(root / "n10")
     (root / "train" / "n10").symlink_to(root / "n10")
@@ -152,6 +169,8 @@ def test_broken_files_are_explained(root: Path):
     readers.explained(source, 1, path, "zero bytes")
     path.write_bytes(b"<html>gone</html>")
     readers.explained(source, 1, path, "neither PNG nor JPEG")
+    path.write_bytes(whole[:-12])  # Pillow reads it without its end, TensorFlow does not
+    readers.explained(source, 1, path, "cannot be read")
     path.unlink()
     readers.explained(source, 1, path)
     assert source.explain(2) is None

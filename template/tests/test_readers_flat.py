@@ -53,7 +53,16 @@ def test_the_devkits_numbers_are_not_the_order_of_synsets(root: Path):
     (root / flat.SYNSETS).unlink()
     write_devkit(root, [2, 3, 2, 1])
     assert readers.same(by_list, ClassFolders(root, "val"))
-    (root / flat.DEVKIT / flat.TRUTH).write_text("2\n3\n9\n1\n")
+    lists = (root / flat.DEVKIT / flat.TRUTH, root / flat.SYNSETS)
+    synsets = [by_list.class_names[i] for i in (2, 0, 2, 1)]
+    lists[1].write_text("\n".join(synsets))
+    assert readers.same(by_list, ClassFolders(root, "val"))
+    lists[1].write_text("\n".join(reversed(synsets)))
+    readers.fails(lambda: ClassFolders(root, "val"), *lists, "do not say the same")
+    lists[1].write_text("\n".join(synsets))
+    lists[0].write_text("2\n3\n9\n1\n")  # not to be read: the other list will do
+    assert readers.same(by_list, ClassFolders(root, "val"))
+    lists[1].unlink()
     readers.fails(lambda: ClassFolders(root, "val"), "does not know: 9", flat.META)
     (root / flat.DEVKIT / flat.META).write_bytes(b"not MATLAB's")
     readers.fails(lambda: ClassFolders(root, "val"), root / flat.DEVKIT / flat.META, "cannot be")
@@ -78,3 +87,19 @@ def test_what_is_needed_is_named(root: Path):
     (root / "val" / "ILSVRC2012_val_00000002.JPEG").unlink()
     (root / flat.SYNSETS).write_text("\n".join(whole.split()[:3]))
     readers.fails(lambda: ClassFolders(root, "val"), "val_00000003.JPEG", "line 2")
+
+
+def test_other_pictures_do_not_get_the_validation_labels(root: Path):
+    """As many as the list has lines, with names that end in the lines' numbers."""
+    for split, name in (("test", "ILSVRC2012_test"), ("val", "ILSVRC2010_val"), ("test", "img")):
+        (root / "val").rename(root / "aside")
+        for number in range(1, 5):
+            path = root / split / f"{name}_{number:08d}.JPEG"
+            path.parent.mkdir(exist_ok=True)
+            shutil.copy(root / "aside" / f"ILSVRC2012_val_{number:08d}.JPEG", path)
+        words = (root / split, root / flat.SYNSETS, "4 of 4", f"{name}_00000001.JPEG", "sort the")
+        readers.fails(lambda s=split: ClassFolders(root, s), *words)
+        shutil.rmtree(root / split)
+        (root / "aside").rename(root / "val")
+    (root / "val").rename(root / "holdout")  # a split's name says nothing
+    assert len(ClassFolders(root, "holdout")) == 4

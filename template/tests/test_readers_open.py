@@ -9,8 +9,8 @@ import pytest
 
 import config as config_lib
 import readers
+from data import check, pack
 from data import open as open_lib
-from data import pack
 from data.readers import records
 from data.readers.cifar10 import Cifar10
 from data.readers.cifar100 import Cifar100
@@ -110,6 +110,16 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     (tmp_path / "small" / "n02").rename(tmp_path / "small" / "n03")
     words = ("--train_split=large and --val_split=small", "n02, n03")
     readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
+
+
+def test_one_class_cannot_be_told_apart(tmp_path: Path):
+    readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
+    config = settings(tmp_path, "class_folders", 2)
+    words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
+    readers.fails(lambda: open_lib.open_source(config, "train", "class_folders"), *words)
+    told: list[str] = []
+    check.check(tmp_path, "class_folders", "train", 0, told.append)
+    assert len(told) == 1 and "holds one class only" in told[0]
 
 
 def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):

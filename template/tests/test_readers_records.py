@@ -132,10 +132,24 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
             path.unlink() if damage is None else path.write_bytes(damage)
             readers.fails(open_it, path, words, "again")
             path.write_bytes(whole)
-    found = json.loads(meta.read_text())
-    del found["shards"][0]["records"]
-    meta.write_text(json.dumps(found))
-    readers.fails(open_it, meta, "'records'", "pack again")
+    whole = json.loads(meta.read_text())
+    first, *others = whole["shards"]
+    for key, value in (
+        *(("num_classes", wrong) for wrong in ("2", None, True, 0, 2.0)),
+        *(("kind", "foo"), ("kind", ["map"]), ("version", "2"), ("version", True)),
+        *(("content", 3), ("index_sha256", ""), ("is_demo", "no"), ("shards", {"a": 1})),
+    ):
+        meta.write_text(json.dumps(whole | {key: value}))
+        readers.fails(open_it, meta, f"{key} {value!r}", "again")
+    for key, value in (
+        *(("records", wrong) for wrong in ("4", -1, None)),
+        *(("name", 3), ("name", "../x"), ("bytes", "5"), ("sha256", "")),
+    ):
+        meta.write_text(json.dumps(whole | {"shards": [first | {key: value}, *others]}))
+        readers.fails(open_it, meta, f"shard 0 has {key} {value!r}", "pack again")
+    meta.write_text(json.dumps(whole | {"shards": [first | {"bytes": 3}, *others]}))
+    (folder / first["name"]).write_bytes(b"cut")  # shorter than the mark
+    readers.fails(open_it, folder / first["name"], "not the shard")
 
 
 def test_a_set_is_written_whole_or_not_at_all(
@@ -155,6 +169,10 @@ def test_a_set_is_written_whole_or_not_at_all(
     readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
     assert [path.name for path in out.iterdir()] == ["train"]
     readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
+    for name in ("..", "train.packing-2", ""):
+        with pytest.raises(SystemExit):
+            command(monkeypatch, *flags, f"--out={tmp_path / 'b'}", f"--as={name}")
+        assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
     with unfinished.folder(out, "other"):
         another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731

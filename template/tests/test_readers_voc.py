@@ -61,6 +61,12 @@ def test_lists_of_pairs_of_paths(root: Path):
         ("/JPEGImages/2007_000002.jpg", ("is not a picture and its label",)),
         ("2007_000002", ("is not a picture and its label",)),
         ("/JPEGImages/2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("/JPEGImages//2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("./JPEGImages/2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        (
+            "/JPEGImages/2007_000002.jpg /SegmentationClass/./2007_000001.png",
+            ("SegmentationClass/./2007_000001.png stands on line 2 already",),
+        ),
         ("/JPEGImages/2009_1.jpg /S/x.png", (root / "JPEGImages" / "2009_1.jpg", "is missing")),
         ("/JPEGImages/2007_000002.jpg /S/x.png", (root / "S" / "x.png", "is missing")),
     ):

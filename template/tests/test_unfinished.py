@@ -33,12 +33,39 @@ def test_what_a_kill_left_goes_at_the_next_start(tmp_path: Path):
     project = Path(unfinished.__file__).parents[1]
     assert subprocess.run(command, cwd=project).returncode == -9
     assert len(hidden(tmp_path)) == 2 and list(tmp_path.rglob("shard"))
-    (tmp_path / ".test.packing-0123abcd").mkdir()  # of an earlier version, without a lock
-    (tmp_path / ".train.other").mkdir()
+    begun(tmp_path / ".test.packing-0123abcd")  # whose lock is gone
     with unfinished.folder(tmp_path, "val") as work:  # of another split too
-        assert hidden(tmp_path) == [".train.other", work.name, ".val.packing.lock"]
+        assert hidden(tmp_path) == [work.name, ".val.packing.lock"]
         (work / "shard").write_bytes(b"")
-    assert hidden(tmp_path) == [".train.other"]
+    assert not hidden(tmp_path)
+
+
+def begun(folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".packing").write_text(unfinished._SIGN)
+
+
+def test_what_others_put_there_stays(tmp_path: Path):
+    for name in (".train.other", ".train.packing-notes", ".holiday.packing-list", ".val.packing-"):
+        begun(tmp_path / name)  # their names are none that are made here
+    (tmp_path / ".train.packing-0123abcd").mkdir()  # no sign in it
+    (tmp_path / ".train.packing-0123abcd" / "notes").write_text("mine")
+    (tmp_path / ".train.packing-file0123").write_text(unfinished._SIGN)
+    begun(tmp_path / "elsewhere")
+    (tmp_path / ".train.packing-link0123").symlink_to("elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    with unfinished.folder(tmp_path, "train"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / ".train.packing.lock").write_text("a text of mine")
+    words = (tmp_path / ".train.packing.lock", "no pack made it", "--as")
+    readers.fails(lambda: unfinished.folder(tmp_path, "train").__enter__(), *words)
+    assert (tmp_path / ".train.packing.lock").read_text() == "a text of mine"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "train.packing-2", ".packing"])
+def test_names_that_no_pack_can_have(name: str):
+    readers.fails(lambda: unfinished.check_name(name), repr(name), "--as")
 
 
 def test_one_at_a_time_and_two_of_two_names(tmp_path: Path):
@@ -63,7 +90,7 @@ def test_a_living_process_of_another_host_is_left_alone(tmp_path: Path, monkeypa
     if not locks:
         monkeypatch.setattr(fcntl, "flock", _no_locks)
     lock, left = tmp_path / ".train.packing.lock", tmp_path / ".train.packing-0123abcd"
-    left.mkdir()
+    begun(left)
     lock.write_text("another-machine node7 12")
 
     def pack() -> None:

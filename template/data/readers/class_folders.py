@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from data import once, source
 from data.names import Names, packed
+from data.pipeline import said
 from data.readers import flat, listing, pictures
-from data.readers.pictures import IMAGE_SUFFIXES
+from data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from engine.words import some
 
 SPLITS = ("train", "val")
@@ -39,8 +40,8 @@ class ClassFolders:
     no file is opened.
 
     Raises ValueError, naming the folder, when a split is missing, or flat without a list of its
-    classes, a class is empty, train and val hold different classes, or a file has another size on
-    this host.
+    classes, a class is empty, or something in it would be left out, train and val hold different
+    classes, or a file has another size on this host.
     """
 
     def __init__(self, root: Path, split: str):
@@ -78,7 +79,7 @@ class ClassFolders:
         except ValueError as problem:
             return str(problem)
         except tf.errors.OpError as error:
-            return f"{path} cannot be read: {error.message}; replace it"
+            return f"{path} cannot be read: {said(error)}; replace it"
         return None
 
     def picture_file(self, index: int) -> Path:
@@ -124,7 +125,7 @@ def _classes(root: Path, split: str) -> list[str]:
             f"{there or 'none'})"
         )
     classes = listing.folder_names(root / split)
-    loose = listing.file_names(root / split, IMAGE_SUFFIXES) if classes else []
+    loose = listing.file_names(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES) if classes else []
     if loose:
         raise ValueError(
             f"{root / split} holds class folders, and pictures beside them, which are of no class: "
@@ -141,13 +142,21 @@ def _classes(root: Path, split: str) -> list[str]:
 
 
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
-    """The `packed` names of a class's pictures."""
-    found, inner = listing.contents(folder, IMAGE_SUFFIXES)
-    deeper = [name for name in inner if listing.file_names(folder / name, IMAGE_SUFFIXES)]
-    if deeper:
+    """The `packed` names of a class's pictures; ValueError where something would be left out."""
+    found, rest = listing.contents(folder, IMAGE_SUFFIXES)
+    inner = [entry.name for entry in rest if entry.is_dir()]
+    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
+    others = [entry.name for entry in rest if entry.name.lower().rstrip().endswith(endings)]
+    if deeper := [name for name in inner if any(listing.contents(folder / name, ()))]:
         raise ValueError(
-            f"{folder} has folders with pictures in it ({some(deeper)}), which would be left out: "
-            "move the pictures up into the class's folder"
+            f"{folder} has {len(deeper)} folders with something in them ({some(deeper)}), which "
+            "would be left out: move their pictures up into the class's folder, or take them away"
+        )
+    if others := [name for name in others if name not in inner]:
+        raise ValueError(
+            f"{folder} has {len(others)} pictures whose names do not end in "
+            f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
+            "convert them to PNG or JPEG, or take them away"
         )
     if not found:
         raise ValueError(

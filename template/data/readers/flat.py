@@ -2,7 +2,7 @@
 
 ROOT/val/ILSVRC2012_val_00000001.JPEG ...       number N at the end: line N of the list
 
-The list is the first of these that is there:
+The list is one of these; where both are there they must agree:
 
 ROOT/imagenet_2012_validation_synset_labels.txt         one synset (n01440764) a line
 ROOT/ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt
@@ -44,12 +44,23 @@ def by_class(root: Path, split: str) -> tuple[list[str], list[list[str]]]:
 
 def _labels(root: Path, folder: Path, names: list[str]) -> tuple[Path, list[str]]:
     """The list, and the class in each of its lines."""
-    for there in (root, folder):
-        if (there / SYNSETS).is_file():
-            return there / SYNSETS, _words(there / SYNSETS)
-    for there in (root / DEVKIT, root):
-        if (there / TRUTH).is_file():
-            return there / TRUTH, _synsets(there / TRUTH, there / META)
+    found = [
+        (path, _words(path)) for there in (root, folder) if (path := there / SYNSETS).is_file()
+    ]
+    for path in (there / TRUTH for there in (root / DEVKIT, root) if (there / TRUTH).is_file()):
+        try:
+            found.append((path, _synsets(path, path.with_name(META))))
+        except ValueError:
+            if not found:  # else a list of synsets says all that is needed
+                raise
+    for path, labels in found[1:]:
+        if labels != found[0][1]:
+            raise ValueError(
+                f"{found[0][0]} and {path} do not say the same of the pictures' classes; take away "
+                "the one that is wrong"
+            )
+    if found:
+        return found[0]
     what = f"{len(names)} pictures and no" if names else "neither pictures nor"
     raise ValueError(
         f"{folder} holds {what} class folders: sort its pictures into one folder a class; "
@@ -99,15 +110,25 @@ def _words(path: Path) -> list[str]:
 
 
 def _check_numbers(folder: Path, names: list[str], path: Path, labels: list[str]) -> None:
-    """Raises ValueError unless picture N is the one of line N: a gap would shift all labels."""
+    """Raises ValueError unless picture N is the one of line N: a gap would shift all labels.
+
+    The lists are of ILSVRC2012's validation pictures: others, such as test's or another year's,
+    may be as many.
+    """
+    numbers = [re.fullmatch(r"ILSVRC2012_val_(\d+)\.\w+", name) for name in names]
+    if strange := [name for name, number in zip(names, numbers) if number is None]:
+        raise ValueError(
+            f"{folder} has no class folders, and {path} is of ImageNet's validation pictures only, "
+            f"which have names as ILSVRC2012_val_00000001.JPEG: {len(strange)} of {len(names)} do "
+            f"not, such as {strange[0]}; sort the pictures into one folder a class"
+        )
     if len(names) != len(labels):
         raise ValueError(
             f"{folder} has {len(names)} pictures and {path} {len(labels)} lines; they must be as "
             "many, picture N on line N"
         )
-    for line, name in enumerate(names, start=1):
-        number = re.search(r"(\d+)\.\w+$", name)
-        if number is None or int(number[1]) != line:
+    for line, (name, number) in enumerate(zip(names, numbers), start=1):
+        if int(number[1]) != line:
             raise ValueError(
                 f"{folder / name} would be of line {line} of {path}: names must end in the "
                 "number of their line, as ILSVRC2012_val_00000001.JPEG does"

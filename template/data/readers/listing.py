@@ -12,6 +12,7 @@ from data import once
 from engine.words import some
 
 THREADS = 16  # they wait for a file server
+_SYSTEMS = {"Thumbs.db", "desktop.ini", "__MACOSX"}  # what systems put beside pictures
 _LOOKED_AT = 1_000  # most files of a listing whose sizes are asked for: each asks the server
 
 
@@ -36,23 +37,33 @@ def read_names(path: Path) -> dict[str, int]:
             f"another split (there are: {some(there) or 'none'})"
         )
     names: dict[str, int] = {}
+    known: dict[str, int] = {}
     for number, name in enumerate(map(str.strip, read_lines(path)), start=1):
-        if name in names:
-            raise ValueError(
-                f"{path}, line {number}: {name} stands on line {names[name]} already; "
-                "take one of the two out"
-            )
         if name:
+            check_new(known, name, number, path)
             names[name] = number
     if not names:
         raise ValueError(f"{path} lists no name; write one a line")
     return names
 
 
+def check_new(known: dict[str, int], name: str, line: int, where: Path) -> None:
+    """Adds a name and its line to those `known`; ValueError where it is one, however spelled."""
+    first = known.setdefault(os.path.normpath(name), line)
+    if first != line:
+        raise ValueError(
+            f"{where}, line {line}: {name} stands on line {first} already; take one of the two out"
+        )
+
+
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file; ValueError where it is not UTF-8."""
+    """The lines of a text file; ValueError where it is not UTF-8.
+
+    They end with LF or CR LF only: `str.splitlines` knows more ends, which a name may hold.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        text = path.read_bytes().decode("utf-8-sig")
+        return text.replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "
@@ -110,22 +121,22 @@ def check_there(root: Path, paths: Sequence[str], lines: Sequence[int], where: P
         _check_file(entry)
 
 
-def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Names of the folder's files that end so, in capitals too, and of its folders, from one look.
+def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os.DirEntry]]:
+    """Names of the folder's files that end so, in capitals too, and the rest, from one look.
 
-    Both are sorted, without what is hidden. Links that end so count as files and are not followed.
-    Raises ValueError for a folder that is named as such a file.
+    Both are sorted, without what is hidden or a system's own. Links that end so count as files and
+    are not followed. Raises ValueError for a folder that is named as such a file.
     """
-    files, folders = [], []
+    files, rest = [], []
     for entry in _entries(folder):
         if entry.name.startswith("."):
             continue
         if entry.name.lower().endswith(endings):
             _check_file(entry)
             files.append(entry.name)
-        elif entry.is_dir():
-            folders.append(entry.name)
-    return files, folders
+        elif entry.name not in _SYSTEMS:
+            rest.append(entry)
+    return files, rest
 
 
 def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:

@@ -14,6 +14,7 @@ from PIL import Image
 from data import source
 from data.labels import IGNORE
 from data.names import Names
+from data.pipeline import said
 from data.readers import exif, listing, pictures
 from engine.words import some
 
@@ -91,7 +92,7 @@ class PicturePairs:
         except ValueError as problem:
             return str(problem)
         except tf.errors.OpError as error:  # no check above knows it, so in TensorFlow's words
-            return f"{image_path} or {label_path} cannot be read: {error.message}; replace it"
+            return f"{image_path} or {label_path} cannot be read: {said(error)}; replace it"
         return None
 
     def picture_file(self, index: int) -> Path:

@@ -11,6 +11,9 @@ from PIL import Image
 from data.readers import exif
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+# Of pictures that are not read, so that nobody believes they were.
+OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
+OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 

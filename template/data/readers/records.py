@@ -13,6 +13,8 @@ another pack shows when a set is opened, whatever its size. Packs of version 1 h
 import hashlib
 import json
 import os
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from data import source
+from data.pipeline import said
 from data.readers import pictures
 from engine.words import some
 
@@ -46,7 +49,7 @@ class Shard(NamedTuple):
             size = file.seek(0, os.SEEK_END)
             if size != self.size:
                 return f"{self.path} has {size} bytes where {self.size} were written; {_AGAIN}"
-            file.seek(size - len(self.mark) - 4)  # a record ends with a CRC of 4 bytes
+            file.seek(max(0, size - len(self.mark) - 4))  # a record ends with a CRC of 4 bytes
             if file.read(len(self.mark)) != self.mark:
                 return (
                     f"{self.path} is not the shard that {META} lists: its last bytes name another "
@@ -62,8 +65,8 @@ class Records:
     "map" and an int32 scalar where it is "class".
 
     Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
-    as sizes, the shards' marks, and the index's checksum, tell. A record's own checksum is looked
-    at when it is read; `python -m data.check` looks at all there is.
+    as sizes, the shards' marks, the index's checksum, and its places in the shards, tell. A
+    record's own checksum is looked at when it is read; `python -m data.check` looks at all of it.
     """
 
     def __init__(self, root: Path, split: str):
@@ -74,10 +77,12 @@ class Records:
         self.is_demo: bool = meta.get("is_demo", False)  # packed from data/demo/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
-        _check_shards(_shards(self.folder, meta))
+        listed = _shards(self.folder, meta)
+        _check_shards(listed)
         counts = [shard["records"] for shard in meta["shards"]]
         self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
         self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        _check_tiles(listed, counts, self._index)
         with tf.device("CPU:0"):  # where files are read
             names = [os.fsencode(self.folder / name) for name, _ in self._shards]
             self._files = tf.constant(names)
@@ -109,9 +114,9 @@ class Records:
         try:
             self.read(tf.constant(index, tf.int64))
         except tf.errors.DataLossError as error:
-            return f"{where} does not match its checksum ({error.message}); {_AGAIN}"
+            return f"{where} does not match its checksum ({said(error)}); {_AGAIN}"
         except tf.errors.OpError as error:
-            return f"{where} cannot be read: {error.message}; {_AGAIN}"
+            return f"{where} cannot be read: {said(error)}; {_AGAIN}"
         return None
 
     def where(self, index: int) -> str:
@@ -198,17 +203,54 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads(path.read_text())
         version = meta["version"]
-        if version in (1, VERSION):
-            of_shard = ("name", "records", "bytes", "sha256")[: 3 if version == 1 else 4]
-            _ = [meta[key] for key in ("kind", "num_classes", "content", "index_sha256")]
-            _ = [shard[key] for shard in meta["shards"] for key in of_shard]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
-    if version not in (1, VERSION):
+    if type(version) is not int or version not in (1, VERSION):
         raise ValueError(
-            f"{path} has version {version}, this reader takes 1 and {VERSION}; pack again"
+            f"{path} has version {version!r}, this reader takes 1 and {VERSION}; pack again"
         )
+    _check_values(path, meta, ("kind", "num_classes", "content", "index_sha256", "shards"))
+    if "is_demo" in meta:
+        _check_values(path, meta, ("is_demo",))
+    for number, shard in enumerate(meta["shards"]):
+        _check_values(f"{path}: shard {number}", shard, ("name", "records", "bytes"))
+        if version > 1:
+            _check_values(f"{path}: shard {number}", shard, ("sha256",))
     return meta
+
+
+def _check_values(where: Path | str, found: Any, keys: tuple[str, ...]) -> None:
+    """Raises ValueError unless `found` is a JSON object with a value that fits under each key."""
+    for key in keys:
+        value = found.get(key) if isinstance(found, dict) else None
+        fits, what = _VALUES[key]
+        if not fits(value):
+            raise ValueError(f"{where} has {key} {value!r}, which must be {what}; {_AGAIN}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**63  # True is an int too
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "kind": (lambda value: value in ("map", "class"), "'map' or 'class'"),
+    "num_classes": (_is_count, "a whole number from 1 on"),
+    "content": (_is_sha256, "64 hexadecimal digits"),
+    "index_sha256": (_is_sha256, "64 hexadecimal digits"),
+    "is_demo": (lambda value: isinstance(value, bool), "true or false"),
+    "shards": (lambda value: isinstance(value, list) and value != [], "a list of shards"),
+    "name": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"[^/\0]+", value) is not None,
+        "the name of a file beside it",
+    ),
+    "records": (_is_count, "a whole number from 1 on"),
+    "bytes": (_is_count, "a whole number from 1 on"),
+    "sha256": (_is_sha256, "64 hexadecimal digits"),
+}
 
 
 def _shards(folder: Path, meta: dict[str, Any]) -> list[Shard]:
@@ -225,6 +267,26 @@ def _check_shards(listed: list[Shard]) -> None:
         for problem in pool.map(Shard.problem, listed):
             if problem:
                 raise ValueError(problem)
+
+
+def _check_tiles(listed: list[Shard], counts: list[int], index: np.ndarray) -> None:
+    """Raises ValueError unless each shard's records lie in it end to end, and its mark after them.
+
+    Else a changed pack.json could deal one record to a sample twice, and another to none.
+    """
+    starts, ends = index[:, 0], index.sum(axis=1) + FRAMING
+    last = np.cumsum(counts) - 1
+    expected = np.roll(ends, 1)  # each record begins where the one before it ends
+    expected[last - np.array(counts) + 1] = 0  # but the first of a shard
+    gaps = np.flatnonzero(starts != expected)
+    marks = np.array([len(shard.mark) + FRAMING if shard.mark else 0 for shard in listed])
+    wrong = np.flatnonzero(ends[last] + marks != [shard.size for shard in listed])
+    shards = [*np.searchsorted(last, gaps[:1]), *wrong[:1]]
+    if shards:
+        raise ValueError(
+            f"{listed[min(shards)].path} is not filled by the {counts[min(shards)]} records that "
+            f"{META} and {INDEX} tell of; {_AGAIN}"
+        )
 
 
 def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:
