@@ -71,6 +71,7 @@ class Records:
         meta = _read_meta(self.folder)
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
+        self.class_names: list[str] = meta.get("class_names", [])  # older packs have none
         self.is_demo: bool = meta.get("is_demo", False)  # packed from data/demo/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
@@ -179,7 +180,8 @@ def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]])
 
     Args:
       meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes, sha256}); is_demo (True) where the source has it.
+        shards (a list of {name, records, bytes, sha256}); class_names (a list) and is_demo (True)
+        where the source has them.
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)
