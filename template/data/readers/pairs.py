@@ -85,7 +85,7 @@ class PicturePairs:
         image_path, label_path = self.picture_file(index), self._label_file(index)
         try:
             image = pictures.load(image_path)
-            label = pictures.load(label_path)
+            label = pictures.load(label_path, deep=True)  # check_label_kind says more
             pictures.check_label_kind(label_path, label)
             self._check_sizes(image_path, image, label_path, label)
             self._check_values(label_path, np.asarray(label))
