@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import config as config_lib
 import readers
+import train
 from data import open as open_lib
 from data import pack
 from data.readers import records
@@ -93,10 +95,23 @@ def test_splits_of_any_name(tmp_path: Path):
     both = opened("--train_split=trainval")
     assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
     assert open_lib.trained_on_too(*opened()) == 0
+    words = "1 of the 1 validation pictures are trained on too"
+    assert said("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
+    assert said("val", both[1], both[1]) == []  # config_lib.notes has told it, see below
     words = ("trainaug.txt is missing", "there are: train, trainval, val")
     readers.fails(lambda: opened("--train_split=trainaug"), *words)
     config = config_lib.parse(["train.py", *flags, "--train_split=val"])
     assert "both val" in " ".join(config_lib.notes(config))
+
+
+def said(train_split: str, train_source, val_source) -> list[str]:
+    """The notes of a run on these sources that speak of validation pictures."""
+    config = config_lib.Config(train_split=train_split)
+    parts = {"config": config, "train_source": train_source, "val_source": val_source}
+    world = SimpleNamespace(is_chief=True, size=1)
+    model = SimpleNamespace(compiled=False, trainable_variables=[])
+    notes = train.notes(SimpleNamespace(**parts, world=world, model=model))
+    return [note for note in notes if "validation pictures" in note]
 
 
 @pytest.mark.parametrize("format", ["cifar10", "cifar100", "digits"])
