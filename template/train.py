@@ -28,6 +28,7 @@ from pathlib import Path
 
 from actions import Action, Evaluate, Log, Own, Save, Sync, evaluation_due
 from config import Config
+from data.open import trained_on_too
 from data.pipeline import EvaluationFeed, TrainingFeed
 from engine import (
     agreement,
@@ -185,15 +186,22 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
 def notes(run: Run) -> list[str]:
     """What a person may not expect of these settings."""
-    found = config_lib.notes(run.config)
+    config, found = run.config, config_lib.notes(run.config)
     if run.model.compiled:
         found.append(
             "what the model was compiled with is not used: --optimizer and the task's loss are"
         )
-    others = optimizer.not_decayed(run.model.trainable_variables) if run.config.weight_decay else []
+    # Rank 0 tells it; of equal splits it is told already.
+    chosen = run.world.is_chief and config.train_split != config.val_split
+    if chosen and (twice := trained_on_too(run.train_source, run.val_source)):
+        found.append(
+            f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
+            f"(--train_split={config.train_split}, --val_split={config.val_split})"
+        )
+    others = optimizer.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
-    by_rank = run.world.size > 1 and not run.config.virtual_ranks
+    by_rank = run.world.size > 1 and not config.virtual_ranks
     random = dropout.drawing_layers(run.model) if by_rank else []
     if random:
         found.append(

@@ -24,9 +24,11 @@ import tensorflow as tf
 from data import pack, pipeline
 from data.labels import IGNORE, one_class
 from data.readers import records
+from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
 from data.readers.records import Records
-from data.source import Source
+from data.source import Source, unshared_classes
+from engine.words import some
 
 READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
 # What the folder holds of each format, where no --data_format says which it is.
@@ -41,12 +43,21 @@ _SIGNS = {
 }
 
 
-def check(root: Path, layout: str, split: str, classes: int, tell: Callable[[str], None]) -> str:
+def check(
+    root: Path,
+    layout: str,
+    split: str,
+    classes: int,
+    tell: Callable[[str], None],
+    partner: dict[str, Source],
+) -> str:
     """Reads one split; `tell` gets each fault, in a sentence.
 
     Args:
       layout: a key of READERS.
       classes: how many there are; 0: those that the reader knows of.
+      partner: where the split to train on was put that this one is to score, by its name. This
+        one is put there too. Their classes must be the same.
 
     Returns what was read, in words.
     """
@@ -55,11 +66,20 @@ def check(root: Path, layout: str, split: str, classes: int, tell: Callable[[str
             return "not read"
         if layout == "folders" and classes:
             source = ImageLabelFolder(root, split, classes)
+        elif layout == "class_folders":
+            source = ClassFolders(root, split, next(iter(partner), "train"))
         else:
             source = READERS[layout](root, split)
     except (ValueError, OSError) as error:
         tell(str(error))
         return "not read"
+    for name, other in partner.items():
+        if differ := unshared_classes(source, other):
+            tell(
+                f"{root / split} and {root / name} hold different classes: only one of the two "
+                f"has {some(differ)}; labels would not agree, so make them the same"
+            )
+    partner[split] = source
     if layout == "records" and (fault := _other_content(source)):
         tell(fault)
     if layout == "class_folders" and source.num_classes == 1:
@@ -165,8 +185,11 @@ def main() -> int:
         layout = args.data_format or _layout(args.data_dir)
     except ValueError as error:
         parser.error(str(error))
-    for split in args.split or _splits(args.data_dir, layout):
-        read = check(args.data_dir, layout, split, args.num_classes, tell)
+    splits, partner = args.split or _splits(args.data_dir, layout), {}
+    for split in splits:
+        if len(splits) != 2:  # two are to train on and to score; of more, who knows
+            partner = {}
+        read = check(args.data_dir, layout, split, args.num_classes, tell, partner)
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         print(f"{split}: {read} ({layout}): {verdict}", flush=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -52,11 +53,21 @@ class Names:
         text, starts = self._text.numpy(), self._starts.numpy()
         return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
 
+    def shared(self, other: Names) -> int:
+        """How many of the names are among the other's too; neither has a name twice."""
+        few, many = sorted((self, other), key=len)
+        there = set(few._each())
+        return sum(name in there for name in many._each())
+
     def at(self, index: tf.Tensor) -> tf.Tensor:
         """As `names[index]` in a graph: string scalar from int64 scalar; nothing else is copied."""
         places = tf.gather(self._starts, tf.stack([index, index + 1]))
         start, end = tf.unstack(tf.cast(places, tf.int64))
         return tf.strings.substr(self._text, start, end - start)
+
+    def _each(self) -> Iterator[bytes]:
+        text, starts = self._text.numpy(), self._starts.numpy().tolist()
+        return (text[start:end] for start, end in itertools.pairwise(starts))
 
     def digest(self) -> str:
         """SHA-256 (64 hex digits) over the names in order."""

@@ -11,9 +11,10 @@ from data.readers.cifar100 import COARSE_NAMES, Cifar100
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
+from data.readers.pairs import PicturePairs
 from data.readers.records import Records
 from data.readers.voc import Voc
-from data.source import Source
+from data.source import Source, unshared_classes
 from data.synthetic import Synthetic
 from engine.words import some
 
@@ -35,14 +36,15 @@ def open_sources(config: Config, default: str) -> tuple[Source, Source]:
     Raises ValueError as `open_source` does, and where their classes have other names.
     """
     splits = (config.train_split, config.val_split)
-    train, val = (open_source(config, split, default) for split in splits)
-    # Readers compare the usual splits; these may be any two.
-    names = [getattr(source, "class_names", ()) for source in (train, val)]
-    if differ := sorted(set(names[0]) ^ set(names[1])):
+    train, val = (_opened(config, split, default) for split in splits)
+    # Before how many they are: where two splits differ, no --num_classes is right for both.
+    if differ := unshared_classes(train, val):
         raise ValueError(
             f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
             f"different classes: only one of the two has {some(differ)}; make them the same"
         )
+    _check_number(config, train, splits[0], default)
+    _check_number(config, val, splits[1], default)
     return train, val
 
 
@@ -56,6 +58,18 @@ def open_source(config: Config, split: str, default: str) -> Source:
       the task takes, the data are not in it, config.num_classes is not theirs, or a class for each
       pixel would have the number that means ignored.
     """
+    source = _opened(config, split, default)
+    _check_number(config, source, split, default)
+    return source
+
+
+def trained_on_too(train: Source, val: Source) -> int:
+    """How many of the pictures to score are trained on: of listed files, which have names."""
+    pairs = isinstance(train, PicturePairs) and isinstance(val, PicturePairs)
+    return train.shared_with(val) if pairs else 0
+
+
+def _opened(config: Config, split: str, default: str) -> Source:
     if KINDS[default] == "map" and config.num_classes > IGNORE:
         raise ValueError(
             f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
@@ -64,7 +78,7 @@ def open_source(config: Config, split: str, default: str) -> Source:
     if config.synthetic_data:
         return _synthetic(config, KINDS[default])
     name = config.data_format or default
-    source = _open(name, config, Path(config.data_dir), split)
+    source = _open(name, config, split)
     kind = source.kind if isinstance(source, Records) else KINDS[name]
     if kind != KINDS[default]:
         words = {"map": "a class for each pixel", "class": "one class for a picture"}
@@ -72,6 +86,11 @@ def open_source(config: Config, split: str, default: str) -> Source:
             f"--data_format={name}: {config.data_dir} has {words[kind]}, --task={config.task} "
             f"takes {words[KINDS[default]]}; choose other data or another task"
         )
+    return source
+
+
+def _check_number(config: Config, source: Source, split: str, default: str) -> None:
+    name = config.data_format or default
     known = getattr(source, "num_classes", config.num_classes)
     if known == 1 and name == "class_folders":
         raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
@@ -81,7 +100,6 @@ def open_source(config: Config, split: str, default: str) -> Source:
             f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
             f"{known} classes; give --num_classes={known}"
         )
-    return source
 
 
 def _synthetic(config: Config, kind: str) -> Source:
@@ -91,7 +109,8 @@ def _synthetic(config: Config, kind: str) -> Source:
     return Synthetic(1024, form)
 
 
-def _open(name: str, config: Config, root: Path, split: str) -> Source:
+def _open(name: str, config: Config, split: str) -> Source:
+    root = Path(config.data_dir)
     if name == "folders":
         return ImageLabelFolder(root, split, config.num_classes)
     if name == "digits":
@@ -100,5 +119,7 @@ def _open(name: str, config: Config, root: Path, split: str) -> Source:
         return Digits(split, config.num_classes)
     if name == "cifar100":
         return Cifar100(root, split, coarse=config.num_classes == len(COARSE_NAMES))
-    readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
-    return (readers | {"cifar10": Cifar10, "records": Records})[name](root, split)
+    if name == "class_folders":
+        return ClassFolders(root, split, config.train_split)
+    readers = {"voc": Voc, "cityscapes": Cityscapes, "cifar10": Cifar10, "records": Records}
+    return readers[name](root, split)

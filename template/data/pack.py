@@ -99,6 +99,8 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
         listed.append({"name": path.name, "records": len(index) - first})
     _mark(folder, listed, content.hexdigest())
     meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
+    if names := getattr(source, "class_names", ()):
+        meta["class_names"] = list(names)
     if getattr(source, "is_demo", False):
         meta["is_demo"] = True
     records.write_meta(folder, {**meta, "content": content.hexdigest(), "shards": listed}, index)

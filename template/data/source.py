@@ -39,6 +39,12 @@ class Source(Protocol):
         ...
 
 
+def unshared_classes(one: Source, other: Source) -> list[str]:
+    """Classes that only one of two sources has, sorted; none where one does not know its names."""
+    names = [set(getattr(source, "class_names", ())) for source in (one, other)]
+    return sorted(names[0] ^ names[1]) if all(names) else []
+
+
 def digest(listing: Iterable[tuple[str, int]]) -> str:
     """SHA-256 (64 hex digits) of (name relative to the root, size in bytes) pairs, in order."""
     sha = hashlib.sha256()

@@ -11,7 +11,7 @@ import numpy as np
 from keras.src.applications import resnet
 
 from config import Config
-from engine import preprocessing, weight_files
+from engine import preprocessing, variable_names, weight_files
 from engine.words import some
 from engine.world import raw
 
@@ -41,14 +41,17 @@ def start(model: keras.Model, config: Config) -> None:
     )
     left, unused = (", ".join(names) or "none" for names in (loaded.left, loaded.unused))
     print(
-        f"note: not in that file, so left as made: {left}; there but not used: {unused}", flush=True
+        f"note: not in that file, or a head of another shape, so left as made: {left}; there but "
+        f"not used: {unused}",
+        flush=True,
     )
 
 
 def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
     """Sets the layers that the file has by name, with their moving statistics, and the mode.
 
-    Rank 0 alone needs to call it.
+    The model's last layer, its head, is left as made where the file's has another shape: that is
+    of other classes. Rank 0 alone needs to call it.
 
     Args:
       path: a .keras, .weights.h5 or .h5 file of Keras (engine/weight_files.py).
@@ -59,16 +62,21 @@ def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
         what. The model is then as it was.
     """
     here = f"--backbone_weights={path}"
+    layers, pixels = _layers(model), preprocessing.find(model)
     try:
-        there = weight_files.read(path)
+        there = weight_files.read(path, known=layers)
     except ValueError as error:
         raise ValueError(f"{here}: {error}") from None
-    layers, pixels = _layers(model), preprocessing.find(model)
     carried = {}
     if pixels:
-        del layers[pixels.name]
-        carried = there.pop(pixels.name, {})
-    _check(here, model.name, layers, there)
+        name = next(name for name, variables in layers.items() if variables[0] is pixels.mode)
+        del layers[name]
+        carried = there.pop(name, {})
+    shared = [name for name in layers if name in there]
+    head = next(reversed(layers), None)
+    if head in shared and _shapes_differ(layers[head], there[head]):
+        shared.remove(head)
+    _check(here, model.name, layers, there, shared)
     mode = _mode(path, mode, carried)
     if not pixels and mode != "tf":
         raise ValueError(
@@ -77,26 +85,43 @@ def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
         )
     if pixels:
         pixels.mode.assign(preprocessing.MODES.index(mode))
-    shared = [name for name in layers if name in there]
     for name in shared:
         for variable, value in zip(layers[name], _ordered(layers[name], there[name])):
             raw(variable).assign(value.astype(raw(variable).dtype.as_numpy_dtype))
-    left = [name for name in layers if name not in there]
-    return Loaded(shared, left, [name for name in there if name not in layers], mode)
+    left, unused = ([name for name in names if name not in shared] for names in (layers, there))
+    return Loaded(shared, left, unused, mode)
 
 
 def _layers(model: keras.Model) -> dict[str, list[keras.Variable]]:
-    """The variables of each layer in the order that Keras saves them in."""
+    """The variables of each layer in the order that Keras saves them in.
+
+    A layer inside another has that one's name before its own; models inside the model do not count.
+    """
     found: dict[str, list[keras.Variable]] = {}
-    for layer in model._flatten_layers():
+    seen = set()
+
+    def visit(layer: keras.Layer, name: str, within: str) -> None:
+        if id(layer) in seen:
+            return
+        seen.add(id(layer))
         if own := [*layer._trainable_variables, *layer._non_trainable_variables]:
-            if layer.name in found:
+            if name in found:
                 raise ValueError(
-                    f"--backbone_weights goes by names, and two layers have the name {layer.name}: "
+                    f"--backbone_weights goes by names, and two layers have the name {name}: "
                     "give each its own"
                 )
-            found[layer.name] = own
+            found[name] = own
+        for child in layer._flatten_layers(include_self=False, recursive=False):
+            below = within if variable_names.is_plain_model(child) else f"{within}{child.name}/"
+            visit(child, within + child.name, below)
+
+    visit(model, model.name, "")
     return found
+
+
+def _shapes_differ(variables: list[keras.Variable], arrays: weight_files.Weights) -> bool:
+    values = _ordered(variables, arrays)
+    return values is None or any(a.shape != tuple(v.shape) for v, a in zip(variables, values))
 
 
 def _check(
@@ -104,10 +129,10 @@ def _check(
     model: str,
     layers: dict[str, list[keras.Variable]],
     there: dict[str, weight_files.Weights],
+    shared: list[str],
 ) -> None:
     """Raises ValueError where nothing is on both sides, or what is there is not one network's."""
     way_out = "Name weights of the same network"
-    shared = [name for name in layers if name in there]
     if not shared:
         raise ValueError(
             f"{here} has no layer of {model}: there are {some(there)} there, {some(layers)} here. "

@@ -45,7 +45,7 @@ def of_optimizer(
 
 
 def _visit(layer: keras.Layer, prefix: str, counts: Counter, names: dict[int, str]) -> None:
-    if not _is_plain_model(layer):
+    if not is_plain_model(layer):
         prefix, counts = f"{prefix}{_renumbered(layer, counts)}/", Counter()
     children = layer._flatten_layers(include_self=False, recursive=False)
     below = {id(v) for child in children for v in child.variables}
@@ -58,7 +58,7 @@ def _visit(layer: keras.Layer, prefix: str, counts: Counter, names: dict[int, st
             _visit(child, prefix, counts, names)
 
 
-def _is_plain_model(layer: keras.Layer) -> bool:
+def is_plain_model(layer: keras.Layer) -> bool:
     """Functional (it knows its operations) or sequential."""
     return isinstance(layer, keras.Sequential) or (
         isinstance(layer, keras.Model) and hasattr(layer, "operations")

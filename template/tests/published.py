@@ -30,7 +30,8 @@ def keras_2(model: keras.Model, path: Path, scope: str = "") -> None:
         file.attrs["backend"], file.attrs["keras_version"] = b"tensorflow", b"2.2.4"
         for layer in model.layers:
             group = file.create_group(layer.name)
-            names = [f"{layer.name}{scope}/{v.name}:0" for v in layer.weights]
+            names = [v.path.replace(layer.name, layer.name + scope, 1) for v in layer.weights]
+            names = [f"{name}:0" for name in names]
             group.attrs["weight_names"] = [name.encode() for name in names]
             for name, variable in zip(names, layer.weights):
                 group[name] = variable.numpy()

@@ -12,7 +12,7 @@ from keras.applications import imagenet_utils
 
 import config as config_lib
 import published
-from engine import preprocessing, pretrained, variable_names, warm_start
+from engine import preprocessing, pretrained, variable_names, warm_start, weight_files
 from engine.preprocessing import Preprocess
 
 PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)
@@ -116,8 +116,9 @@ def test_pictures_stay_float32_up_to_the_first_layer(policy):
 # Small networks: a convolution, batch norm, a head.
 
 
-def network(start=0.0, classes=3, filters=4, bias=True, pixels=True, name="small", more=False):
+def network(start=0.0, classes=3, filters=4, bias=True, pixels=True, name="small", **how):
     """Weights count up from `start`; a `more` one has a second convolution in its first group."""
+    more, head = how.get("more", False), how.get("head", f"logits{classes}")
     image = keras.Input((None, None, 3), name="image")
     x = Preprocess(name="preprocess")(image) if pixels else image
     x = keras.layers.Conv2D(filters, 3, use_bias=bias, name="conv1_conv")(x)
@@ -125,7 +126,8 @@ def network(start=0.0, classes=3, filters=4, bias=True, pixels=True, name="small
     if more:
         x = keras.layers.Conv2D(filters, 1, name="conv1_block2_conv")(x)
     x = keras.layers.GlobalAveragePooling2D()(keras.layers.Dropout(0.1)(x))
-    model = keras.Model(image, keras.layers.Dense(classes, name=f"logits{classes}")(x), name=name)
+    x = keras.layers.Dense(classes, name=head)(x)
+    model = keras.Model(image, x, name=name)
     for number, variable in enumerate(v for v in model.weights if v.name != "mode"):
         variable.assign(np.full(variable.shape, start + number))
     return model
@@ -177,7 +179,7 @@ def refused(model, file, words, mode="tf"):
     [
         (
             {"filters": 5},
-            r"3 layers: conv1_conv \(kernel \[3, 3, 3, 5\] there, \[3, 3, 3, 4\] here",
+            r"2 layers: conv1_conv \(kernel \[3, 3, 3, 5\] there, \[3, 3, 3, 4\] here",
         ),
         ({"bias": False}, r"1 layers: conv1_conv \((0|kernel) there, kernel, bias here\)"),
         ({"more": True}, "another network: only there are conv1_block2_conv, only here none"),
@@ -207,6 +209,72 @@ def test_a_damaged_file_is_refused(form, kept, tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[: int(kept * len(content))])
     refused(network(), file, "is no .h5 or .keras file of Keras, or is damaged")
+
+
+@pytest.mark.parametrize("form", published.FORMS)
+def test_a_head_of_other_classes_is_left_as_made(form, tmp_path, capsys):
+    """All models here call theirs logits: a classifier is a backbone of one with other classes."""
+    model = network(head="logits")
+    file = plain(tmp_path, form, classes=7, head="logits")
+    loaded = pretrained.load(model, file, "tf")
+    assert (loaded.left, loaded.unused) == (["logits"], ["logits"]) and starts(model) == {0.0, 5.0}
+    assert loaded.set == ["conv1_conv", "conv1_bn"]
+    pretrained.start(model, config(file, "tf"))
+    said = capsys.readouterr().out
+    assert "another shape, so left as made: logits; there but not used: logits" in said
+    # Only the head is: before it, and as all that is shared, another shape is another network.
+    wide = network(pixels=False, filters=5, head="logits")
+    refused(model, published.write(wide, tmp_path, form), "not fit 2 layers: conv1_conv")
+    x = keras.Input((4,))
+    other = keras.Model(x, keras.layers.Dense(9, name="logits")(x), name="other")
+    refused(model, published.write(other, tmp_path, form), "has no layer of small: there are log")
+    # Of the same shape it goes along.
+    alike = published.write(network(5.0, pixels=False, head="logits"), tmp_path, form)
+    assert pretrained.load(model, alike, "tf").left == [] and starts(model) == {5.0}
+
+
+def attentive(start=0.0, size=2, deferred=False):
+    """Layers of equal names inside two layers, a model (or one made when called), and a head."""
+    image = keras.Input((8, 8, 3))
+    inner = keras.Input((8, 8, 3))
+    convolution = keras.layers.Conv2D(4, 3, name="stem_conv")
+    batch_norm = keras.layers.BatchNormalization(name="stem_bn")
+    if deferred:
+        x = keras.Sequential([convolution, batch_norm], name="stem")(image)
+    else:
+        x = keras.Model(inner, batch_norm(convolution(inner)), name="stem")(image)
+    x = keras.layers.Reshape((36, 4))(x)
+    for name, key_size in (("one", 2), ("two", size)):
+        x = keras.layers.MultiHeadAttention(2, key_size, name=name)(x, x)
+    x = keras.layers.TimeDistributed(keras.layers.Dense(4, name="dense"), name="each")(x)
+    x = keras.layers.Bidirectional(keras.layers.LSTM(2, name="lstm"), name="both")(x)
+    model = keras.Model(image, keras.layers.Dense(3, name="logits")(x), name="attentive")
+    for number, variable in enumerate(model.weights):
+        variable.assign(np.full(variable.shape, start + number))
+    return model
+
+
+@pytest.mark.parametrize("form", published.FORMS)
+def test_layers_inside_others_have_their_names_too(form, tmp_path):
+    # Where no file says that it was a model, a deferred one is a layer like others.
+    for deferred in (False, True)[: 1 if form == "h5" else 2]:
+        file = published.write(attentive(5.0, deferred=deferred), tmp_path, form)
+        model = attentive()
+        loaded = pretrained.load(model, file, "tf")
+        assert loaded.left == loaded.unused == [] and starts(model) == {5.0}
+        assert set(weight_files.read(file)) == set(loaded.set)  # whatever is here
+    names = ["stem_conv", "stem_bn", "one/query", "two/query", "each/dense"]
+    assert {*names, "both/forward_lstm/lstm_cell"} < set(loaded.set)
+    words = r"does not fit 4 layers: two/query \(.* \[4, 2, 2\] there, \[4, 2, 3\] here.*two/key "
+    refused(attentive(size=3), file, words)
+    # Not there, so listed: a network of the stem and a head.
+    image = keras.Input((8, 8, 3))
+    x = keras.layers.Conv2D(4, 3, name="stem_conv")(image)
+    x = keras.layers.BatchNormalization(name="stem_bn")(x)
+    model = keras.Model(image, keras.layers.Dense(2, name="query")(x), name="plain")
+    loaded = pretrained.load(model, file, "tf")
+    assert loaded.set == ["stem_conv", "stem_bn"] and loaded.left == ["query"]
+    assert {"one/query", "two/query", "logits"} < set(loaded.unused)
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -153,12 +153,6 @@ def test_names_that_are_not_utf8(root: Path):
     readers.explained(source, 0, os.fsdecode(path), "neither PNG nor JPEG")
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_splits_of_different_classes_are_named(root: Path, split: str):
-    readers.save(root / "val" / "n03" / "v.png", readers.noise(0))
-    readers.fails(lambda: ClassFolders(root, split), root / "train", root / "val", "has n03;")
-
-
 def test_broken_files_are_explained(root: Path):
     source = ClassFolders(root, "train")
     path = root / "train/n02/a.png"

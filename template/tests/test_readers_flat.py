@@ -44,6 +44,12 @@ def test_flat_and_sorted_are_the_same_set(root: Path, tmp_path: Path):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source.picture_file(index), target)
     assert readers.same(source, ClassFolders(sorted_root, "val"))
+    # Another split's folders are the classes where that is trained on; train's do not matter then.
+    (root / "train").rename(root / "usual")
+    (root / "train" / "n09999999").mkdir(parents=True)
+    other = ClassFolders(root, "val", train_split="usual")
+    assert readers.same(source, other) and other.class_names == source.class_names
+    readers.fails(lambda: ClassFolders(root, "val"), "no folder of", root / "train")
     shutil.rmtree(root / "train")
     assert ClassFolders(root, "val").class_names == source.class_names
 

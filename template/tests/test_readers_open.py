@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import config as config_lib
 import readers
+import train
 from data import check, pack
 from data import open as open_lib
 from data.readers import records
@@ -85,10 +88,30 @@ def test_splits_of_any_name(tmp_path: Path):
 
     assert list(map(len, opened())) == [3, 1]
     assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
-    words = ("trainaug.txt is missing", "there are: train, val")
+    (tmp_path / "ImageSets" / "Segmentation" / "trainval.txt").write_text(
+        "/JPEGImages/2007_000000.jpg /SegmentationClass/2007_000000.png\n"
+        "/JPEGImages/2007_000003.jpg /SegmentationClass/2007_000003.png\n"
+    )
+    both = opened("--train_split=trainval")
+    assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
+    assert open_lib.trained_on_too(*opened()) == 0
+    words = "1 of the 1 validation pictures are trained on too"
+    assert said("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
+    assert said("val", both[1], both[1]) == []  # config_lib.notes has told it, see below
+    words = ("trainaug.txt is missing", "there are: train, trainval, val")
     readers.fails(lambda: opened("--train_split=trainaug"), *words)
     config = config_lib.parse(["train.py", *flags, "--train_split=val"])
     assert "both val" in " ".join(config_lib.notes(config))
+
+
+def said(train_split: str, train_source, val_source) -> list[str]:
+    """The notes of a run on these sources that speak of validation pictures."""
+    config = config_lib.Config(train_split=train_split)
+    parts = {"config": config, "train_source": train_source, "val_source": val_source}
+    world = SimpleNamespace(is_chief=True, size=1)
+    model = SimpleNamespace(compiled=False, trainable_variables=[])
+    notes = train.notes(SimpleNamespace(**parts, world=world, model=model))
+    return [note for note in notes if "validation pictures" in note]
 
 
 @pytest.mark.parametrize("format", ["cifar10", "cifar100", "digits"])
@@ -107,9 +130,37 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     config = settings(tmp_path, "class_folders", 3)
     config = dataclasses.replace(config, train_split="large", val_split="small")
     assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 3]
-    (tmp_path / "small" / "n02").rename(tmp_path / "small" / "n03")
-    words = ("--train_split=large and --val_split=small", "n02, n03")
+    # Splits beside them, unused, may have more: ImageNet-100 beside ImageNet.
+    readers.write_classes(tmp_path)
+    for name in ("train", "val"):
+        readers.save(tmp_path / name / "n99" / "v.png", readers.noise(0))
+    opened = open_lib.open_sources(config, "class_folders")
+    assert [source.class_names for source in opened] == [["n01", "n02", "n10"]] * 2
+    # A flat one's classes are those of the split to train on.
+    flat = dataclasses.replace(config, val_split="flat")
+    for number in (1, 2):
+        readers.save(tmp_path / "flat" / f"ILSVRC2012_val_{number:08d}.JPEG", readers.noise(0))
+    (tmp_path / "flat" / "imagenet_2012_validation_synset_labels.txt").write_text("n10\nn02\n")
+    _, val = open_lib.open_sources(flat, "class_folders")
+    assert [int(sample["label"]) for sample in readers.read_all(val)] == [1, 2]
+
+    readers.save(tmp_path / "small" / "n03" / "v.png", readers.noise(0))
+    words = ("--train_split=large and --val_split=small", "has n03;")
+    for classes in (4, 3):  # neither number would do
+        wrong = dataclasses.replace(config, num_classes=classes)
+        readers.fails(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
+    # Packs keep the names; those that were written before have none, and are opened as before.
+    for name in ("large", "small"):
+        pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, 1, "")
+    config = dataclasses.replace(
+        config, data_dir=str(tmp_path / "packs"), data_format="records", num_classes=4
+    )
     readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
+    path = tmp_path / "packs" / "large" / "pack.json"
+    meta = json.loads(path.read_text())
+    assert meta.pop("class_names") == ["n01", "n02", "n10"]
+    path.write_text(json.dumps(meta))
+    assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 4]
 
 
 def test_one_class_cannot_be_told_apart(tmp_path: Path):

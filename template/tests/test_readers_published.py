@@ -10,12 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 
 import readers
+from data import pack
+from data.readers import pictures
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
+from data.readers.records import Records
 from data.readers.voc import Voc
 
 SIZE = (24, 16)  # width, height
@@ -41,14 +45,13 @@ def write_odd(folder: Path) -> dict[str, np.ndarray]:
     rgb.save(folder / "jpeg.png", format="JPEG", **best)
     Image.fromarray(np.dstack([smooth(), grey])).save(folder / "alpha.png")
     Image.fromarray(np.dstack([grey, grey]), "LA").save(folder / "grey_alpha.png")
-    Image.fromarray(grey.astype(np.uint16) * 257).save(folder / "grey_16_bits.png")
     rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(folder / "palette.PNG")
     two = rgb.convert("1", dither=Image.Dither.NONE)
     two.save(folder / "two_colours.png")
     shown = {name: smooth() for name in ("usual.JPEG", "progressive.JPEG", "png.JPEG", "jpeg.png")}
     shown |= {name: smooth() for name in ("cmyk.JPEG", "alpha.png", "palette.PNG")}
     greys = np.dstack([grey] * 3)
-    shown |= dict.fromkeys(("grey.JPEG", "grey_alpha.png", "grey_16_bits.png"), greys)
+    shown |= dict.fromkeys(("grey.JPEG", "grey_alpha.png"), greys)
     return shown | {"two_colours.png": np.asarray(two.convert("RGB"))}
 
 
@@ -72,6 +75,30 @@ def test_odd_pictures_have_labels_too(tmp_path: Path):
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits" / "train.txt").write_text("\n".join(n.split(".")[0] for n in shown))
     assert len(readers.read_all(ImageLabelFolder(tmp_path, "train", 2))) == len(shown)
+
+
+def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of 12 bits in 16, as of X-rays and microscopes, decoders would show almost nothing."""
+    path = tmp_path / "train" / "a" / "xray.png"
+    path.parent.mkdir(parents=True)
+    twelve = (np.arange(16 * 24, dtype=np.uint16) * 10).reshape(16, 24)
+    words = ("has 16 bits a channel", "convert it to 8 bits, choosing the range")
+    colours = tf.io.encode_png(np.dstack([twelve] * 3)).numpy()
+    for content in (tf.io.encode_png(twelve[..., None]).numpy(), colours):
+        path.write_bytes(content)
+        readers.explained(ClassFolders(tmp_path, "train"), 0, path, *words)
+    readers.save(tmp_path / "images" / "x.png", twelve)
+    readers.save(tmp_path / "labels" / "x.png", np.zeros((16, 24), np.uint8))
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.txt").write_text("x")
+    source = ImageLabelFolder(tmp_path, "train", 2)
+    readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
+    # In a pack that was written when they were not.
+    with monkeypatch.context() as before:
+        before.setattr(pictures, "require", lambda *_: None)
+        pack.pack(source, tmp_path / "packed", "train", 1, "")
+    found = Records(tmp_path / "packed", "train")
+    readers.explained(found, 0, found.folder, "record of sample 0", *words, "pack again")
 
 
 def test_vocs_border_and_palette(tmp_path: Path):

@@ -137,7 +137,13 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     for key, value in (
         *(("num_classes", wrong) for wrong in ("2", None, True, 0, 2.0)),
         *(("kind", "foo"), ("kind", ["map"]), ("version", "2"), ("version", True)),
-        *(("content", 3), ("index_sha256", ""), ("is_demo", "no"), ("shards", {"a": 1})),
+        *(
+            ("content", 3),
+            ("index_sha256", ""),
+            ("is_demo", "no"),
+            ("class_names", [1]),
+            ("shards", {"a": 1}),
+        ),
     ):
         meta.write_text(json.dumps(whole | {key: value}))
         readers.fails(open_it, meta, f"{key} {value!r}", "again")

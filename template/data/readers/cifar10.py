@@ -28,7 +28,7 @@ LAYOUT = Layout(
 class Cifar10(Cifar):
     """One split; see `Cifar` for what is read."""
 
-    num_classes = NUM_CLASSES
+    num_classes, class_names = NUM_CLASSES, CLASS_NAMES
 
     def __init__(self, root: Path, split: str):
         super().__init__(root, split, LAYOUT, label=0)

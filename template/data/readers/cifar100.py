@@ -47,3 +47,4 @@ class Cifar100(Cifar):
 
     def __init__(self, root: Path, split: str, coarse: bool = False):
         super().__init__(root, split, LAYOUT, label=0 if coarse else 1)
+        self.class_names = COARSE_NAMES if coarse else CLASS_NAMES

@@ -42,6 +42,8 @@ class Cityscapes(PicturePairs):
     the layout is missing or empty, or a picture or a label lacks the other.
     """
 
+    class_names = CLASS_NAMES
+
     def __init__(self, root: Path, split: str):
         root = Path(root)
         images, labels = once.found(("cityscapes", str(root), split), lambda: _list(root, split))

@@ -1,6 +1,6 @@
 """A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
 
-ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too
+ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too; splits may have other names
 ROOT/val/CLASS/*.jpg            the same classes; or flat, as the archive has it: flat.py
 
 Labels are the places of the classes in their sorted order. A class is a folder's name.
@@ -21,8 +21,6 @@ from data.readers import flat, listing, pictures
 from data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from engine.words import some
 
-SPLITS = ("train", "val")
-
 
 class _Listed(NamedTuple):
     """The pictures of a split, class by class."""
@@ -37,16 +35,20 @@ class ClassFolders:
     """One split, as a `source.Source`: samples in the order of classes, then of file names.
 
     Reads to {"image": uint8 [H, W, 3], "label": int32 scalar}. The folders are listed once, here;
-    no file is opened.
+    no file is opened. Whether two splits hold the same classes, who opens both can tell.
+
+    Args:
+      train_split: the split whose folders are the classes of a flat one.
 
     Raises ValueError, naming the folder, when a split is missing, or flat without a list of its
-    classes, a class is empty, or something in it would be left out, train and val hold different
-    classes, or a file has another size on this host.
+    classes, a class is empty, or something in it would be left out, or a file has another size on
+    this host.
     """
 
-    def __init__(self, root: Path, split: str):
+    def __init__(self, root: Path, split: str, train_split: str = "train"):
         self.root, self._split = Path(root), split
-        listed = once.found(("class_folders", str(root), split), lambda: _list(self.root, split))
+        key = ("class_folders", str(root), split)
+        listed = once.found(key, lambda: _list(self.root, split, train_split))
         self.class_names = listed.classes
         self.num_classes = len(listed.classes)
         self._files, self._count = listed.files, len(listed.files)
@@ -55,7 +57,7 @@ class ClassFolders:
         with tf.device("CPU:0"):  # where files are read
             self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
             self._start_tensor = tf.constant(listed.starts, tf.int64)
-        self._sizes = listing.sizes(("class_folders", str(root), split), self._looked_at)
+        self._sizes = listing.sizes(key, self._looked_at)
 
     def __len__(self) -> int:
         return self._count
@@ -101,10 +103,10 @@ class ClassFolders:
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
-def _list(root: Path, split: str) -> _Listed:
+def _list(root: Path, split: str, train_split: str) -> _Listed:
     classes = _classes(root, split)
     if not classes:
-        classes, by_class = flat.by_class(root, split)
+        classes, by_class = flat.by_class(root, split, train_split)
         return _Listed(classes, [""] * len(classes), *Names.joined(map(packed, by_class)))
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
@@ -112,10 +114,7 @@ def _list(root: Path, split: str) -> _Listed:
 
 
 def _classes(root: Path, split: str) -> list[str]:
-    """Names of the split's class folders, sorted; none where it is flat.
-
-    Those of the other split are the same, if it has any.
-    """
+    """Names of the split's class folders, sorted; none where it is flat."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -131,13 +130,6 @@ def _classes(root: Path, split: str) -> list[str]:
             f"{root / split} holds class folders, and pictures beside them, which are of no class: "
             f"{some(loose)}; sort them in or take them away"
         )
-    for name in SPLITS if classes else ():
-        others = listing.folder_names(root / name) if (root / name).is_dir() else []
-        if others and (differ := sorted(set(classes) ^ set(others))):
-            raise ValueError(
-                f"{root / split} and {root / name} hold different classes: only one of the two "
-                f"has {some(differ)}; labels would not agree, so make them the same"
-            )
     return classes
 
 
@@ -161,6 +153,6 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     if not found:
         raise ValueError(
             f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or take the "
-            "class out of train and val"
+            "class out of every split"
         )
     return packed(found)

@@ -21,17 +21,17 @@ DEVKIT = Path("ILSVRC2012_devkit_t12", "data")
 TRUTH, META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 
 
-def by_class(root: Path, split: str) -> tuple[list[str], list[list[str]]]:
+def by_class(root: Path, split: str, train_split: str) -> tuple[list[str], list[list[str]]]:
     """Sorted classes, and the names of each one's pictures, sorted.
 
-    Classes are the folders of ROOT/train, or those of the list where there is no such folder.
+    Classes are the folders of the split to train on, or those of the list where it has none.
 
     Raises ValueError when there is no list, or it does not fit the pictures or the classes.
     """
     names = listing.file_names(root / split, IMAGE_SUFFIXES)
     path, labels = _labels(root, root / split, names)
     _check_numbers(root / split, names, path, labels)
-    train = root / "train"
+    train = root / train_split
     classes = listing.folder_names(train) if train.is_dir() else []
     classes = classes or sorted(set(labels))
     if unknown := sorted(set(labels) - set(classes)):

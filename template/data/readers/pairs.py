@@ -3,6 +3,8 @@
 A reader lists the files (folders.py, voc.py, cityscapes.py); reading and explaining is here.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +86,7 @@ class PicturePairs:
         image_path, label_path = self.picture_file(index), self._label_file(index)
         try:
             image = pictures.load(image_path)
-            label = pictures.load(label_path)
+            label = pictures.load(label_path, deep=True)  # check_label_kind says more
             pictures.check_label_kind(label_path, label)
             self._check_sizes(image_path, image, label_path, label)
             self._check_values(label_path, np.asarray(label))
@@ -98,6 +100,10 @@ class PicturePairs:
     def picture_file(self, index: int) -> Path:
         """The file that sample `index`'s image is decoded from."""
         return self.root / self._images[index]
+
+    def shared_with(self, other: PicturePairs) -> int:
+        """How many pictures are in both splits."""
+        return self._images.shared(other._images) if self.root == other.root else 0
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 pairs spread over them."""

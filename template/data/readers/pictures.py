@@ -16,6 +16,7 @@ OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".j
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
+_DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
 
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
@@ -24,10 +25,13 @@ def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
-    """Colours, uint8 [H, W, 3], from the bytes of a PNG or JPEG of any kind.
+    """Colours, uint8 [H, W, 3], from the bytes of a JPEG, or of a PNG of at most 8 bits.
 
-    Turned by its EXIF orientation, so as viewers show it.
+    Turned by its EXIF orientation, so as viewers show it. Of 16 bits a decoder takes the high byte,
+    which is almost nothing of what a camera of 12 bits saw: such a PNG fails the sample.
     """
+    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
+    require(~deep, "a PNG picture has 16 bits a channel")
     image = tf.io.decode_image(data, channels=3, expand_animations=False)
     return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
 
@@ -76,8 +80,12 @@ def _header_crc(colour_type: int) -> int:
     return zlib.crc32(b"IHDR" + bytes(9) + bytes([colour_type, 0, 0, 0]))
 
 
-def load(path: Path) -> Image.Image:
-    """The decoded picture as it is stored; ValueError names the file and says why there is none."""
+def load(path: Path, deep: bool = False) -> Image.Image:
+    """The decoded picture as it is stored; ValueError names the file and says why there is none.
+
+    Args:
+      deep: 16 bits a channel will do.
+    """
     try:
         data = path.read_bytes()
         picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
@@ -89,7 +97,19 @@ def load(path: Path) -> Image.Image:
         ) from None
     except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
+    if not deep and (fault := too_deep(data)):
+        raise ValueError(f"{path} {fault}")
     return picture
+
+
+def too_deep(data: bytes) -> str:
+    """What is wrong with a picture of 16 bits a channel, without its name; "" for others."""
+    if data[:8] != _PNG_SIGNATURE or data[24:25] != b"\x10":
+        return ""
+    return (
+        "has 16 bits a channel, of which only the high 8 would be read: convert it to 8 bits, "
+        "choosing the range of values that matters"
+    )
 
 
 def check_label_kind(path: Path, label: Image.Image) -> None:

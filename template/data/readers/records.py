@@ -74,6 +74,7 @@ class Records:
         meta = _read_meta(self.folder)
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
+        self.class_names: list[str] = meta.get("class_names", [])  # older packs have none
         self.is_demo: bool = meta.get("is_demo", False)  # packed from data/demo/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
@@ -112,6 +113,9 @@ class Records:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
         where = self.where(index)
         try:
+            # Packs that were written before such pictures were refused may have them.
+            if fault := pictures.too_deep(self._picture(index)):
+                return f"{where}: its picture {fault}, and pack again"
             self.read(tf.constant(index, tf.int64))
         except tf.errors.DataLossError as error:
             return f"{where} does not match its checksum ({said(error)}); {_AGAIN}"
@@ -141,6 +145,10 @@ class Records:
         """SHA-256 over shards' names and sizes, the packer's checksum of records, and `is_demo`."""
         about = [("is_demo", 0)] if self.is_demo else []
         return source.digest([*self._shards, (self._content, len(self)), *about])
+
+    def _picture(self, index: int) -> bytes:
+        record = self._read_bytes(tf.constant(index, tf.int64)).numpy()
+        return tf.train.Example.FromString(record).features.feature["image"].bytes_list.value[0]
 
     def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
         """The data of one record, string scalar.
@@ -184,7 +192,8 @@ def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]])
 
     Args:
       meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes, sha256}); is_demo (True) where the source has it.
+        shards (a list of {name, records, bytes, sha256}); class_names (a list) and is_demo (True)
+        where the source has them.
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)
@@ -210,8 +219,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{path} has version {version!r}, this reader takes 1 and {VERSION}; pack again"
         )
     _check_values(path, meta, ("kind", "num_classes", "content", "index_sha256", "shards"))
-    if "is_demo" in meta:
-        _check_values(path, meta, ("is_demo",))
+    _check_values(path, meta, tuple({"class_names", "is_demo"} & {*meta}))
     for number, shard in enumerate(meta["shards"]):
         _check_values(f"{path}: shard {number}", shard, ("name", "records", "bytes"))
         if version > 1:
@@ -241,6 +249,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_classes": (_is_count, "a whole number from 1 on"),
     "content": (_is_sha256, "64 hexadecimal digits"),
     "index_sha256": (_is_sha256, "64 hexadecimal digits"),
+    "class_names": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
     "is_demo": (lambda value: isinstance(value, bool), "true or false"),
     "shards": (lambda value: isinstance(value, list) and value != [], "a list of shards"),
     "name": (

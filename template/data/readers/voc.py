@@ -34,6 +34,8 @@ class Voc(PicturePairs):
     Raises ValueError as `ImageLabelFolder` does.
     """
 
+    class_names = CLASS_NAMES
+
     def __init__(self, root: Path, split: str):
         listed = once.found(("voc", str(root), split), lambda: _list(Path(root), split))
         super().__init__(
