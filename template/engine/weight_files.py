@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 import h5py
@@ -49,22 +49,31 @@ def read(path: Path, known: Container[str] = ()) -> dict[str, Weights]:
 
 def _read(file: h5py.File, known: Container[str]) -> dict[str, Weights]:
     root = file.get("model_weights", file)  # in a whole model's file of Keras 2
-    found: dict[str, Weights] = {}
     layers = _of_keras_2(root) if list(_texts(root, "layer_names")) else _of_keras_3(root)
+    places: dict[tuple[tuple[str, ...], ...], Weights] = {}
     for place, variable, array in layers:
-        layer = _name(place, known)
-        if variable in found.setdefault(layer, {}):
-            raise ValueError(f"it holds two layers of the name {layer}")
-        found[layer][variable] = array
+        if variable in places.setdefault(tuple(place), {}):
+            raise ValueError(f"it holds two layers of the name {_names(place)[0]}")
+        places[tuple(place)][variable] = array
+    found: dict[str, Weights] = {}
+    # First those that can have one name only.
+    for place in sorted(places, key=lambda place: len(_names(place))):
+        names = _names(place)
+        shortest = min(names, key=lambda name: name.count("/"))
+        name = next((name for name in names if name in known), shortest)
+        if name in found and name not in known:
+            name = names[0]  # nobody asks for it, so it must not be in the way
+        if name in found:
+            raise ValueError(f"it holds two layers of the name {name}")
+        found[name] = places[place]
     if not found:
         raise ValueError("it holds no layers by name (write it with this project's Keras)")
     return found
 
 
-def _name(place: Place, known: Container[str]) -> str:
-    """The first of the names that a place may have which is known; else the first."""
-    names = ["/".join(filter(None, parts)) for parts in itertools.product(*place)]
-    return next((name for name in names if name in known), names[0])
+def _names(place: Iterable[tuple[str, ...]]) -> list[str]:
+    """All that the place may be called, the longest first."""
+    return ["/".join(filter(None, parts)) for parts in itertools.product(*place)]
 
 
 def _of_keras_2(root: h5py.Group) -> Iterator[tuple[Place, str, np.ndarray]]:
@@ -93,7 +102,7 @@ def _place(group: str, layers: list[str], models: set[str]) -> Place:
     its_name = re.compile(rf"{re.escape(group)}(_\d+)?")
     at = next((n for n, name in enumerate(layers) if its_name.fullmatch(name)), None)
     if at is None:  # made before what they are in now: a model, or a layer that was given them
-        return [("", group) if layers else (group,), *((name,) for name in layers)]
+        return [(group, "") if layers else (group,), *((name,) for name in layers)]
     if inner := [(name,) for name in layers[at + 1 :]]:
         return [(group,), *inner]
     return [tuple(dict.fromkeys((group, layers[at])))]
@@ -115,7 +124,7 @@ def _of_keras_3(root: h5py.Group) -> Iterator[tuple[Place, str, np.ndarray]]:
             above = [groups.get("/".join(parts[:end])) for end in range(1, len(parts))]
             place = [
                 # What a model holds lies in its `layers`; a layer may call its own ones so, too.
-                ("", name) if inner == "layers" else (name,)
+                (name, "") if inner == "layers" else (name,)
                 for outer, inner in zip(above, parts[1:])
                 if outer is not None and (name := str(outer.attrs.get("name", "")))
             ]

@@ -277,6 +277,45 @@ def test_layers_inside_others_have_their_names_too(form, tmp_path):
     assert {"one/query", "two/query", "logits"} < set(loaded.unused)
 
 
+class Block(keras.layers.Layer):
+    """Calls its parts as a model does in a file: `layers`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(4, name="second")]
+
+    def build(self, shape):
+        for layer in self.layers:
+            layer.build(shape)
+        self.gain = self.add_weight(name="gain", shape=(4,))
+
+    def call(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.gain
+
+
+@pytest.mark.parametrize("form", ["h5", "weights.h5"])
+def test_a_layer_may_call_its_own_ones_layers(form, tmp_path):
+    def model(start, *blocks):
+        x = keras.Input((4,))
+        y = keras.layers.Dense(4, name="stem")(x)
+        for name in blocks:
+            y = Block(name=name)(y)
+        made = keras.Model(x, keras.layers.Dense(4, name="second")(y), name="blocks")
+        for number, variable in enumerate(made.weights):
+            variable.assign(np.full(variable.shape, start + number))
+        return made
+
+    file, same = published.write(model(5.0, "one", "two"), tmp_path, form), model(0.0, "one", "two")
+    assert pretrained.load(same, file, "tf").left == [] and starts(same) == {5.0}
+    if form == "h5":
+        assert pretrained.load(model(0.0), file, "tf").set == ["stem", "second"]
+    else:  # which of the three?
+        refused(model(0.0), file, "it holds two layers of the name second")
+    refused(network(pixels=False), file, "has no layer of small: there are .*stem")
+
+
 def test_what_is_no_file_is_refused(tmp_path):
     refused(network(), tmp_path, "there is no such file")
     refused(network(), tmp_path / "nothing.h5", "there is no such file")
