@@ -87,15 +87,16 @@ def test_pictures_are_decoded(tmp_path: Path, run):
 def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
     """Of those that are asked for: others beside them may have other ones."""
     readers.write_classes(tmp_path)
-    readers.save(tmp_path / "val2" / "n03" / "v.png", readers.noise(0))
+    for name in ("n03", "n04"):
+        readers.save(tmp_path / "val2" / name / "v.png", readers.noise(0))
     assert run(f"--data_dir={tmp_path}")[0] == 0
     for split in ("train", "val2"):
         pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, 1, "")
     for where in (tmp_path, tmp_path / "out"):
         code, said = run(f"--data_dir={where}", "--split=train", "--split=val2")
         assert code == 1 and said.count(f"{where / 'val2'} and {where / 'train'} hold") == 1, said
-        assert "has n01, n02, n03, n10;" in said
-        assert "val2: 1 samples, labels 0 to 0" in said and "1 fault(s)" in said, said
+        assert "has n01, n02, n03, n04, n10;" in said
+        assert "val2: 2 samples, labels 0 to 1" in said and "1 fault(s)" in said, said
 
 
 def test_shards_are_read_whole(tmp_path: Path, run):

@@ -169,7 +169,7 @@ def test_one_class_cannot_be_told_apart(tmp_path: Path):
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
     readers.fails(lambda: open_lib.open_source(config, "train", "class_folders"), *words)
     told: list[str] = []
-    check.check(tmp_path, "class_folders", "train", 0, told.append)
+    check.check(tmp_path, "class_folders", "train", 0, told.append, {})
     assert len(told) == 1 and "holds one class only" in told[0]
 
 
