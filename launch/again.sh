@@ -64,6 +64,8 @@ trap tell TERM INT HUP USR1
 pass_on() {
     if [ -n "$told" ] && [ -n "$child" ] && [ -z "$passed" ]; then
         passed=yes
+        # Until it is the command, it is a copy of this shell that loses signals.
+        while cmp -s "/proc/$$/cmdline" "/proc/$child/cmdline"; do sleep 0.02; done
         kill -TERM "$child" 2>/dev/null || true
     fi
 }
@@ -76,10 +78,10 @@ in_background() {
     while :; do
         heard='' code=0
         wait "$child" || code=$?
-        # Else a signal may have ended the wait. Where the command has ended too, bash tells again
-        # how.
-        [ -n "$heard" ] || break
+        [ -n "$heard" ] || break # else a signal may have ended the wait
     done
+    # The command ended as the signal came, and bash has lost how: the next start will tell.
+    case $told$code in yes-1 | yes127) code=75 ;; esac
     child=''
 }
 
