@@ -315,7 +315,7 @@ launch() {
     code=0
     wait "$job" || code=$? # also where it ended just before that look
     drain
-    [ "$code" -ge 0 ] || code=$((128 - code)) # ended by a signal
+    [ "$code" -ge 0 ] || code=$((128 - code)) # by a signal; -1: as one came, and bash has lost how
     [ "$code" = 0 ] || sweep
     trap - TERM USR1 INT HUP
 }
