@@ -118,12 +118,13 @@ def _remove_what_was_cut_off(work: Path, locked: bool) -> None:
         os.utime(work)
         now = work.stat().st_mtime  # by the clock of the disk's host
         for folder in work.iterdir():
-            own = folder.name.startswith(f"{_machine()}.")
-            dead = (own and locked) or now - folder.stat().st_mtime > _SILENCE
-            if dead and all(map(str.isdecimal, os.listdir(folder))):  # a file for each worker
-                for partial in folder.iterdir():
-                    partial.unlink()
-                folder.rmdir()
+            with contextlib.suppress(OSError):
+                own = folder.name.startswith(f"{_machine()}.")
+                dead = (own and locked) or now - folder.stat().st_mtime > _SILENCE
+                if dead and all(map(str.isdecimal, os.listdir(folder))):  # a file for each worker
+                    for partial in folder.iterdir():
+                        partial.unlink()
+                    folder.rmdir()
         work.rmdir()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORK = ".staging"  # in the target: what is being copied
-# What systems put into a folder by themselves: leftovers of a set have other names.
-_SYSTEMS = {"lost+found", "System Volume Information", "Thumbs.db", "desktop.ini", ".DS_Store"}
-_SYSTEMS_BEGIN = (".nfs", ".fuse_hidden", ".Trash")
+# What systems put into a folder by themselves, in small letters: no part of a set.
+_SYSTEMS = {"lost+found", "system volume information", "thumbs.db", "desktop.ini", ".ds_store"}
+_SYSTEMS |= {"__macosx", "@eadir", ".snapshot"}
+_SYSTEMS_BEGIN = (".nfs", ".fuse_hidden", ".trash", "._")
 
 
 class Listing(NamedTuple):
@@ -21,7 +22,7 @@ class Listing(NamedTuple):
 
 
 def listing(folder: Path, target: Path | None = None) -> Listing:
-    """Every file and folder below `folder`, links followed.
+    """Every file and folder below `folder`, links followed, but what systems put there.
 
     Raises:
       OSError: a folder or file cannot be looked at.
@@ -37,6 +38,8 @@ def listing(folder: Path, target: Path | None = None) -> Listing:
         inside, above = waiting.pop()
         for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
             name = f"{inside}{entry.name}"
+            if _is_a_systems(entry.name):  # a disk's lost+found cannot even be listed
+                continue
             try:
                 about = entry.stat()
             except OSError:
@@ -112,7 +115,7 @@ def check_leftovers(source: Path, target: Path, wanted: Listing) -> None:
         for entry in os.scandir(target / inside):
             name = f"{inside}{entry.name}"
             is_folder = entry.is_dir(follow_symlinks=False)
-            if name == WORK or (name not in wanted.files and _is_a_systems(entry.name)):
+            if name == WORK or _is_a_systems(entry.name):
                 continue
             if name not in wanted.files and name not in wanted.folders:
                 left.append(name)
@@ -126,4 +129,4 @@ def check_leftovers(source: Path, target: Path, wanted: Listing) -> None:
 
 
 def _is_a_systems(name: str) -> bool:
-    return name in _SYSTEMS or name.startswith(_SYSTEMS_BEGIN)
+    return name.lower() in _SYSTEMS or name.lower().startswith(_SYSTEMS_BEGIN)

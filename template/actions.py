@@ -193,7 +193,7 @@ class Evaluate:
     def given_up(self, step: int) -> Ending | None:
         """An ending where no better score is to be expected."""
         config, best = self._run.config, self._best
-        best_step = best.step if best else self._scored_since
+        best_step = max(best.step if best else 0, self._scored_since)
         if (
             config.benchmark
             or step >= config.num_steps

@@ -224,7 +224,9 @@ class Config:
     early_stop_evals: int = setting(
         0, "end after this many evaluations without a better score; 0: never", low=0
     )
-    keep: int = setting(3, "newest checkpoints kept; the best is kept besides", low=1)
+    keep: int = setting(
+        3, "newest checkpoints kept; the best, by each measure, is kept besides", low=1
+    )
     resume: str = setting(
         "auto",
         "auto: newest sound checkpoint of run_dir; never: start anew; or the path of a checkpoint "

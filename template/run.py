@@ -90,7 +90,10 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
         if sources is None:  # it came to where something is looked for
             with once.given(found, look=world.local_rank == 0):
                 train, val = task.sources()
-        prints = train.fingerprint() + val.fingerprint()
+        both = train.fingerprint(), val.fingerprint()
+        if not all(isinstance(found, str) for found in both):
+            raise ValueError(f"a source's fingerprint() must return text, not {both!r:.200}")
+        prints = "".join(both)
     world.check_same(prints, "the data files")
     return train, val
 

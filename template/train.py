@@ -141,10 +141,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
     save = Save(run, sync, telemetry, saved_at=first_step if is_own else None)
-    other_measure = run.checkpoints.other_scores()
+    other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
         say(world, f"note: {other_measure}")
-    scored_since = 0 if is_own and not other_measure else first_step
+    scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal, scored_since)
     actions: list[Action] = [Sync(run, sync), Log(run, telemetry), *others]
     if not config.benchmark:

@@ -30,7 +30,7 @@ _SILENCE = 300.0  # seconds, after which a process of another host that touches 
 
 @contextlib.contextmanager
 def folder(out: Path, name: str) -> Iterator[Path]:
-    """An empty folder in `out` for what becomes OUT/NAME; it goes when the block ends.
+    """A folder in `out` for what becomes OUT/NAME, with only its sign in it; it goes in the end.
 
     Folders in `out` of processes that have ended are removed first.
 

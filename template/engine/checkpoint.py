@@ -142,19 +142,23 @@ class Checkpoints:
                 evaluated = about.evaluated and not about.unlike(self.measure)
         return self.world.broadcast_object(evaluated, "checkpoint.has_score")
 
-    def other_scores(self) -> str:
-        """A sentence about scores in the folder that are of another measure; empty without any."""
-        said = ""
+    def other_scores(self) -> tuple[int, str]:
+        """The newest step in the folder whose score is of another measure, and a sentence on it.
+
+        0 and "" where there is none.
+        """
+        newest = (0, "")
         if self.world.is_chief:
             there = checkpoint_files.scored(checkpoint_files.candidates(self.folder))
             unlike = [(m.step, found) for m in there.values() if (found := m.unlike(self.measure))]
             for step, found in unlike[-1:]:
                 changed = [f"{n} was {_shown(a)}, is {_shown(b)}" for n, (a, b) in found.items()]
                 said = (
-                    f"scores up to step {step} are of another measure ({'; '.join(changed)}): they "
-                    "are not compared with this run's"
+                    f"the score of step {step} is of another measure ({'; '.join(changed)}): such "
+                    "scores are not compared with this run's"
                 )
-        return self.world.broadcast_object(said, "checkpoint.other_scores")
+                newest = (step, said)
+        return self.world.broadcast_object(newest, "checkpoint.other_scores")
 
     def holds(self, found: Found) -> bool:
         """Whether it is one of this run's own, and not of another run's folder."""
@@ -230,8 +234,7 @@ class Checkpoints:
     def _prune(self) -> None:
         """Keeps the newest, and the best by each measure; what cannot be deleted is told."""
         paths = [p for p in checkpoint_files.candidates(self.folder) if p.is_dir()]
-        measures = [about.measure for about in checkpoint_files.scored(paths).values()]
-        kept = {*paths[-self.keep :], *(checkpoint_files.best(paths, one) for one in measures)}
+        kept = {*paths[-self.keep :], *checkpoint_files.best_of_each(paths)}
         for path in paths:
             try:
                 if path not in kept:

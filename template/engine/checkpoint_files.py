@@ -210,7 +210,18 @@ def scored(paths: list[Path]) -> dict[Path, Manifest]:
 
 def best(paths: list[Path], measure: Mapping[str, Any]) -> Path | None:
     """The checkpoint with the highest score of this measure, the oldest of equals, if any."""
-    scores = {p: about.score for p, about in scored(paths).items() if not about.unlike(measure)}
+    return _best_of(scored(paths), measure)
+
+
+def best_of_each(paths: list[Path]) -> set[Path]:
+    """The best by every measure that one of them is scored by."""
+    there = scored(paths)  # one look at each: as many again for each measure would take seconds
+    measures = {json.dumps(about.measure, sort_keys=True) for about in there.values()}
+    return {path for one in measures if (path := _best_of(there, json.loads(one)))}
+
+
+def _best_of(there: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
+    scores = {path: about.score for path, about in there.items() if not about.unlike(measure)}
     return max(scores, key=scores.__getitem__, default=None)
 
 

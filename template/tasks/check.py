@@ -41,11 +41,16 @@ def told(what: str) -> Iterator[None]:
         by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
         if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
-        if isinstance(error, tf.errors.OpError):  # of a graph, which has no line of its own
-            raise ValueError(f"{what} failed: {_sentence(said(error))}") from error
+        is_op = isinstance(error, tf.errors.OpError)
+        reason = _sentence(said(error) if is_op else str(error))
+        if is_op and Path(own[-1].filename).name in _RUNS_GRAPHS:  # a graph's ops have no line
+            raise ValueError(f"{what} failed: {reason}") from error
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
-        why = f"{type(error).__name__}: {_sentence(str(error))}"
+        why = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{what} failed: {place}{why}") from error
+
+
+_RUNS_GRAPHS = ("check.py", "evaluation.py", "pipeline.py")
 
 
 def _is_own(file: str) -> bool:

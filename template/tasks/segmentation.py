@@ -35,6 +35,7 @@ class Task:
     # it where `build_model` is your own: 32 for a U-Net that halves five times. In an evaluation
     # pictures are padded to it.
     stride: int | None = None
+    _built_here = False  # whether the model was built here, so that --model says its stride
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -58,14 +59,10 @@ class Task:
         return whole_pictures.Passes(stride, config.eval_window, scales, config.eval_flip, fill)
 
     def _stride(self) -> int:
-        own, where = type(self), f"{type(self).__module__}.{type(self).__name__}"
-        if self.stride is None and own.build_model is not Task.build_model:
-            raise ValueError(
-                f"{where} has a build_model of its own: add `stride = N` to the class, N being "
-                "what the heights and widths that the model takes are multiples of"
-            )
         if self.stride is not None and not (isinstance(self.stride, int) and self.stride > 0):
-            raise ValueError(f"{where}: stride = {self.stride!r} must be a whole number from 1 up")
+            raise ValueError(
+                f"{_name(self)}: stride = {self.stride!r} must be a whole number from 1 up"
+            )
         if self.stride is None and self.model_name not in STRIDES:
             raise ValueError(f"tasks/segmentation_models.py: STRIDES lacks {self.model_name}")
         return self.stride or STRIDES[self.model_name]
@@ -113,11 +110,20 @@ class Task:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
 
     def build_model(self) -> keras.Model:
-        config = self.config
+        config, self._built_here = self.config, True
         return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
     def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Logits [B, H, W, classes] of pictures of any size, gone over as the --eval flags say."""
+        """Logits [B, H, W, classes] of pictures of any size, gone over as the --eval flags say.
+
+        Raises ValueError where nothing tells to which sizes pictures must be padded.
+        """
+        own = type(self).build_model is not Task.build_model and not self._built_here
+        if self.stride is None and own:
+            raise ValueError(
+                f"{_name(self)} has a build_model of its own: add `stride = N` to the class, N "
+                "being what the heights and widths that the model takes are multiples of"
+            )
 
         def call(images: tf.Tensor) -> tf.Tensor:
             return model(inputs | {"image": images}, training=False)
@@ -175,6 +181,10 @@ class Task:
         side = self.config.eval_crop or max(self.config.image_size, SIDE)
         parts = zip(images, _COLOURS[labels], _COLOURS[predictions])
         return np.stack([np.hstack([_fitted(part, side) for part in row]) for row in parts])
+
+
+def _name(task: Task) -> str:
+    return f"{type(task).__module__}.{type(task).__name__}"
 
 
 def _fitted(picture: np.ndarray, side: int) -> np.ndarray:

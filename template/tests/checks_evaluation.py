@@ -136,15 +136,20 @@ def check_a_score_of_another_measure_counts_as_none(world):
         scores = {r["step"]: r["eval_accuracy"] for r in ended.records if "eval_loss" in r}
         assert list(scores) == [1, 2, 3, 4, 5] and scores[1] == 1.0, scores
         assert scores[2] is None and scores[3] < 1.0, scores
-        said = "scores up to step 2 are of another measure (--eval_crop was 16, is 0): they"
+        said = "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
         assert printed.getvalue().count(said) == 1, printed.getvalue()
+
+    # Back to the first: its best is old, but it was not scored since.
+    ended = fit(world, Rises, eval_crop=16, num_steps=9, run_dir=first.folder, **usual)
+    if world.is_chief:
+        assert ended.summary["exit_reason"] == "early stop" and ended.summary["step"] == 7
 
     class Others(Rises):
         def sources(self):
             return numbers(1, 60), numbers(3, 20)
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        ended = fit(world, Others, num_steps=5, run_dir=first.folder, **usual)
+        ended = fit(world, Others, num_steps=7, run_dir=first.folder, **usual)
     assert ended.code == DONE
     if world.is_chief:
         assert "the validation data's fingerprint was " in printed.getvalue()

@@ -86,6 +86,20 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
 
     refused(world, Runs, "evaluating one sample failed: indices = 1 is not in [0, 1)")
 
+    class Reads(Small):  # outside of any graph
+        def sources(self):
+            tf.io.read_file("/nothing/there")
+
+    refused(world, Reads, "sources failed: checks_tasks.py, line", "NotFoundError: /nothing/there")
+
+    class Bytes(Small):
+        def sources(self):
+            train, val = super().sources()
+            val.fingerprint = lambda: b"bytes"
+            return train, val
+
+    refused(world, Bytes, "fingerprint() must return text", "b'bytes'")
+
 
 def check_main_metric_is_looked_for_before_the_first_step(world):
     class Task(Small):

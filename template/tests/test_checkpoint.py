@@ -64,17 +64,18 @@ def test_scores_of_another_measure_are_none(kept):
     new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})
     path = save(old, 1, score=0.9)
     save(new, 1)
-    assert old.has_score(path) and old.best() == (0.9, 1) and not old.other_scores()
+    assert old.has_score(path) and old.best() == (0.9, 1) and old.other_scores() == (0, "")
     assert not new.has_score(path) and new.best() is None
-    words = "scores up to step 1 are of another measure (--eval_crop was 16, is 0): "
-    assert new.other_scores().startswith(words)
+    words = "the score of step 1 is of another measure (--eval_crop was 16, is 0): "
+    step, said = new.other_scores()
+    assert step == 1 and said.startswith(words)
     save(new, 2, score=0.3)
     save(new, 3, score=0.2)
     save(new, 4, score=0.1)
     save(new, 5)
     assert names(kept) == [f"step-0000000{step}" for step in (1, 2, 4, 5)]
     assert new.best() == (0.3, 2) and old.best() == (0.9, 1)
-    assert new.other_scores().startswith(words) and kept.best() == (0.9, 1), "of none: like all"
+    assert new.other_scores() == (1, said) and kept.best() == (0.9, 1), "of none: like all"
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])

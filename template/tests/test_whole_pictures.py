@@ -117,16 +117,28 @@ def test_a_model_of_ones_own_says_its_stride():
         def build_model(self):
             return None
 
+    task = Own(dataclasses.replace(config, eval_window=24))
+    task.build_model()
     with pytest.raises(ValueError, match=r"test_whole_pictures.Own has a build_model.*stride = N"):
-        Own(config)
+        task.predict(None, {"image": tf.zeros([1, 9, 9, 3])})
     Own.stride = 5
     assert Own(config).passes.stride == 5
     for stride, words in ((32, "--eval_window=20: the task's model .* 32"), (0, "stride = 0 must")):
         Own.stride = stride
         with pytest.raises(ValueError, match=words):
             Own(config)
-    Own.stride, Own.build_model = None, segmentation.Task.build_model
-    assert Own(dataclasses.replace(config, eval_window=24)).passes.stride == 8
+
+    class Frozen(segmentation.Task):
+        """Its model is the project's, and so is its stride."""
+
+        def build_model(self):
+            model = super().build_model()
+            model.trainable = False
+            return model
+
+    task = Frozen(dataclasses.replace(config, model="tiny", image_size=16))
+    found = task.predict(task.build_model(), {"image": tf.zeros([1, 9, 9, 3])})
+    assert task.passes.stride == 2 and found.shape[1:3] == (9, 9)
 
 
 def test_any_split_may_be_named():

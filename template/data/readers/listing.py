@@ -12,7 +12,9 @@ from data import once
 from engine.words import some
 
 THREADS = 16  # they wait for a file server
-_SYSTEMS = {"Thumbs.db", "desktop.ini", "__MACOSX"}  # what systems put beside pictures
+# What systems put beside pictures, in small letters; hidden names are passed over anyway.
+_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
+_SYSTEMS |= {"system volume information"}
 _LOOKED_AT = 1_000  # most files of a listing whose sizes are asked for: each asks the server
 
 
@@ -134,7 +136,7 @@ def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os
         if entry.name.lower().endswith(endings):
             _check_file(entry)
             files.append(entry.name)
-        elif entry.name not in _SYSTEMS:
+        elif entry.name.lower() not in _SYSTEMS:
             rest.append(entry)
     return files, rest
 
@@ -145,7 +147,8 @@ def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:
 
 
 def folder_names(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, links to folders too; none that is hidden.
+    """Names of the folders in a folder, sorted, links to folders too; none that is hidden or a
+    system's.
 
     Raises ValueError for a link that leads nowhere: it may be a class that is missing.
     """
@@ -153,7 +156,8 @@ def folder_names(folder: Path) -> list[str]:
     for entry in _entries(folder):
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise ValueError(_dead_link(entry.path))
-        if entry.is_dir() and not entry.name.startswith("."):
+        theirs = entry.name.startswith(".") or entry.name.lower() in _SYSTEMS
+        if entry.is_dir() and not theirs:
             found.append(entry.name)
     return found
 

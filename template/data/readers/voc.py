@@ -66,12 +66,11 @@ def _list(root: Path, split: str) -> tuple[Path, Names, Names]:
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
     """Pictures and labels of a list of pairs, relative to root.
 
-    Raises ValueError for a line that is no pair, a picture or label that comes twice, and missing
-    files.
+    Raises ValueError for a line that is no pair, a picture that comes twice, and missing files.
     """
     images: list[str] = []
     labels: list[str] = []
-    known: tuple[dict[str, int], dict[str, int]] = {}, {}
+    known: dict[str, int] = {}
     for line, number in lines.items():
         pair = [part.lstrip("/") for part in line.split()]
         if len(pair) != 2:
@@ -79,9 +78,9 @@ def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], li
                 f"{path}, line {number}: {line!r} is not a picture and its label, as "
                 "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png"
             )
-        for name, found, names in zip(pair, known, (images, labels)):
-            listing.check_new(found, name, number, path)
-            names.append(name)
+        listing.check_new(known, pair[0], number, path)  # pictures may share a label
+        images.append(pair[0])
+        labels.append(pair[1])
     for paths in (images, labels):
         listing.check_there(root, paths, list(lines.values()), path)
     return images, labels
