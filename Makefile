@@ -33,7 +33,7 @@ train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 30 minutes
+slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 15 minutes
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 setup-test: setup ## set-ups for real: offline, two at once, a path with a space; root, 20 minutes
