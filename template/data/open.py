@@ -31,9 +31,14 @@ KINDS = {
 
 
 def open_sources(config: Config, default: str) -> tuple[Source, Source]:
-    """The splits of config.data_dir to train on and to score; arguments as for `open_source`.
+    """The splits of config.data_dir to train on and to score.
 
-    Raises ValueError as `open_source` does, and where their classes have other names.
+    Args:
+      default: the format where config.data_format is empty; any other must have its kind of label.
+
+    Raises ValueError, naming flag, folder or file, when the format has another kind of label than
+      the task takes, the data are not in it, the classes of the two have other names or are not
+      config.num_classes, or a class for each pixel would have the number that means ignored.
     """
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
@@ -46,21 +51,6 @@ def open_sources(config: Config, default: str) -> tuple[Source, Source]:
     _check_number(config, train, splits[0], default)
     _check_number(config, val, splits[1], default)
     return train, val
-
-
-def open_source(config: Config, split: str, default: str) -> Source:
-    """One split ("train", "val", ...) of config.data_dir.
-
-    Args:
-      default: the format where config.data_format is empty; any other must have its kind of label.
-
-    Raises ValueError, naming flag, folder or file, when the format has another kind of label than
-      the task takes, the data are not in it, config.num_classes is not theirs, or a class for each
-      pixel would have the number that means ignored.
-    """
-    source = _opened(config, split, default)
-    _check_number(config, source, split, default)
-    return source
 
 
 def trained_on_too(train: Source, val: Source) -> int:

@@ -43,14 +43,14 @@ def told(what: str) -> Iterator[None]:
             raise
         is_op = isinstance(error, tf.errors.OpError)
         reason = _sentence(said(error) if is_op else str(error))
-        if is_op and Path(own[-1].filename).name in _RUNS_GRAPHS:  # a graph's ops have no line
+        if is_op and Path(own[-1].filename) in _RUNS_GRAPHS:  # a graph's ops have no line
             raise ValueError(f"{what} failed: {reason}") from error
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
         why = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{what} failed: {place}{why}") from error
 
 
-_RUNS_GRAPHS = ("check.py", "evaluation.py", "pipeline.py")
+_RUNS_GRAPHS = [_PROJECT / name for name in ("evaluation.py", "data/pipeline.py", "tasks/check.py")]
 
 
 def _is_own(file: str) -> bool:

@@ -20,8 +20,15 @@ from data.readers.cifar100 import Cifar100
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.voc import Voc
+from data.source import Source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def open_one(config: config_lib.Config, split: str, default: str) -> Source:
+    """A split as a run opens it, to train on and to score."""
+    config = dataclasses.replace(config, train_split=split, val_split=split)
+    return open_lib.open_sources(config, default)[0]
 
 
 def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
@@ -43,38 +50,38 @@ def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes:
     write(tmp_path)
     kind = open_lib.KINDS[format]
     default = {"map": "folders", "class": "class_folders"}[kind]
-    source = open_lib.open_source(settings(tmp_path, format, classes), "train", default)
+    source = open_one(settings(tmp_path, format, classes), "train", default)
     assert type(source) is reader
     for wrong in (classes - 1, classes + 1):
         config = settings(tmp_path, format, wrong)
         words = (f"--num_classes={wrong}", tmp_path, f"give --num_classes={classes}")
-        readers.fails(lambda c=config: open_lib.open_source(c, "val", default), *words)
+        readers.fails(lambda c=config: open_one(c, "val", default), *words)
     other = {"map": "class_folders", "class": "folders"}[kind]
     config = settings(tmp_path, format, classes)
     words = (f"--data_format={format}", "--task=segmentation takes")
-    readers.fails(lambda: open_lib.open_source(config, "val", other), *words)
+    readers.fails(lambda: open_one(config, "val", other), *words)
 
     pack.pack(source, tmp_path / "packed", "train", 1, "")
     config = settings(tmp_path / "packed", "records", classes)
-    assert isinstance(open_lib.open_source(config, "train", default), records.Records)
-    readers.fails(lambda: open_lib.open_source(config, "train", other), "--data_format=records")
+    assert isinstance(open_one(config, "train", default), records.Records)
+    readers.fails(lambda: open_one(config, "train", other), "--data_format=records")
     config = dataclasses.replace(config, num_classes=1)
-    readers.fails(lambda: open_lib.open_source(config, "train", default), "--num_classes=1", "give")
+    readers.fails(lambda: open_one(config, "train", default), "--num_classes=1", "give")
 
 
 def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
     config = settings(tiny_data, "folders", 256)
     words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")
-    readers.fails(lambda: open_lib.open_source(config, "train", "folders"), *words)
+    readers.fails(lambda: open_one(config, "train", "folders"), *words)
     config = dataclasses.replace(config, num_classes=255)
-    assert len(open_lib.open_source(config, "train", "folders")) == 26
+    assert len(open_one(config, "train", "folders")) == 26
 
 
 def test_the_tasks_own_default(tiny_data: Path):
     config = settings(tiny_data, "", 11)
-    source = open_lib.open_source(config, "train", "folders")
+    source = open_one(config, "train", "folders")
     assert type(source).__name__ == "ImageLabelFolder" and len(source) == 26
-    digits = open_lib.open_source(settings(tiny_data, "", 10), "val", "digits")
+    digits = open_one(settings(tiny_data, "", 10), "val", "digits")
     assert len(digits) == 359
 
 
@@ -167,7 +174,7 @@ def test_one_class_cannot_be_told_apart(tmp_path: Path):
     readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
     config = settings(tmp_path, "class_folders", 2)
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
-    readers.fails(lambda: open_lib.open_source(config, "train", "class_folders"), *words)
+    readers.fails(lambda: open_one(config, "train", "class_folders"), *words)
     told: list[str] = []
     check.check(tmp_path, "class_folders", "train", 0, told.append, {})
     assert len(told) == 1 and "holds one class only" in told[0]

@@ -136,15 +136,15 @@ def _classes(root: Path, split: str) -> list[str]:
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     """The `packed` names of a class's pictures; ValueError where something would be left out."""
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
-    inner = [entry.name for entry in rest if entry.is_dir()]
-    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
-    others = [entry.name for entry in rest if entry.name.lower().rstrip().endswith(endings)]
-    if deeper := [name for name in inner if any(listing.contents(folder / name, ()))]:
+    inner = {entry.name for entry in rest if entry.is_dir()}
+    if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
         raise ValueError(
             f"{folder} has {len(deeper)} folders with something in them ({some(deeper)}), which "
             "would be left out: move their pictures up into the class's folder, or take them away"
         )
-    if others := [name for name in others if name not in inner]:
+    files = (entry.name for entry in rest if entry.name not in inner)
+    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
+    if others := [name for name in files if name.lower().rstrip().endswith(endings)]:
         raise ValueError(
             f"{folder} has {len(others)} pictures whose names do not end in "
             f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
