@@ -1,6 +1,7 @@
 # make, make help: what there is. PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
 PYTHON ?= python3
 NP ?= 2
+TORCH ?= .cache/peers/bin/python
 # Where .venv leads to: a set-up elsewhere may switch it in mid-run.
 IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
 export PYTHON DEVICE WHEELHOUSE
@@ -12,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,9 +44,17 @@ lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 
-bench: setup ## the same weights on any number of ranks, in numbers, and the same bits; 50 minutes and more
-	@$(IN_VENV) python benchmarks/equivalence.py $(ARGS)
-	@$(IN_VENV) python benchmarks/bits.py
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 35 minutes
+	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
+
+# PyTorch, which nothing here runs on, stays out of .venv.
+.cache/peers/installed: benchmarks/requirements-peers.txt
+	@$(IN_VENV) python -m venv --clear .cache/peers
+	@.cache/peers/bin/python -m pip install -q -r $<
+	@touch $@
+
+bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
+	@$(IN_VENV) python benchmarks/bits.py $(ARGS)
 
 fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }

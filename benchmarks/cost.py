@@ -1,13 +1,15 @@
 """What a setting costs: its time a step over the plain setting's, taken in turn in one run.
 
     python benchmarks/cost.py [--ranks=2] [--rounds=3] [--steps=40] [NAME ...]
-    python benchmarks/cost.py --steps=12 "--virtual_ranks"      the three rows of virtual ranks
+    python benchmarks/cost.py --steps=12 -- --virtual_ranks     the three rows of virtual ranks
+    python benchmarks/cost.py --steps=12 -- --jit               forward and backward by XLA
     python benchmarks/cost.py --fixed-point                     nanoseconds a parameter
 
 Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
-The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows of virtual
-ranks (V) train ResNet-50 (25.6 million) on random pictures, one thread a rank, against the plain
-step of as many samples: with as many micro-batches where a rank holds several virtual ranks.
+The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows that say so
+and those of virtual ranks (V) train ResNet-50 (25.6 million) on random pictures, one thread a rank;
+virtual ranks are set against the plain step of as many samples: with as many micro-batches where a
+rank holds several virtual ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +56,11 @@ def rows(ranks: int, data: Path) -> dict[str, Row]:
         "--compression=bf16",
         "--gradient_groups=1",
         "--accumulation_steps=2",
+        "--jit",
     )
     found = {name: Row(DEMO.format(data=data), "", name) for name in settings}
+    both = RESNET.format(size=64, batch=8 * ranks)
+    found["--jit, ResNet-50, 64 px, 8 samples each"] = Row(both, "", "--jit")
     for size, each, held in ((64, 8, 1), (128, 16, 1), (64, 8, 4)):
         both = RESNET.format(size=size, batch=each * held * ranks)
         plain = f"--accumulation_steps={held}" if held > 1 else ""

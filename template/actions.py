@@ -14,6 +14,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from config import Config
+from data.pipeline import TrainingFeed
 from engine import agreement, batch_norm, early_stop, ema
 from engine.checkpoint import Best
 from engine.health import Ending
@@ -58,8 +59,9 @@ class Log:
 
     settles = True
 
-    def __init__(self, run: Run, telemetry: Telemetry) -> None:
-        self._run, self._telemetry = run, telemetry
+    def __init__(self, run: Run, telemetry: Telemetry, feed: TrainingFeed) -> None:
+        self._run, self._telemetry, self._feed = run, telemetry, feed
+        self._waited = 0.0  # of the feed's seconds, those that were logged
 
     def due(self, step: int) -> bool:
         return step % self._run.config.log_every == 0
@@ -72,7 +74,10 @@ class Log:
             figures["skipped"] = int(state.skipped)
         if "keras_loss" in result:  # what the model adds to the task's loss
             figures["keras_loss"] = float(result["keras_loss"])
-        self._telemetry.step(step, config.global_batch_size, figures, result["losses"].numpy())
+        losses = result["losses"].numpy()
+        logged, self._waited = self._waited, self._feed.waited()
+        waited = self._waited - logged
+        self._telemetry.step(step, config.global_batch_size, figures, losses, waited)
         if config.log_gradients:
             paths = [v.path for v in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from config import Config
 
 _LARGEST_SCALE = 8  # of an evaluation: 64 times the pixels
+_MOST_RECORDED = 100  # steps: a profile is held in memory until its last one
 
 
 def implied(config: Config) -> Config:
@@ -25,9 +26,15 @@ def check(config: Config) -> None:
     """Raises ValueError for settings that contradict each other."""
     for part in (_check_virtual, _check_batch, _check_reduction, _check_schedule, _check_start):
         part(config)
+    if config.jit and config.bn_sync == "full":
+        raise ValueError(
+            "--jit compiles what one rank computes, and --bn_sync=full exchanges between ranks "
+            "within it: use another --bn_sync or leave out --jit"
+        )
     class_weights(config)
     _check_evaluation(config)
     scale_range(config)
+    timeline_steps(config)
 
 
 def check_ranks(config: Config, size: int) -> None:
@@ -235,6 +242,32 @@ def boundaries(config: Config) -> list[int]:
     return [round(f * config.num_steps) for f in fractions]
 
 
+def timeline_steps(config: Config) -> range:
+    """The steps of which a timeline is recorded; empty where none is."""
+    if not config.timeline:
+        return range(0)
+    flag = f"--timeline={config.timeline}"
+    try:
+        first, last = (int(part) for part in config.timeline.split(":"))
+    except ValueError:
+        first, last = 0, 0
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"{flag} must be two steps from 1 up, the first one first, with a colon between them: "
+            "100:104"
+        )
+    if config.benchmark:
+        raise ValueError(f"{flag} slows the steps that --benchmark measures: leave one of them out")
+    if last > config.num_steps:
+        raise ValueError(f"{flag} ends after the last step: --num_steps={config.num_steps}")
+    if last - first >= _MOST_RECORDED:
+        raise ValueError(
+            f"{flag} are {last - first + 1:,} steps, and a profile is held in memory until the "
+            f"last of them: name {_MOST_RECORDED} at most"
+        )
+    return range(first, last + 1)
+
+
 def notes(config: Config) -> list[str]:
     """What a person may not expect of these settings, a sentence each; most runs have none."""
     found = []
@@ -247,6 +280,12 @@ def notes(config: Config) -> list[str]:
         found.append(
             f"--virtual_ranks={config.virtual_ranks} runs with --deterministic and "
             f"--cpu_threads={config.cpu_threads}"
+        )
+    if config.timeline:
+        cached = "" if config.cache_capacity > 0 else " and renegotiates each tensor"
+        found.append(
+            f"--timeline: Horovod keeps a thread of rank 0 busy{cached} until the run ends, so "
+            "speeds are lower than without it"
         )
     if config.train_split == config.val_split and not config.synthetic_data:
         found.append(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from engine.fingerprint import differences
 
 # Of a record in metrics.jsonl: what the clock says, not the run.
-_TIMES = ("samples_per_second",)
+_TIMES = ("samples_per_second", "data_wait")
 
 
 class Ended(NamedTuple):

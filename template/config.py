@@ -27,6 +27,7 @@ from combinations import (
     notes,
     scale_factor,
     scale_range,
+    timeline_steps,
 )
 from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
@@ -43,6 +44,7 @@ __all__ = [
     "parse",
     "scale_factor",
     "scale_range",
+    "timeline_steps",
     "write",
 ]
 
@@ -87,7 +89,11 @@ class Config:
         below=1,
     )
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
-    benchmark: bool = setting(False, "only steps: no evaluation, no checkpoint; says the speed")
+    benchmark: bool = setting(
+        False,
+        "only steps, no evaluation, no checkpoint: says the speed and where time goes, "
+        "benchmark.json",
+    )
 
     global_batch_size: int = setting(
         32, "samples a step, over all ranks", low=1, heading="How long, and how much at once"
@@ -160,6 +166,9 @@ class Config:
         choices=("float32", "float64", "bfloat16", "float16"),
         heading="Precision, compression, batch norm, dropout",
     )
+    jit: bool = setting(
+        False, "compile forward and backward with XLA; several times slower on CPUs"
+    )
     compression: str = setting(
         "none", "type of gradients on the wire", choices=("none", "fp16", "bf16")
     )
@@ -213,10 +222,18 @@ class Config:
         0, "threads of a rank on CPUs; 0: its share of the cores, 1 with --virtual_ranks", low=0
     )
 
+    data_workers: int = setting(
+        0, "threads of a rank that read and augment data; 0: its share of the cores", low=0
+    )
+
     log_gradients: bool = setting(
         False,
         "each layer's gradient sum and norm, gradients.jsonl",
         heading="When to look, keep, and go on",
+    )
+    timeline: str = setting(
+        "",
+        "steps FIRST:LAST of which rank 0 records Horovod's timeline and TensorFlow's profile",
     )
     log_every: int = setting(20, "steps between log lines", low=1)
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)

@@ -10,12 +10,12 @@ import keras
 from config import Config, scale_factor
 from data import once
 from data.source import Source
-from engine import agreement, batch_norm, dropout
+from engine import agreement, batch_norm, dropout, preprocessing
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints, measure
 from engine.state import State
-from engine.world import World
+from engine.world import World, say
 from tasks import base as tasks
 from tasks import check
 
@@ -56,7 +56,14 @@ def assemble(config: Config, world: World) -> Run:
     with world.together("building the model"):
         with check.told("build_model"):
             model = task.build_model()
-        check.build(model, check.read_example(task, train_source, training=True))
+        example = check.read_example(task, train_source, training=True)
+        check.build(model, example)
+        if preprocessing.leaves_unscaled(model, example["inputs"]):
+            say(
+                world,
+                f"note: {model.name} takes pictures of 0 to 255 and no layer of it scales them: "
+                "begin it with engine.preprocessing.scaled, which makes [-1, 1] of them",
+            )
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
         if not config.virtual_ranks:  # else the step seeds them by virtual rank

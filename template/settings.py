@@ -39,6 +39,7 @@ _ELSEWHERE = {
     "accumulation_steps": "grad_accum gradient_accumulation_steps",
     "flagfile": "config config_file cfg",
     "global_batch_size or --batch_per_rank": "batch batch_size train_batch_size",
+    "jit": "xla jit_compile compile",
     "init_from": "pretrained checkpoint restore init_checkpoint",
     "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
     "mirror": "flip hflip random_flip horizontal_flip",

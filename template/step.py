@@ -53,6 +53,8 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     # Which variables the loss depends on, before and after the reduction; known once it is traced.
     had: list[bool] = []
     got: list[bool] = []
+    # What XLA compiles: each micro-batch's forward and backward pass, without any collective.
+    compiled: gradients.Compiled | None = [] if config.jit else None
 
     def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
@@ -80,7 +82,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
         """Forward and backward on this rank's share, then one sum over the ranks."""
         with tf.GradientTape() as tape:
             targets, sums = gradients.accumulate(
-                forward, batch, config.accumulation_steps, variables
+                forward, batch, config.accumulation_steps, variables, compiled
             )
             sums, votes, losses = add_totals(world, sums, votes)
             _, count, positions, _ = tf.unstack(sums)
@@ -95,7 +97,9 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
 
     # One seam: the same from here on, whether a share is a real rank's or a virtual one's.
     virtual_ranks = config.virtual_ranks
-    reduce = virtual.Passes(config, world, forward, state).reduce if virtual_ranks else by_rank
+    reduce = by_rank
+    if virtual_ranks:
+        reduce = virtual.Passes(config, world, forward, state, compiled).reduce
     signature = [spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)]
 
     @tf.function(input_signature=signature, autograph=False)
@@ -146,6 +150,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             "the step",
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
+        traced.check_compiles(compiled or [])
     agreement.check_gradients(world, variables, had)
     agreement.check_not_lost(world, variables, had, got)
     agreement.check_collectives(world, whole)

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actions import Action, Evaluate, Log, Own, Save, Sync, evaluation_due
+from benchmark import Benchmark
 from config import Config
 from data.open import trained_on_too
 from data.pipeline import EvaluationFeed, TrainingFeed
@@ -50,6 +51,7 @@ from engine.peers import Peers
 from engine.sampler import Sampler
 from engine.stop import DONE, PREEMPTED, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
+from engine.timeline import Timeline
 from engine.words import some
 from engine.world import World, say
 from evaluation import Evaluator
@@ -104,8 +106,15 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             config.virtual_ranks,
         )
         sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight, config.virtual_ranks)
+    workers = world_lib.data_workers(world, config)
     feed = TrainingFeed(
-        run.train_source, sampler, run.task.training_example, first_step, config.num_steps
+        run.train_source,
+        sampler,
+        run.task.training_example,
+        first_step,
+        config.num_steps,
+        workers,
+        world_lib.gpu(),
     )
     train_step = make_train_step(config, world, run.task, state, feed.spec)
     evaluator = Evaluator(
@@ -116,9 +125,14 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             config.eval_batch_size,
             world.rank,
             world.size,
+            workers,
         ),
     )
-    if not config.benchmark:
+    monitor = health.Health(world, config, feed, stop_signal)
+    if config.benchmark:
+        measured = Benchmark(run, feed, monitor, train_step, first_step)
+        train_step = measured.step
+    else:
         evaluator.try_out()
     more, others = tasks.optional(run.task, "actions"), []
     if more:
@@ -146,12 +160,11 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         say(world, f"note: {other_measure}")
     scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal, scored_since)
-    actions: list[Action] = [Sync(run, sync), Log(run, telemetry), *others]
-    if not config.benchmark:
-        actions += [save, evaluate]
+    timeline = Timeline(config, world, telemetry, first_step)
+    actions: list[Action] = [timeline, Sync(run, sync), Log(run, telemetry, feed), *others]
+    actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
-    monitor = health.Health(world, config, feed, stop_signal)
     ending = None
     if make_up:
         save(first_step)  # a checkpoint of another run's folder is not in this one yet
@@ -160,6 +173,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     for step in range(first_step + 1, config.num_steps + 1):
         if ending:
             break
+        timeline.before(step)
         batch, previous = feed.next(), result
         result = train_step(batch, monitor.votes())
         due = [action for action in actions if action.due(step)]
@@ -178,6 +192,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
     # 9. The last checkpoint, the records, the exit code.
     ending = ending or monitor.verdict(result)
+    timeline.stop()
     if ending and ending.save and not config.benchmark:
         save(int(state.step))
     sync()

@@ -1,8 +1,9 @@
 """Random scale, crop, mirror and colour for image/label pairs, and their evaluation form.
 
-Every draw comes from a key (int32 [2], for example (epoch's seed, sample id)): equal keys make
-equal samples on any machine, in any thread and order. Images come out as `normalize` says;
-labels are only ever picked from, never interpolated.
+Every draw comes from a key (int32 [2], of seed and position in the run): equal keys make
+equal samples on any machine, in any thread and order. A sample is what a source read: "image",
+"label" uint8 [H, W, 1], and where the image came from a file the "file" too, of which only the
+crop is decoded then. Labels are only ever picked from, never interpolated.
 """
 
 import dataclasses
@@ -10,10 +11,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from data import parts
 from data.labels import IGNORE
-
-# One generator on every device: the default may differ between CPU and GPU.
-_ALG = "philox"
+from data.readers import pictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Augmentation:
     brightness: float = 0.1  # shift of up to this share of the full range
     contrast: float = 0.2  # factor of 1 +- this, about the crop's mean
     saturation: float = 0.2  # factor of 1 +- this, about the pixel's grey
-    fill: tuple[float, float, float] = (127.5, 127.5, 127.5)  # colour beside the image, 0..255
+    fill: int = 128  # grey beside the image, 0..255
     ignore_label: int = IGNORE  # label beside the image
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Augmentation:
             "brightness": 0 <= self.brightness <= 1,
             "contrast": 0 <= self.contrast <= 1,
             "saturation": 0 <= self.saturation <= 1,
-            "fill": len(self.fill) == 3 and all(0 <= part <= 255 for part in self.fill),
+            "fill": 0 <= self.fill <= 255,
             "ignore_label": 0 <= self.ignore_label <= 255,
         }
         for name, fine in checks.items():
@@ -57,98 +57,117 @@ class Window(NamedTuple):
     mirrored: tf.Tensor  # bool scalar: to be turned left-right
 
 
-def normalize(image: tf.Tensor) -> tf.Tensor:
-    """Brings [0, 255] to the [-1, 1] that models are fed with, float32 of the same shape."""
-    return tf.cast(image, tf.float32) / 127.5 - 1.0
+class Cut(NamedTuple):
+    """Where a window's inside lies on the image, and where in what comes out."""
 
-
-def denormalize(image: tf.Tensor) -> tf.Tensor:
-    """The inverse of `normalize`, for drawing: uint8 of the same shape."""
-    return tf.saturate_cast(tf.round((image + 1.0) * 127.5), tf.uint8)
+    box: tf.Tensor  # int32 [4], top, left, height, width on the image
+    size: tf.Tensor  # int32 [2], height and width in what comes out
+    beside: tf.Tensor  # int32 [3, 2], pixels to add on each side of it
+    mirrored: tf.Tensor  # bool scalar
 
 
 def training_pair(
-    image: tf.Tensor, label: tf.Tensor, key: tf.Tensor, how: Augmentation
+    sample: dict[str, tf.Tensor], key: tf.Tensor, how: Augmentation
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Augments image (uint8 [H, W, 3]) and label (uint8 [H, W, 1]); key: int32 [2].
+    """Augments a sample's image and label; key: int32 [2].
 
-    Returns float32 [*how.size, 3] in [-1, 1] and uint8 [*how.size, 1].
+    Returns uint8 [*how.size, 3] and uint8 [*how.size, 1].
     """
-    window_key, colour_key = tf.unstack(tf.random.split(key, 2, alg=_ALG))
-    window = draw_window(tf.shape(image), window_key, how)
-    return cut_image(image, window, colour_key, how), cut_label(label, window, how)
+    of_window, of_colour = tf.split(parts.uniform(key, 7), [4, 3])
+    shape = tf.shape(sample["label"])[:2]
+    where = cut(shape, draw_window(shape, of_window, how), how)
+    return cut_image(sample, where, of_colour, how), cut_label(sample["label"], where, how)
 
 
-def evaluation_pair(
-    image: tf.Tensor, label: tf.Tensor, how: Augmentation
-) -> tuple[tf.Tensor, tf.Tensor]:
+def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
     """The centre of a pair, cropped or padded to `how.size`, with no draws.
 
-    Shapes, dtypes and ranges as of `training_pair`.
+    Shapes and dtypes as of `training_pair`.
     """
-    height, width = how.size
-    shape = tf.shape(image)
-    top, left = (shape[0] - height) // 2, (shape[1] - width) // 2
-    window = Window(top, left, tf.constant(height), tf.constant(width), tf.constant(False))
-    fill = normalize(how.fill)
-    image = _place(normalize(image) - fill, window, 0.0) + fill
-    label = _place(label, window, how.ignore_label)
+    shape = tf.shape(sample["label"])[:2]
+    top, left = tf.unstack((shape - how.size) // 2)
+    window = Window(top, left, *map(tf.constant, how.size), tf.constant(False))
+    where = cut(shape, window, how)
+    image = _pad(parts.cut(sample, where.box), where, how.fill)
+    label = _pad(pictures.slice_part(sample["label"], where.box), where, how.ignore_label)
     return tf.ensure_shape(image, [*how.size, 3]), tf.ensure_shape(label, [*how.size, 1])
 
 
-def draw_window(shape: tf.Tensor, key: tf.Tensor, how: Augmentation) -> Window:
-    """Draws the part of an image (shape int32 [3]) that fills the output at a random scale.
+def draw_window(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Window:
+    """The part of an image (shape int32 [2]) that fills the output at a random scale.
 
     Cutting first and scaling after gives the pixels of scaling first, at a cost that depends on
     the output's size and not on the image's.
     """
-    draws = tf.unstack(tf.random.stateless_uniform([4], key, alg=_ALG))
+    scaling, down, right, turn = tf.unstack(draws)
     low, high = how.scale
-    scale = low * (high / low) ** draws[0]
+    scale = low * (high / low) ** scaling
     height = tf.maximum(tf.cast(tf.round(how.size[0] / scale), tf.int32), 1)
     width = tf.maximum(tf.cast(tf.round(how.size[1] / scale), tf.int32), 1)
-    mirrored = draws[3] < 0.5 if how.mirror else tf.constant(False)
+    mirrored = turn < 0.5 if how.mirror else tf.constant(False)
     return Window(
-        _offset(shape[0] - height, draws[1]), _offset(shape[1] - width, draws[2]),
+        _offset(shape[0] - height, down), _offset(shape[1] - width, right),
         height, width, mirrored,
     )  # fmt: skip
 
 
-def cut_image(image: tf.Tensor, window: Window, key: tf.Tensor, how: Augmentation) -> tf.Tensor:
-    """The window of an image (uint8 [H, W, 3]), scaled and recoloured: float32 in [-1, 1]."""
-    fill = normalize(how.fill)
-    image = jitter(normalize(_inside(image, window)), key, how)
-    # Around its fill colour, so that padding is with zeros: tf.pad takes one value, not three.
-    image = _pad(image - fill, window, 0.0)
-    # Bilinear looks at two pixels a side: beyond a factor of 2 it would leave some out.
-    return (
-        tf.cond(
-            window.height > 2 * how.size[0],
-            lambda: tf.image.resize(image, how.size, "bilinear", antialias=True),
-            lambda: tf.image.resize(image, how.size, "bilinear"),
-        )
-        + fill
-    )
+def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
+    """The part of a window that lies on an image of a shape (int32 [2]), and its place.
 
-
-def cut_label(label: tf.Tensor, window: Window, how: Augmentation) -> tf.Tensor:
-    """The window of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
-
-    Both resizes take pixel centres at one half, so image and label stay on each other. A class is
-    not a mean of classes: the nearest pixel's stays, however much smaller the label gets.
+    The part has at least one pixel, as `_offset` draws; so has its place.
     """
-    return tf.image.resize(_place(label, window, how.ignore_label), how.size, "nearest")
+    whole = tf.stack([window.height, window.width])
+    corner = tf.stack([window.top, window.left])
+    first, end = tf.maximum(corner, 0), tf.minimum(corner + whole, shape)
+    # From edge to edge, so that a window that lies on the image fills the output.
+    edges = tf.stack([first - corner, end - corner]) * how.size  # over `whole`, as (2e + w) // 2w
+    before, after = tf.unstack((2 * edges + whole) // (2 * whole))
+    size = tf.maximum(after - before, 1)
+    before = tf.minimum(before, how.size - size)
+    after = how.size - size - before
+    beside = tf.concat([tf.stack([before, after], 1), [[0, 0]]], 0)
+    turned = tf.gather(beside, [1, 0], axis=1)
+    beside = tf.where(window.mirrored & [[False], [True], [False]], turned, beside)
+    return Cut(tf.concat([first, end - first], 0), size, beside, window.mirrored)
 
 
-def jitter(image: tf.Tensor, key: tf.Tensor, how: Augmentation) -> tf.Tensor:
-    """Random brightness, contrast and saturation of a float32 [H, W, 3] in [-1, 1]."""
-    draws = tf.unstack(tf.random.stateless_uniform([3], key, -1.0, 1.0, alg=_ALG))
-    shift = 2.0 * how.brightness * draws[0]
-    contrast, saturation = 1.0 + how.contrast * draws[1], 1.0 + how.saturation * draws[2]
-    grey = tf.reduce_mean(image, axis=-1, keepdims=True)
-    mean = tf.reduce_mean(grey)
-    image = grey + saturation * (image - grey)
-    return tf.clip_by_value(mean + contrast * (image - mean) + shift, -1.0, 1.0)
+def cut_image(
+    sample: dict[str, tf.Tensor], where: Cut, draws: tf.Tensor, how: Augmentation
+) -> tf.Tensor:
+    """A part of a sample's image, scaled and recoloured: uint8 [*how.size, 3]."""
+    image = parts.resize_float(parts.cut(sample, where.box), where.size)
+    image = parts.mirrored(jitter(image, draws, how), where.mirrored)
+    return tf.ensure_shape(_pad(image, where, how.fill), [*how.size, 3])
+
+
+def cut_label(label: tf.Tensor, where: Cut, how: Augmentation) -> tf.Tensor:
+    """A part of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
+
+    Image and label take pixel centres at one half, so they stay on each other. A class is not a
+    mean of classes: the nearest pixel's stays, however much smaller the label gets.
+    """
+    top, left, height, width = tf.unstack(where.box)
+    rows = top + parts.at_centres(height, where.size[0])
+    columns = left + parts.at_centres(width, where.size[1])
+    picked = parts.pick(label, rows, tf.where(where.mirrored, columns[::-1], columns))
+    return tf.ensure_shape(_pad(picked, where, how.ignore_label), [*how.size, 1])
+
+
+def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
+    """Random brightness, contrast and saturation of a float32 [H, W, 3] in [0, 255], as uint8.
+
+    Each channel of a pixel x becomes mean + contrast * (grey + saturation * (x - grey) - mean) +
+    shift; grey is the pixel's mean, `mean` the image's.
+    """
+    brighter, more, deeper = tf.unstack(2.0 * draws - 1.0)
+    shift = 255.0 * how.brightness * brighter
+    contrast, saturation = 1.0 + how.contrast * more, 1.0 + how.saturation * deeper
+    offset = (1.0 - contrast) * tf.reduce_mean(image) + shift
+    # What a pixel's channels have to do with each other as a convolution of one pixel: TensorFlow
+    # takes three times as long to go over channels one by one.
+    mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
+    mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
+    return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounded
 
 
 def _offset(slack: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
@@ -159,21 +178,5 @@ def _offset(slack: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
     return step * tf.sign(slack)
 
 
-def _place(pixels: tf.Tensor, window: Window, fill: float) -> tf.Tensor:
-    return _pad(_inside(pixels, window), window, fill)
-
-
-def _inside(pixels: tf.Tensor, window: Window) -> tf.Tensor:
-    """The part of the window that lies on the image; at least one pixel, as `_offset` draws."""
-    top, left = tf.maximum(window.top, 0), tf.maximum(window.left, 0)
-    return pixels[top : window.top + window.height, left : window.left + window.width]
-
-
-def _pad(inside: tf.Tensor, window: Window, fill: float) -> tf.Tensor:
-    """Fills the window up around its inside, and turns it when it is mirrored."""
-    above, before = tf.maximum(-window.top, 0), tf.maximum(-window.left, 0)
-    below = window.height - above - tf.shape(inside)[0]
-    after = window.width - before - tf.shape(inside)[1]
-    padded = tf.pad(inside, [[above, below], [before, after], [0, 0]], constant_values=fill)
-    turned = padded[:, :: tf.where(window.mirrored, -1, 1)]  # its step hides its shape
-    return tf.ensure_shape(turned, [None, None, inside.shape[-1]])
+def _pad(inside: tf.Tensor, where: Cut, fill: int) -> tf.Tensor:
+    return tf.pad(inside, where.beside, constant_values=fill)

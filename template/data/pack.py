@@ -5,6 +5,8 @@
 
 Sample ids and pixels stay the same, so that a run on the packed set gives the same batches.
 PNG and JPEG files go in as they are; labels as PNGs of class ids (255: ignored), or as numbers.
+With --short_side=256 larger pictures are scaled once, here, which makes another set of them, and
+one that is read in a part of the time.
 What a kill leaves is removed by the next pack into OUT. `python -m data.check` reads all of a pack.
 """
 
@@ -31,6 +33,7 @@ from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
 from data.readers.voc import Voc
+from data.smaller import Smaller
 from data.source import Source
 
 READERS: dict[str, Callable[[Path, str], Source]] = {
@@ -128,19 +131,19 @@ def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
 
 def _packed(source: Source) -> Iterator[Packed]:
     """The samples in order; ValueError says what is wrong with one that cannot be read."""
-    picture_file = getattr(source, "picture_file", None)  # sources that are no files have none
     is_map = _kind(source) == "map"
 
     def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = source.read(index)
-        image = tf.constant(b"") if picture_file else tf.io.encode_png(sample["image"])
-        return {**sample, "png": image, "ids": tf.io.encode_png(sample["label"]) if is_map else b""}
+        # Sources that are no files have none.
+        file = sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
+        ids = tf.io.encode_png(sample["label"]) if is_map else b""
+        return {**sample, "file": file, "ids": ids}
 
-    for index, sample in enumerate(_samples(source, encoded)):
+    for sample in _samples(source, encoded):
         label = sample["label"]
-        image = picture_file(index).read_bytes() if picture_file else sample["png"]
         example = {
-            "image": _feature(image),
+            "image": _feature(sample["file"]),
             "label": _feature(sample["ids"] if is_map else int(label)),
         }
         data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
@@ -210,12 +213,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
     parser.add_argument("--as", dest="name", help="another name for it: OUT/AS")
     parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
+    parser.add_argument("--short_side", type=int, help="scale larger pictures to it, in pixels")
+    parser.add_argument("--quality", type=int, help="of their JPEG (default: 90)")
     args = parser.parse_args()
+    if args.quality is not None and args.short_side is None:
+        parser.error("--quality is that of pictures which --short_side scales: give both, or none")
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
     name = args.split if args.name is None else args.name
     try:
         source = READERS[args.layout](args.root, args.split)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
+        if args.short_side is not None:
+            quality = 90 if args.quality is None else args.quality
+            source = Smaller(source, args.short_side, quality)
+            packed_from += f", short side {args.short_side}, quality {quality}"
         folder = pack(source, args.out, name, args.shards, packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{error}\n")

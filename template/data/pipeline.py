@@ -6,6 +6,7 @@ Nothing here remembers where it was: the batches of step k are made from k alone
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -34,9 +35,7 @@ class Order(Protocol):
     micro_batches: int
     local_micro_size: int
 
-    def local_positions(self, step: tf.Tensor) -> tf.Tensor: ...
-
-    def sample(self, position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
+    def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
 
 
 class TrainingFeed:
@@ -44,6 +43,10 @@ class TrainingFeed:
 
     A sample that cannot be read does not raise: `next` gives a batch of zeros and `error` says
     what is wrong, so that this rank can still take part in the step and let the others know.
+
+    Args:
+      workers: threads of this rank's own that read and augment, an example each at a time.
+      device: name of the GPU that batches are brought to; empty: the host.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class TrainingFeed:
         transform: Callable[[Example, tf.Tensor], Example],
         first_step: int,
         num_steps: int,
+        workers: int = 2,
+        device: str = "",
     ) -> None:
         self.error: str | None = None
         self._source, self._order, self._step = source, order, first_step
+        self._waited = 0.0
 
         @as_written
-        def read(position: tf.Tensor) -> Example:
-            index, key = order.sample(position)
+        def read(index: tf.Tensor, key: tf.Tensor) -> Example:
             return transform(source.read(index), key)
 
         @as_written
@@ -70,30 +75,41 @@ class TrainingFeed:
         local_size = order.micro_batches * order.local_micro_size
         batches = (
             tf.data.Dataset.range(first_step, num_steps)
-            .map(as_written(order.local_positions))
+            .map(as_written(order.local_samples))
             .unbatch()
-            .map(read, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+            .map(read, num_parallel_calls=workers, deterministic=True)
             .batch(local_size, drop_remainder=True)
             .map(fold)
-            .prefetch(2)
+            .with_options(_on_own_threads(workers))
         )
         self.spec = batches.element_spec
+        # Two batches ahead, and no more, whatever memory there is: in the device's own memory, to
+        # which they are copied while the step before works. No GPU holds text.
+        text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
+        to_device = tf.data.experimental.prefetch_to_device
+        ahead = to_device(device, 2) if device and not text else None
+        batches = batches.apply(ahead) if ahead else batches.prefetch(2)
         self._batches = iter(batches)
 
     def next(self) -> Example:
         if self.error is None:
+            start = time.perf_counter()
             try:
                 batch = next(self._batches)
                 self._step += 1
+                self._waited += time.perf_counter() - start
                 return batch
             except _READ_ERRORS as error:
                 self.error = self._explain(error)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
 
+    def waited(self) -> float:
+        """Seconds that `next` took so far, in which the device may have worked on a step before."""
+        return self._waited
+
     def _explain(self, error: Exception) -> str:
-        positions = self._order.local_positions(tf.constant(self._step, tf.int64))
-        ids = [int(self._order.sample(p)[0]) for p in positions]
-        return explain(self._source, ids, error)
+        ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
+        return explain(self._source, ids.numpy().tolist(), error)
 
 
 class EvaluationFeed:
@@ -111,6 +127,7 @@ class EvaluationFeed:
         batch_size: int,
         rank: int,
         size: int,
+        workers: int = 2,
     ) -> None:
         # Traced once, and looked at before its examples are dealt.
         read = tf.function(
@@ -128,9 +145,10 @@ class EvaluationFeed:
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
             tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-            .map(read, tf.data.AUTOTUNE)
+            .map(read, workers)
             .batch(batch_size)
             .prefetch(2)
+            .with_options(_on_own_threads(workers))
         )
         self.spec = self._batches.element_spec
 
@@ -148,6 +166,15 @@ class EvaluationFeed:
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
         return self._ids[place * self._batch_size :][: self._batch_size]
+
+
+def _on_own_threads(workers: int) -> tf.data.Options:
+    """TensorFlow's own pool has a thread a core of the host, for each rank of it."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = workers
+    # An example is made on one thread: sums then do not depend on how many there are.
+    options.threading.max_intra_op_parallelism = 1
+    return options
 
 
 def explain(source: Source, ids: list[int], error: Exception) -> str:

@@ -21,6 +21,11 @@ class Source(Protocol):
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Reads the sample `index` (int64 scalar) with TensorFlow ops only.
 
+        A picture that is decoded from a file is returned as "image", and the file's bytes beside it
+        as "file": what takes only a part of it (data/parts.py) decodes no more than that, and an
+        image that nobody asks for is not decoded at all. So who changes an image takes its "file"
+        out of the sample.
+
         It is traced once inside `tf.data` and then runs on several threads, so it holds no Python
         state and no `tf.py_function`. A bad sample raises `tf.errors.OpError` when it runs.
         """

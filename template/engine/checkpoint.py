@@ -35,7 +35,7 @@ _HARMLESS = {
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
-    "autotune",
+    *("autotune", "timeline", "data_workers"),
 }
 
 

@@ -45,9 +45,9 @@ def _draws(layer: keras.Layer) -> bool:
 class SampleDropout(keras.layers.Layer):
     """Dropout (Srivastava et al. 2014) with a key for every sample.
 
-    Called as layer([features, keys]) with keys int32 [batch, 2] that name seed, epoch and
-    sample: the ones that a task's `training_example` is given. The same sample at the same step
-    then loses the same features on any number of ranks. Keras's own Dropout draws by rank.
+    Called as layer([features, keys]) with keys int32 [batch, 2] of seed and position in the run:
+    the ones that a task's `training_example` is given. The same sample at the same step then loses
+    the same features on any number of ranks. Keras's own Dropout draws by rank.
     """
 
     def __init__(self, rate: float, **kwargs) -> None:
@@ -62,8 +62,11 @@ class SampleDropout(keras.layers.Layer):
 
         def keep(key: tf.Tensor) -> tf.Tensor:
             key = tf.random.experimental.stateless_fold_in(key, self.salt, alg="philox")
-            draws = tf.random.stateless_uniform(tf.shape(features)[1:], key, alg="philox")
-            return draws >= self.rate
+            # The floats that stateless_uniform gives; XLA makes others of the same bits.
+            bits = tf.random.stateless_uniform(
+                tf.shape(features)[1:], key, None, None, tf.int32, alg="philox"
+            )
+            return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate
 
         kept = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))
         scaled = features / tf.cast(1.0 - self.rate, features.dtype)

@@ -19,6 +19,7 @@ from engine.world import raw
 # What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
 # adds any), and float64 [4]: sum of losses, count, positions, what the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+Compiled = list[tf.types.experimental.ConcreteFunction]
 
 
 class Reduced(NamedTuple):
@@ -34,7 +35,11 @@ class Reduced(NamedTuple):
 
 
 def accumulate(
-    forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]
+    forward: Forward,
+    batch: Any,
+    steps: int,
+    variables: Sequence[keras.Variable],
+    compiled: Compiled | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
 
@@ -43,13 +48,14 @@ def accumulate(
 
     Args:
       batch: nested tensors [steps, micro-batch, ...].
+      compiled: as in `with_gradients`.
     Returns:
       The same as `forward`: scalars to differentiate, vector of sums; both summed over steps.
     """
-    if steps == 1:
+    if steps == 1 and compiled is None:
         return forward(tf.nest.map_structure(lambda t: t[0], batch))
     values = [raw(v) for v in variables]
-    targets, sums, grads = with_gradients(forward, batch, steps, variables)
+    targets, sums, grads = with_gradients(forward, batch, steps, variables, compiled)
 
     # The loop's own gradient would run it backwards and keep every micro-batch's activations:
     # what a target's gradients are is known already, so they are attached to it.
@@ -69,10 +75,16 @@ def accumulate(
 
 
 def with_gradients(
-    forward: Forward, batch: Any, steps: int, variables: Sequence[keras.Variable]
+    forward: Forward,
+    batch: Any,
+    steps: int,
+    variables: Sequence[keras.Variable],
+    compiled: Compiled | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
     """`forward` over a batch of `steps` micro-batches, one after the other, and its gradients.
 
+    Args:
+      compiled: None, or where XLA is to compile both: what it compiles is appended.
     Returns:
       What `forward` gives, and by target the dense gradients of the variables it depends on, by
       their place; all summed over steps.
@@ -80,19 +92,24 @@ def with_gradients(
     values = [raw(v) for v in variables]
     connected: list[list[int]] = []  # by target: positions of the variables with a gradient
 
-    @tf.function(autograph=False)
-    def one(index: tf.Tensor):
+    @tf.function(autograph=False, jit_compile=None if compiled is None else True)
+    def passes(micro: Any):
         with tf.GradientTape(persistent=True) as tape:
-            targets, sums = forward(tf.nest.map_structure(lambda t: t[index], batch))
+            targets, sums = forward(micro)
         grads = [tape.gradient(target, values) for target in targets]
         connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
         there = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
         return targets, sums, there
 
-    def body(index, total):
-        return index + 1, tf.nest.map_structure(tf.add, total, one(index))
+    def micro_batch(index: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda t: t[index], batch)
 
-    total = one(tf.constant(0))
+    def body(index, total):
+        return index + 1, tf.nest.map_structure(tf.add, total, passes(micro_batch(index)))
+
+    total = passes(micro_batch(tf.constant(0)))
+    if compiled is not None:
+        compiled.append(passes.get_concrete_function(micro_batch(tf.constant(0))))
     if steps > 1:
         _, total = tf.while_loop(
             lambda index, _: index < steps,

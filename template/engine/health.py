@@ -8,6 +8,7 @@ so every rank learns of it at the same step, at no extra cost.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
@@ -51,6 +52,7 @@ class Health:
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._told = False  # a note that is said once
+        self._waited = 0.0
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
@@ -68,8 +70,14 @@ class Health:
         graver = [ending for ending in found if ending.code != PREEMPTED]
         return next(iter(graver or found), None)
 
+    def waited(self) -> float:
+        """Seconds that `verdict` waited so far for steps to be done: time a GPU works in."""
+        return self._waited
+
     def _judge(self, result: Result) -> Ending | None:
+        start = time.perf_counter()
         counted = result["votes"].numpy()
+        self._waited += time.perf_counter() - start
         pulse.beat()
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")

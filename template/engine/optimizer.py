@@ -10,6 +10,7 @@ import numpy as np
 from config import Config
 from engine.gradients import is_kernel
 from engine.lamb import Lamb
+from engine.sgd import SGD
 
 # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
 _DECOUPLED = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}
@@ -35,7 +36,7 @@ def build(config: Config, model: keras.Model) -> keras.optimizers.Optimizer:
     betas = {"beta_1": number(0.9), "beta_2": number(0.999)}
     if config.optimizer == "sgd":
         momentum = number(config.momentum)
-        optimizer = keras.optimizers.SGD(config.base_lr, momentum=momentum, **average)
+        optimizer = SGD(config.base_lr, momentum=momentum, **average)
     elif config.optimizer == "adam":
         optimizer = keras.optimizers.Adam(config.base_lr, **betas, **average)
     else:

@@ -1,9 +1,12 @@
-"""A layer that turns the project's pictures into those that published weights were trained on."""
+"""First layers of models: from pictures' bytes, 0 to 255, to the numbers that are computed with."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
+import tensorflow as tf
 
 # The modes of keras.applications.imagenet_utils.preprocess_input, which its ImageNet means and
 # deviations are taken from; a checkpoint holds a mode's place in this row.
@@ -13,29 +16,40 @@ MEANING = {
     "caffe": "BGR in [0, 255] less ImageNet's mean",
     "torch": "RGB in [0, 1] less ImageNet's mean, over its deviation",
 }
+_SCALED = "scaled"  # the name of the layer of that function
 _ORDERS = np.array([[0, 1, 2], [2, 1, 0], [0, 1, 2]])
-_SCALES = np.array([[1.0] * 3, [127.5] * 3, 0.5 / np.array([0.229, 0.224, 0.225])])
+_DEVIATION = np.array([0.229, 0.224, 0.225])
+_SCALES = np.array([[1.0 / 127.5] * 3, [1.0] * 3, 1.0 / (255.0 * _DEVIATION)])
 _OFFSETS = np.array(
     [
-        [0.0] * 3,
-        127.5 - np.array([103.939, 116.779, 123.68]),
-        (0.5 - np.array([0.485, 0.456, 0.406])) / np.array([0.229, 0.224, 0.225]),
+        [-1.0] * 3,
+        -np.array([103.939, 116.779, 123.68]),
+        -np.array([0.485, 0.456, 0.406]) / _DEVIATION,
     ]
 )
 
 
+def wide() -> str:
+    """Float64 where that is Keras's default, else float32, whatever the precision of a run."""
+    return "float64" if keras.config.floatx() == "float64" else "float32"
+
+
+def scaled(image):
+    """A model's pictures, 0 to 255, as [-1, 1]; on the device, where this joins what follows."""
+    # In float16 a pixel of 150 would be rounded by up to 0.06.
+    return keras.layers.Rescaling(1.0 / 127.5, -1.0, dtype=wide(), name=_SCALED)(image)
+
+
 @keras.saving.register_keras_serializable(package="engine")
 class Preprocess(keras.layers.Layer):
-    """RGB in [-1, 1], [..., 3] -> what the layers behind it were trained on, float32 at least.
+    """RGB in [0, 255], [..., 3] -> what the layers behind it were trained on, float32 at least.
 
     The mode is a variable, so that it goes wherever the weights go: into checkpoints, into
-    .keras files and to the other ranks. As made it is tf, which changes nothing.
+    .keras files and to the other ranks. As made it is tf, which is what `scaled` does.
     """
 
     def __init__(self, **kwargs) -> None:
-        # In float16 a pixel of 150 would be rounded by up to 0.06.
-        wide = "float64" if keras.config.floatx() == "float64" else "float32"
-        super().__init__(**{"dtype": wide} | kwargs)
+        super().__init__(**{"dtype": wide()} | kwargs)
 
     def build(self, input_shape: tuple) -> None:
         self.mode = self.add_weight(
@@ -46,6 +60,7 @@ class Preprocess(keras.layers.Layer):
         def chosen(table: np.ndarray, dtype: str):
             return keras.ops.take(keras.ops.convert_to_tensor(table, dtype), self.mode, axis=0)
 
+        image = keras.ops.cast(image, self.compute_dtype)  # Keras casts no whole numbers
         image = keras.ops.take(image, chosen(_ORDERS, "int64"), axis=-1)
         scale, offset = (chosen(table, self.compute_dtype) for table in (_SCALES, _OFFSETS))
         return image * scale + offset
@@ -54,3 +69,26 @@ class Preprocess(keras.layers.Layer):
 def find(model: keras.Model) -> Preprocess | None:
     """The model's first such layer, at any depth."""
     return next((x for x in model._flatten_layers() if isinstance(x, Preprocess)), None)
+
+
+def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
+    """Whether pictures of 0 to 255 (nested uint8 [batch, h, w, 3]) meet no layer that scales them.
+
+    Known are Keras's two for it and `Preprocess`; a layer of a project's own may do it too.
+    """
+    known = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
+    parts = tf.nest.flatten(inputs)
+    pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)
+    return pictures and not any(isinstance(x, known) for x in model._flatten_layers())
+
+
+def takes_pictures(model: keras.Model) -> bool:
+    """Whether an input of the model may be a picture; where Keras does not know them, it may."""
+    inputs = model.inputs or ()
+    return not inputs or any(len(x.shape) == 4 and x.shape[-1] in (3, None) for x in inputs)
+
+
+def is_scaled(model: keras.Model) -> bool:
+    """Whether the model has the layer of `scaled`."""
+    found = (x for x in model._flatten_layers() if isinstance(x, keras.layers.Rescaling))
+    return any(layer.name == _SCALED for layer in found)

@@ -78,10 +78,11 @@ def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
         shared.remove(head)
     _check(here, model.name, layers, there, shared)
     mode = _mode(path, mode, carried)
-    if not pixels and mode != "tf":
+    as_made = preprocessing.is_scaled(model) or not preprocessing.takes_pictures(model)
+    if not pixels and not (mode == "tf" and as_made):
         raise ValueError(
-            f"{here} was trained on {preprocessing.MEANING[mode]}, and {model.name} is fed with "
-            "RGB in [-1, 1]: put an engine.preprocessing.Preprocess layer before its first one"
+            f"{here} was trained on {preprocessing.MEANING[mode]}, which {model.name} does not "
+            "make of pictures: put an engine.preprocessing.Preprocess layer before its first one"
         )
     if pixels:
         pixels.mode.assign(preprocessing.MODES.index(mode))

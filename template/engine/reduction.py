@@ -18,14 +18,20 @@ import keras
 import tensorflow as tf
 
 from config import Config
+from engine.stop import WRONG_USE, Stop
 
 _MIB = 1 << 20
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_LATER = "DYNAMIC"  # as HOROVOD_TIMELINE: a timeline may be started in mid-run
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Horovod's environment variables for the flags that were set; read by hvd.init."""
-    knobs = {}
+    """Horovod's environment variables for the flags that were set; read by hvd.init.
+
+    Raises:
+      Stop: --timeline, where Horovod was told already to write one.
+    """
+    knobs = _timeline(config) if config.timeline else {}
     if config.fusion_threshold_mb >= 0:
         knobs["HOROVOD_FUSION_THRESHOLD"] = str(config.fusion_threshold_mb * _MIB)
     if config.cycle_time_ms >= 0:
@@ -48,6 +54,20 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_AUTOTUNE"] = "1"
         knobs["HOROVOD_AUTOTUNE_LOG"] = str(autotune_log(config))
     return knobs
+
+
+def _timeline(config: Config) -> dict[str, str]:
+    """Knobs that let `engine.timeline` record: started without them, Horovod refuses to."""
+    told = os.environ.get("HOROVOD_TIMELINE", _LATER)
+    if told != _LATER:
+        raise Stop(
+            WRONG_USE,
+            f"--timeline={config.timeline} and HOROVOD_TIMELINE={told} (horovodrun "
+            "--timeline-filename) are two timelines: leave one out",
+        )
+    # Of a tensor in its cache Horovod does not tell which rank was ready when.
+    capacity = os.environ.get("HOROVOD_CACHE_CAPACITY", "0")
+    return {"HOROVOD_TIMELINE": _LATER, "HOROVOD_CACHE_CAPACITY": capacity}
 
 
 def stall_seconds(config: Config) -> int:

@@ -21,10 +21,10 @@ from engine import checkpoint_files
 from engine.checkpoint import Found
 
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
-_RESULTS = ("summary.json", "report.html", "predictions.png")
+_RESULTS = ("summary.json", "report.html", "predictions.png", "benchmark.json")
 _BOARD = "tensorboard"
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
-_RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD)
+_RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD, "timeline")
 
 
 def begin(
@@ -45,7 +45,7 @@ def begin(
     - On from the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
       after it are dropped, because the same run logs them again.
 
-    Then summary.json is gone and config.cfg holds `config`.
+    Then summary.json and benchmark.json are gone and config.cfg holds `config`.
 
     Args:
       found: what `Checkpoints.find` chose.
@@ -78,7 +78,7 @@ def begin(
         _remove(run_dir, _RESULTS if found.asked else ())
     if own:
         _drop_after(run_dir, found.step, evaluates_first)
-    _remove(run_dir, ("summary.json",))
+    _remove(run_dir, ("summary.json", "benchmark.json"))
     checkpoint_files.tidy(folder)
     partial = run_dir / ".config.cfg.partial"
     config_lib.write(config, partial, given)

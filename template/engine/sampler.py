@@ -11,6 +11,8 @@ import dataclasses
 
 import tensorflow as tf
 
+_ORDERS, _KEYS = 1, 2  # what hashes are drawn for
+
 
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
     """First and one-past-last position of `rank`'s part of `total` things: as even as can be."""
@@ -59,6 +61,20 @@ class Sampler:
         """This rank's share of the global batch; the shares of all ranks sum to 1."""
         return self.local_micro_size * self.micro_batches / self.global_batch_size
 
+    def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's samples at `step` (int64 scalar), one micro-batch after the other.
+
+        Returns, for n = micro_batches * local_micro_size:
+          int64 [n]: sample ids in [0, num_samples), each once an epoch.
+          int32 [n, 2]: for each a key for tf.random.stateless_* functions that belongs to (seed,
+            position in the run): 64 bits drawn by hash, so that two are equal only by chance.
+        """
+        positions = self.local_positions(step)
+        first = tf.cast(step, tf.int64) * self.global_batch_size
+        # All of the global batch's, which take no longer: hashes of numbers in a row are one op.
+        keys = self._draw(_KEYS, first, self.global_batch_size, tf.int32)[:, :2]
+        return self.order(positions), tf.gather(keys, positions - first)
+
     def local_positions(self, step: tf.Tensor) -> tf.Tensor:
         """Positions, counted over the whole run, of this rank's samples at `step`.
 
@@ -70,18 +86,6 @@ class Sampler:
         starts += tf.range(self.micro_batches, dtype=tf.int64) * micro
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
 
-    def sample(self, position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sample id and random key of a position (both from the same position on any rank).
-
-        Returns:
-          int64 scalar in [0, num_samples): each value once an epoch.
-          int32 [2]: a key for tf.random.stateless_* functions that belongs to (seed, epoch,
-            sample): 64 bits drawn by hash, so that two are equal only by chance.
-        """
-        epoch, offset = position // self.num_samples, position % self.num_samples
-        index = self.order(epoch, offset)
-        return index, self._draw(epoch, index, 2, tf.int32)
-
     def _part(self) -> tuple[int, int]:
         """First and one-past-last place of this rank's samples in a micro-batch."""
         micro = self.global_batch_size // self.micro_batches
@@ -91,46 +95,48 @@ class Sampler:
         start, _ = share(micro, first, self.virtual_ranks)
         return start, share(micro, last, self.virtual_ranks)[0]
 
-    def order(self, epoch: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
-        """Sample ids at `offsets` of an epoch; all offsets together give every id once.
+    def order(self, positions: tf.Tensor) -> tf.Tensor:
+        """Sample ids at `positions` (int64 [n], ascending): those of an epoch give every id once.
 
         The epochs of a seed, and the seeds, are unrelated permutations: at least 2**24 of them,
         drawn by hash, so that an order may come back by chance, after thousands of epochs.
 
-        Args:
-          epoch: int64 scalar.
-          offsets: int64 scalar or vector of places in the epoch, in [0, num_samples).
-
-        Returns int64 like `offsets`.
+        Returns int64 [n].
         """
+        epochs, offsets = positions // self.num_samples, positions % self.num_samples
+        first, count = epochs[0], epochs[-1] - epochs[0] + 1
         # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
-        # leave most of the key constant. No sample has the id num_samples: a draw of its own.
-        key = self._draw(epoch, tf.constant(self.num_samples, tf.int64), 3, tf.uint32)
-        return _permute(offsets, key, self.num_samples)
+        # leave most of the key constant.
+        keys = self._draw(_ORDERS, first, count, tf.uint32)[:, :3]
+        return _permute(offsets, tf.gather(keys, epochs - first), self.num_samples)
 
-    def _draw(self, epoch: tf.Tensor, number: tf.Tensor, words: int, dtype: tf.DType) -> tf.Tensor:
-        """Up to four random 32-bit words that belong to (seed, epoch, number).
+    def _draw(
+        self, use: int, first: tf.Tensor, count: tf.Tensor | int, dtype: tf.DType
+    ) -> tf.Tensor:
+        """Four random 32-bit words for each number from `first` on, of one use: [count, 4].
 
         Philox (Salmon et al. 2011) is made for this: any key, any counter, however regular, give
-        words that look independent. The seed is the 64-bit key, the rest the 128-bit counter.
+        words that look independent. The seed is the 64-bit key, the rest the 128-bit counter,
+        which goes up by one after four words.
         """
-        return tf.raw_ops.StatelessRandomUniformFullIntV2(
-            shape=[words],
+        words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[4 * count],
             key=tf.constant([self.seed], tf.uint64),
-            counter=tf.cast(tf.stack([number, epoch]), tf.uint64),
+            counter=tf.cast(tf.stack([first, use]), tf.uint64),
             alg=tf.random.Algorithm.PHILOX.value,
             dtype=dtype,
         )
+        return tf.reshape(words, [-1, 4])
 
 
-def _permute(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
-    """Entries of a permutation of [0, total): int64 [] or [n]; key: uint32 [3]."""
+def _permute(index: tf.Tensor, keys: tf.Tensor, total: int) -> tf.Tensor:
+    """Entries of permutations of [0, total): int64 [n]; keys: uint32 [n, 3], one each."""
 
     def shuffled(index: tf.Tensor, last: int) -> tf.Tensor:
         # tf.random.experimental.index_shuffle is this op with 4 rounds, too few: orders of two
         # epochs then look alike.
         return tf.raw_ops.RandomIndexShuffle(
-            index=index, seed=key, max_index=tf.constant(last, tf.int64), rounds=8
+            index=index, seed=keys, max_index=tf.constant(last, tf.int64), rounds=8
         )
 
     last = total - 1
@@ -139,4 +145,6 @@ def _permute(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
     # The op computes on ceil(log2(last)) bits: for a power of two that can be one too few to hold
     # `last` itself, and two places would give one id. Shuffle one more entry, then skip it.
     ids = shuffled(index, total)
-    return tf.where(ids == total, shuffled(tf.constant(total, tf.int64), total), ids)
+    return tf.where(
+        ids == total, shuffled(tf.fill(tf.shape(ids), tf.constant(total, tf.int64)), total), ids
+    )

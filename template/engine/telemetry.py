@@ -21,6 +21,8 @@ from PIL import Image
 
 from engine.world import World, say
 
+_MUCH_WAITING = 0.1  # share of a step's time
+
 
 class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
@@ -35,6 +37,7 @@ class Telemetry:
         self._clock = _Clock(first_step)
         self._rates: list[float] = []
         self._failed: set[str] = set()
+        self._told_of_waiting = False
         if world.is_chief:
             self._lines = (run_dir / "metrics.jsonl").open("a")
             try:
@@ -51,19 +54,29 @@ class Telemetry:
         finally:
             self._clock.leave_out(time.monotonic() - start)
 
-    def step(self, step: int, samples: int, figures: Mapping[str, float], losses: Sequence[float]):
+    def step(
+        self,
+        step: int,
+        samples: int,
+        figures: Mapping[str, float],
+        losses: Sequence[float],
+        waited: float,
+    ) -> None:
         """A logged step.
 
         Args:
           samples: samples a step, over all ranks.
           figures: loss, lr, grad_norm, ... by name.
           losses: each rank's own mean loss.
+          waited: seconds that this rank waited for its data since the last logged step.
         """
         if not self._world.is_chief:
             return
-        rate = samples / self._clock.seconds_a_step(step)
+        steps, seconds = self._clock.since_last(step)
+        rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
         self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
+        record["data_wait"] = round(wait, 3)
         self._write(record)
         by_rank = {f"loss_by_rank/{rank}": loss for rank, loss in enumerate(losses)}
         self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
@@ -74,6 +87,14 @@ class Telemetry:
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}",
         )
+        # Not at the first step that is logged, for which nothing could be read ahead.
+        if wait > _MUCH_WAITING and len(self._rates) > 1 and not self._told_of_waiting:
+            self._told_of_waiting = True
+            say(
+                self._world,
+                f"note: input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
+                "cores or --data_workers, or smaller pictures (data/pack.py)",
+            )
 
     def median_speed(self) -> float | None:
         """Samples a second, over all ranks: median of the logged intervals but the first."""
@@ -172,12 +193,12 @@ class _Clock:
     def leave_out(self, seconds: float) -> None:
         self._time += seconds
 
-    def seconds_a_step(self, step: int) -> float:
-        """Mean since the last call."""
+    def since_last(self, step: int) -> tuple[int, float]:
+        """Steps and seconds since the last call; above 0."""
         now = time.monotonic()
-        mean = (now - self._time) / max(step - self._step, 1)
+        steps, seconds = max(step - self._step, 1), max(now - self._time, 1e-9)
         self._step, self._time = step, now
-        return max(mean, 1e-9)
+        return steps, seconds
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import tensorflow as tf
 from config import Config
 from engine import fixed_point, gradients
 from engine.assigned import assigned
-from engine.gradients import Forward, Reduced
+from engine.gradients import Compiled, Forward, Reduced
 from engine.sampler import share
 from engine.seeds import Seeds
 from engine.state import State
@@ -77,12 +77,19 @@ class _Totals(NamedTuple):
 class Passes:
     """Forward, backward and reduction of a step: virtual rank by virtual rank, then over ranks."""
 
-    def __init__(self, config: Config, world: World, forward: Forward, state: State) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        forward: Forward,
+        state: State,
+        compiled: Compiled | None,
+    ) -> None:
         self._count, self._micro_batches = config.virtual_ranks, config.accumulation_steps
         micro = config.global_batch_size // config.accumulation_steps
         self._own = shares(micro, self._count, world.rank, world.size)
         self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
-        self._forward, self._state = forward, state
+        self._forward, self._state, self._compiled = forward, state, compiled
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
@@ -186,7 +193,7 @@ class Passes:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
         _, sums, grads = gradients.with_gradients(
-            self._watched, part, self._micro_batches, self._variables
+            self._watched, part, self._micro_batches, self._variables, self._compiled
         )
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]

@@ -203,6 +203,16 @@ def set_up(world: World, config: Config) -> None:
         reduction.check_backend(config)
 
 
+def data_workers(world: World, config: Config) -> int:
+    """Threads of this rank that read data: its share of the cores, unless told otherwise."""
+    return config.data_workers or _share_of_cores(world)
+
+
+def gpu() -> str:
+    """TensorFlow's name of this rank's GPU; empty where it has none."""
+    return "/GPU:0" if tf.config.get_visible_devices("GPU") else ""
+
+
 def set_numbers(config: Config) -> None:
     """Seed, determinism and precision of what is made from now on."""
     keras.utils.set_random_seed(config.seed)

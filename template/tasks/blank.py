@@ -18,6 +18,7 @@ from config import Config, class_weights
 from data.arrays import Arrays
 from data.source import Source
 from engine import losses
+from engine.preprocessing import wide
 from tasks.base import Example
 
 FEATURES = 8
@@ -60,8 +61,7 @@ class Task:
         """Any Keras model. Its last layer gives logits, in float32 whatever --precision says."""
         numbers = keras.Input((FEATURES,))
         x = keras.layers.Dense(32, activation="relu")(numbers)
-        dtype = "float64" if keras.config.floatx() == "float64" else "float32"
-        logits = keras.layers.Dense(self.config.num_classes, dtype=dtype)(x)
+        logits = keras.layers.Dense(self.config.num_classes, dtype=wide())(x)
         return keras.Model(numbers, logits, name="blank")
 
     def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

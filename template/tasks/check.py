@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from data.pipeline import said
+from data.readers.pictures import decode_image
 from data.source import Source
 from engine.keras_losses import at_least_float32
 from engine.stop import Stop
@@ -21,8 +22,6 @@ from engine.words import some
 from engine.world import raw
 from tasks import traced
 from tasks.base import Example, Task, optional
-
-_PROJECT = Path(__file__).resolve().parent.parent
 
 
 @contextlib.contextmanager
@@ -37,7 +36,7 @@ def told(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if _is_own(f.filename)]  # the first is this function
+        own = [f for f in frames if traced.is_own(f.filename)]  # the first is this function
         by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
         if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
@@ -50,12 +49,8 @@ def told(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {place}{why}") from error
 
 
-_RUNS_GRAPHS = [_PROJECT / name for name in ("evaluation.py", "data/pipeline.py", "tasks/check.py")]
-
-
-def _is_own(file: str) -> bool:
-    path = Path(file)
-    return path.is_relative_to(_PROJECT) and not {".venv", "site-packages"} & set(path.parts)
+_GRAPHS_RUN_IN = ("evaluation.py", "data/pipeline.py", "tasks/check.py")
+_RUNS_GRAPHS = [traced.PROJECT / name for name in _GRAPHS_RUN_IN]
 
 
 def _sentence(message: str, most: int = 400) -> str:
@@ -75,32 +70,45 @@ def read_example(task: Task, source: Source, training: bool) -> Example:
 
     # The index is an argument: shapes must be known for every sample, not for the first alone.
     @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
-    def read(index: tf.Tensor) -> Example:
+    def read(index: tf.Tensor) -> tuple[Example, dict[str, tf.Tensor]]:
         sample = source.read(index)
+        picture = {part: sample[part] for part in ("file", "image") if part in sample}
         if training:
-            return task.training_example(sample, tf.zeros([2], tf.int32))
-        return task.evaluation_example(sample)
+            return task.training_example(sample, tf.zeros([2], tf.int32)), picture
+        return task.evaluation_example(sample), picture
 
     with told(name):
         try:
             traced_read = read.get_concrete_function()
-            example = traced_read(tf.constant(0, tf.int64))
+            example, picture = traced_read(tf.constant(0, tf.int64))
         except tf.errors.OpError as error:
             raise ValueError(source.explain(0) or said(error)) from None
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
+    check_file(picture)
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
                 f'{name} returns a list in "{part}", which tf.data makes one tensor of: use a '
                 "tuple or a dict"
             )
-    for spec in tf.nest.flatten(traced_read.structured_outputs):
+    for spec in tf.nest.flatten(traced_read.structured_outputs[0]):
         _check_part(name, spec, training)
     if training:
         traced.check_draws(traced_read.graph, name, "use `key`, with tf.random.stateless_*")
     return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def check_file(sample: Mapping[str, tf.Tensor]) -> None:
+    """Raises ValueError where a sample's "file" holds another picture than its "image"."""
+    if {"file", "image"} <= sample.keys() and not np.array_equal(
+        sample["image"], decode_image(sample["file"])
+    ):
+        raise ValueError(
+            'the "file" of a sample holds another picture than its "image", and crops are taken '
+            'from the file: who changes "image" must take "file" out of the sample'
+        )
 
 
 def _check_part(name: str, spec: Any, training: bool) -> None:

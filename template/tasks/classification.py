@@ -8,7 +8,7 @@ import tensorflow as tf
 from PIL import Image, ImageDraw
 
 from config import Config, class_weights
-from data import augment, crops
+from data import crops
 from data.open import open_sources
 from data.source import Source
 from engine import losses, metrics
@@ -41,14 +41,14 @@ class Task:
         """Moved a little where pictures are small, of random size and place where large."""
         size = self.config.image_size
         if self.smallest is None:
-            image = crops.shifted(sample["image"], key, size, self.mirror)
+            image = crops.shifted(sample, key, size, self.mirror)
         else:
-            image = crops.random_resized(sample["image"], key, size, self.mirror, self.smallest)
+            image = crops.random_resized(sample, key, size, self.mirror, self.smallest)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         size = self.config.image_size
-        image = crops.centred(sample["image"], size, share=0.875 if size >= LARGE else 1.0)
+        image = crops.centred(sample, size, share=0.875 if size >= LARGE else 1.0)
         return {
             "inputs": self._inputs(image, tf.zeros([2], tf.int32)),
             "targets": self._label(sample),
@@ -92,7 +92,7 @@ class Task:
         self, inputs: dict[str, tf.Tensor], targets: tf.Tensor, outputs: tf.Tensor
     ) -> np.ndarray:
         """One sheet: each image above its class, and what was predicted where that is another."""
-        images = augment.denormalize(inputs["image"][:PICTURES]).numpy()
+        images = np.array(inputs["image"][:PICTURES])
         predictions = np.argmax(outputs[:PICTURES], axis=-1)
         tiles = [_tile(*shown) for shown in zip(images, np.array(targets), predictions)]
         tiles += [np.zeros_like(tiles[0])] * (-len(tiles) % COLUMNS)

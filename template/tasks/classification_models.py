@@ -1,4 +1,4 @@
-"""Classification networks: image [B, size, size, 3] in [-1, 1] -> logits [B, classes].
+"""Classification networks: image [B, size, size, 3] in [0, 255] -> logits [B, classes].
 
 Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
 """
@@ -12,13 +12,13 @@ import keras
 from keras import layers
 
 from engine.dropout import SampleDropout
-from engine.preprocessing import Preprocess
+from engine.preprocessing import Preprocess, scaled, wide
 
 
 def small(size: int, num_classes: int, dropout: float) -> keras.Model:
     """Five convolutions, 0.1 million parameters: trains on a CPU, for pictures of a few pixels."""
     image = keras.Input((size, size, 3), name="image")
-    x = _conv(_conv(image, 32), 32)
+    x = _conv(_conv(scaled(image), 32), 32)
     x = _conv(_conv(layers.MaxPooling2D(2)(x), 64), 64)
     return _model(image, _conv(x, 64, kernel=1), num_classes, dropout, "small")
 
@@ -30,7 +30,7 @@ def cifar_resnet(depth: int, size: int, num_classes: int, dropout: float) -> ker
     parameters (option A: every second pixel, missing channels zero).
     """
     image = keras.Input((size, size, 3), name="image")
-    x = _conv(image, 16)
+    x = _conv(scaled(image), 16)
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
             x = _block(x, filters, strides=2 if stage and not block else 1)
@@ -48,7 +48,7 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
     if size < 32:
         raise ValueError(f"--image_size={size}: resnet50 needs at least 32")
     image = keras.Input((size, size, 3), name="image")
-    x = _torch_conv(image, "stem", 64, 7, strides=2)
+    x = _torch_conv(scaled(image), "stem", 64, 7, strides=2)
     x = layers.ZeroPadding2D(1)(layers.ReLU()(x))  # after ReLU nothing is less than the padding
     x = layers.MaxPooling2D(3, 2)(x)
     for stage, (filters, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
@@ -152,6 +152,5 @@ def _model(
     if dropout:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
-    dtype = "float64" if keras.config.floatx() == "float64" else "float32"
-    x = layers.Dense(num_classes, dtype=dtype, kernel_initializer=logits, name="logits")(x)
+    x = layers.Dense(num_classes, dtype=wide(), kernel_initializer=logits, name="logits")(x)
     return keras.Model(inputs, x, name=name)

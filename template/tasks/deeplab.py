@@ -1,4 +1,4 @@
-"""DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [-1, 1] -> logits [B, H, W, classes].
+"""DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
 
 H and W are any multiples of 16, other ones in evaluation than in training. Inputs are a dict:
 "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
@@ -10,7 +10,7 @@ import keras
 from keras import layers
 
 from engine.dropout import SampleDropout
-from engine.preprocessing import Preprocess
+from engine.preprocessing import Preprocess, wide
 
 STRIDE = 16  # pixels of the picture to one of the encoder's output; sizes are multiples of it
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units
@@ -43,9 +43,8 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     x = layers.Concatenate()([x, _conv(low, 48, 1, "decoder_low")])
     x = _conv(_conv(x, 256, 3, "decoder_1"), 256, 3, "decoder_2")
     # In float32 at least, whatever came before.
-    dtype = "float64" if keras.config.floatx() == "float64" else "float32"
-    x = layers.Conv2D(num_classes, 1, dtype=dtype, name="logits")(x)
-    x = layers.UpSampling2D(4, interpolation="bilinear", dtype=dtype)(x)
+    x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
+    x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
     return keras.Model(inputs, x, name="deeplabv3plus")
 
 

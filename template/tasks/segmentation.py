@@ -54,9 +54,10 @@ class Task:
             raise ValueError(
                 f"--eval_window={config.eval_window}: {whose} needs a multiple of {stride}"
             )
-        fill = tuple(augment.normalize(self.how.fill).numpy())
         scales = tuple(eval_scales(config))
-        return whole_pictures.Passes(stride, config.eval_window, scales, config.eval_flip, fill)
+        return whole_pictures.Passes(
+            stride, config.eval_window, scales, config.eval_flip, self.how.fill
+        )
 
     def _stride(self) -> int:
         if self.stride is not None and not (isinstance(self.stride, int) and self.stride > 0):
@@ -88,7 +89,7 @@ class Task:
         )
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
-        image, label = augment.training_pair(sample["image"], sample["label"], key, self.how)
+        image, label = augment.training_pair(sample, key, self.how)
         return {"inputs": self._inputs(image, key), "targets": {"label": label}}
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
@@ -96,13 +97,11 @@ class Task:
         image, label, side = sample["image"], sample["label"], self.config.eval_crop
         targets = {}
         if side:
-            height, width = tf.unstack(tf.shape(image, tf.int64)[:2])
+            height, width = tf.unstack(tf.shape(label, tf.int64)[:2])
             seen = tf.minimum(height, side) * tf.minimum(width, side)
             targets = {"seen_pixels": seen, "all_pixels": height * width}
             how = dataclasses.replace(self.how, size=(side, side))
-            image, label = augment.evaluation_pair(image, label, how)
-        else:
-            image = augment.normalize(image)
+            image, label = augment.evaluation_pair(sample, how)
         inputs = self._inputs(image, tf.zeros([2], tf.int32))
         return {"inputs": inputs, "targets": {"label": label} | targets}
 
@@ -175,7 +174,7 @@ class Task:
 
         Each in a square, so that pictures of all sizes stand below each other.
         """
-        images = augment.denormalize(inputs["image"][:PICTURES]).numpy()
+        images = np.array(inputs["image"][:PICTURES])
         labels = np.squeeze(targets["label"][:PICTURES], -1)
         predictions = tf.argmax(outputs[:PICTURES], axis=-1).numpy()
         side = self.config.eval_crop or max(self.config.image_size, SIDE)

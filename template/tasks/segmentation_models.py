@@ -1,4 +1,4 @@
-"""Segmentation networks: image [B, H, W, 3] in [-1, 1] -> logits [B, H, W, classes].
+"""Segmentation networks: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
 
 `size` is a training crop's; evaluation gives pictures of any height and width that are multiples
 of the model's stride (STRIDES).
@@ -13,6 +13,7 @@ import keras
 from keras import layers
 
 from engine.dropout import SampleDropout
+from engine.preprocessing import scaled, wide
 from tasks.deeplab import deeplabv3plus
 
 # Short runs read the moving statistics early, so they follow faster than Keras's 0.99.
@@ -28,7 +29,7 @@ def small(size: int, num_classes: int, dropout: float) -> keras.Model:
     if size % STRIDES["small"]:
         raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")
     image = keras.Input((None, None, 3), name="image")
-    x = _conv(image, 24, 3, strides=2)
+    x = _conv(scaled(image), 24, 3, strides=2)
     skips = []
     for width in (24, 48, 96):
         if skips:
@@ -51,7 +52,7 @@ def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
     if size % STRIDES["tiny"]:
         raise ValueError(f"--image_size={size}: the tiny model needs an even number")
     image = keras.Input((None, None, 3), name="image")
-    x = _conv(image, 8, 3, strides=2, activation="swish")
+    x = _conv(scaled(image), 8, 3, strides=2, activation="swish")
     x = _conv(x, 12, 3, activation="swish")
     return _model(image, x, num_classes, 2, dropout, "tiny")
 
@@ -92,7 +93,6 @@ def _model(image, x, num_classes: int, scale: int, dropout: float, name: str) ->
     if dropout:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
-    dtype = "float64" if keras.config.floatx() == "float64" else "float32"
-    x = layers.Conv2D(num_classes, 1, dtype=dtype, name="logits")(x)
-    x = layers.UpSampling2D(scale, interpolation="bilinear", dtype=dtype)(x)
+    x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
+    x = layers.UpSampling2D(scale, interpolation="bilinear", dtype=wide())(x)
     return keras.Model(inputs, x, name=name)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from engine.words import some
 from engine.world import raw
 from tasks.base import Task
+
+PROJECT = Path(__file__).resolve().parent.parent
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = {
@@ -18,6 +23,18 @@ _DRAWS = {
     *("RandomPoisson", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
     *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2", "RandomCrop"),
 }
+# What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
+_LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
+_GROWS = "resize_if_index_out_of_bounds"
+# In XLA's messages.
+_NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def is_own(file: str | Path) -> bool:
+    """Whether a file is of this project and not of a library in it."""
+    path = Path(file)
+    return path.is_relative_to(PROJECT) and not {".venv", "site-packages"} & set(path.parts)
 
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
@@ -25,9 +42,7 @@ def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
 
     Such draws differ on other numbers of ranks and after an interruption.
     """
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    drawn = sorted({node.op for node in nodes if node.op in _DRAWS})
+    drawn = sorted({node.op for node in nodes(graph) if node.op in _DRAWS})
     if drawn:
         raise ValueError(
             f"{what} draws random numbers ({some(drawn)}) that are others on another number of "
@@ -70,6 +85,59 @@ def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Var
             "the task's loss returns weights that depend on the model's outputs: put them through "
             "tf.stop_gradient, or multiply them into the losses and return weights of their own"
         )
+
+
+def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
+    """Raises ValueError where XLA cannot compile a traced function, or would make less of it.
+
+    Nothing runs, so state stays as it is; XLA by itself would tell it in the first step.
+    """
+    platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+    for function in functions:
+        found = nodes(function.graph)
+        less = {f"{n.op} ({n.name})" for n in found if n.op in _LEFT_OUT or n.attr[_GROWS].b}
+        if less:
+            raise ValueError(
+                f"--jit: XLA leaves out {some(sorted(less))} without a word: check values in "
+                "training_example, give a TensorArray its size, or leave out --jit"
+            )
+        resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
+        try:
+            if not all(map(_of_variable, resources)):
+                raise ValueError("it takes no lookup table")
+            context.context().get_compiler_ir(
+                device_name=None,
+                platform_name=platform,
+                function_name=function.name,
+                flat_args=tf.nest.flatten(function.structured_input_signature),
+                captured_inputs=function.captured_inputs,
+                stage="hlo",
+            )
+        except (ValueError, tf.errors.OpError) as error:
+            raise ValueError(
+                f"--jit: XLA cannot compile the model or the loss: {_of_xla(str(error))}. Use "
+                "other operations or leave out --jit"
+            ) from None
+
+
+def _of_xla(message: str) -> str:
+    """What XLA says, on one line, and the project's own line that it is about."""
+    # It is quoted inside another one's message.
+    first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
+    missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
+    said = f"it has no {some(missing)}" if missing else first[:400]
+    frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
+    own = [(path, line) for path, line in frames if is_own(path)]
+    # These two call the model and the loss: where nothing of the project stands below, Keras does.
+    if not own or own[-1][0] in (PROJECT / "step.py", PROJECT / "tasks" / "check.py"):
+        return said
+    return f"{own[-1][0].name}, line {own[-1][1]}: {said}"
+
+
+def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
+    """Of a graph and of the functions that it calls, compiled or not."""
+    definition = graph.as_graph_def()
+    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
 
 
 def _of_variable(handle: tf.Tensor) -> bool:

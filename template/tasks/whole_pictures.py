@@ -27,7 +27,7 @@ class Passes:
     window: int = 0  # pixels, a multiple of stride; 0: a picture is seen whole
     scales: tuple[float, ...] = (1.0,)
     mirror: bool = False  # the mirror image besides, left-right
-    fill: tuple[float, float, float] = (0.0, 0.0, 0.0)  # colour beside a picture, as the model's
+    fill: int = 128  # grey beside a picture, 0 to 255
 
     @property
     def single(self) -> bool:
@@ -35,7 +35,7 @@ class Passes:
 
 
 def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
-    """Logits [B, H, W, classes] for images float32 [B, H, W, 3], of the images' own size.
+    """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
 
     A picture is padded below and on its right to the model's stride, and its logits are cut back.
     Where there are several passes, their softmax probabilities are averaged, and the averages'
@@ -45,6 +45,7 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     """
     if how.single:
         return _padded(model, images, how)
+    images = tf.cast(images, tf.float32)  # scaled ones are no whole numbers
     # Traced once for all passes, whatever their sizes.
     traced = tf.function(
         lambda part: at_least_float32(_padded(model, part, how)),
@@ -136,6 +137,4 @@ def _padded(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     """The model's logits of images that are padded to its stride, cut back to their size."""
     height, width = tf.unstack(tf.shape(images)[1:3])
     beside = [[0, 0], [0, -height % how.stride], [0, -width % how.stride], [0, 0]]
-    fill = tf.constant(how.fill, images.dtype)
-    # Around the fill colour, so that padding is with zeros: tf.pad takes one value, not three.
-    return model(tf.pad(images - fill, beside) + fill)[:, :height, :width]
+    return model(tf.pad(images, beside, constant_values=how.fill))[:, :height, :width]

@@ -167,7 +167,7 @@ def trained(model, inputs, rows, steps):
     @tf.function(autograph=False)
     def step(batch):
         with tf.GradientTape() as tape:
-            (target,), _ = gradients.accumulate(forward, batch, steps, variables)
+            (target,), _ = gradients.accumulate(forward, batch, steps, variables, None)
         return tape.gradient(target, [raw(v) for v in variables])
 
     batch = tf.nest.map_structure(lambda x: tf.stack([x] * steps), feed(model, inputs, rows))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -54,7 +57,7 @@ def reference(world, ended, steps, lr):
     order = Sampler(60, 12, 1, 1, 0, 1)
     model, figures = ended, []
     for step in range(steps):
-        ids = [int(order.sample(p)[0]) for p in order.local_positions(tf.constant(step))]
+        ids = order.local_samples(tf.constant(step))[0].numpy().tolist()
         batch = [source.read(tf.constant(i)) for i in ids]
         x, y = (tf.stack([b[name] for b in batch]) for name in ("x", "y"))
         with tf.GradientTape() as tape:
@@ -107,7 +110,7 @@ class Normalized(Small):
 def position_of(step):
     """The sample at the first position of a step (counted from 1)."""
     order = Sampler(60, 12, 1, 1, 0, 1)
-    return int(order.sample(tf.constant((step - 1) * 12, tf.int64))[0])
+    return int(order.local_samples(tf.constant(step - 1, tf.int64))[0][0])
 
 
 def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
@@ -319,3 +322,60 @@ def check_a_learning_rate_that_is_no_number_leaves_no_trace(world):
     assert "learning rate nan" in ended.message
     assert ended.checkpoints == ["step-00000001"]
     assert all(np.isfinite(value).all() for value in ended.weights())
+
+
+# ---- --benchmark -------------------------------------------------------------------------------
+
+
+def measured(world, task=Small, **settings):
+    """benchmark.json of a run of 15 steps, on rank 0."""
+    ended = fit(world, task, benchmark=True, num_steps=15, log_every=100, **settings)
+    assert ended.code == DONE, ended.message
+    file = ended.folder / "benchmark.json"
+    return json.loads(file.read_text()) if world.is_chief else None
+
+
+def check_a_benchmark_tells_where_the_time_goes(world):
+    class Slow:
+        settles = False
+
+        def due(self, step):
+            return True
+
+        def __call__(self, step, result):
+            time.sleep(0.1)
+
+    class Task(Small):
+        def actions(self, run):
+            return [Slow()]
+
+    record = measured(world, Task)
+    if not world.is_chief:
+        return
+    shares, seconds = record["shares_of_a_step"], record["seconds_a_step"]
+    assert shares["bookkeeping"] * seconds >= 0.1 and shares["bookkeeping"] + shares["input"] < 1
+    assert (shares["reduction_alone"] is None) == (world.size == 1)
+    rates = [own["samples_per_second"] for own in record["by_rank"]]
+    assert len(rates) == record["ranks"] == world.size
+    mean = record["samples_per_second"]["mean"]
+    np.testing.assert_allclose(mean, np.mean(np.sum(rates, 0)), rtol=1e-12)
+    assert (record["warm_up_steps"], record["steps_a_window"]) == (5, 1)
+    products = FEATURES * 5 + 5 * CLASSES
+    assert record["model_flops"]["training_a_sample"] == 3 * 2 * products
+    assert "utilization" not in record["model_flops"]  # of CPUs
+    assert all(own["host_peak_bytes"] > 2**27 for own in record["by_rank"])
+
+
+def check_a_benchmark_sums_as_the_step_does(world):
+    if world.size == 1:
+        return
+    virtual = {"virtual_ranks": 2, "deterministic": True, "cpu_threads": 1}
+    for settings in (virtual, {"compression": "bf16", "accumulation_steps": 2}):
+        record = measured(world, **settings)
+        assert not world.is_chief or 0 < record["seconds_of_reduction_alone"] < 60
+
+
+def check_a_benchmark_of_too_few_steps_says_so(world):
+    ended = fit(world, benchmark=True, num_steps=14)
+    assert ended.code == DONE
+    assert not (ended.folder / "benchmark.json").exists()

@@ -173,6 +173,35 @@ def check_a_vote_of_one_rank_is_seen_by_all_and_unread_data_changes_nothing(worl
         np.testing.assert_array_equal(a, b)
 
 
+def check_a_step_compiled_by_xla_is_the_same_step(world):
+    """Batch norm, a regularizer, micro-batches; a step that is not applied leaves no trace."""
+
+    def model():
+        l2 = keras.regularizers.L2(0.01)
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        parts = [keras.layers.Dense(3, kernel_regularizer=l2), norm, keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *parts])
+
+    for steps in (1, 2):
+        config, found = dataclasses.replace(PLAIN, accumulation_steps=steps), []
+        for jit in (False, True):
+            keras.utils.set_random_seed(3)
+            do, state = regression_step(world, dataclasses.replace(config, jit=jit), model())
+            results = [do(*batch(seed)) for seed in range(3)]
+            before = state.model.get_weights()
+            x, y = batch(3)
+            x[-1] = np.inf  # the last rank's
+            assert not bool(do(x, y)["finite"])
+            for one, other in zip(before, state.model.get_weights()):
+                np.testing.assert_array_equal(one, other)
+            found.append((before, [float(r["keras_loss"]) for r in results]))
+            functions = do.step.get_concrete_function().graph.as_graph_def().library.function
+            assert any("_XlaMustCompile" in f.attr for f in functions) == jit
+        (plain, added), (weights, also_added) = found
+        for one, other in zip([*plain, added], [*weights, also_added]):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 # ---- Agreement ---------------------------------------------------------------------------------
 
 
@@ -267,6 +296,8 @@ def check_dropout_draws_belong_to_the_sample(world):
     order = np.roll(np.arange(3), world.rank)  # each rank holds them in another order
     ours = layer([x[order], keys[order]], training=True).numpy()
     np.testing.assert_array_equal(ours, whole[order])
+    compiled = tf.function(lambda: layer([x, keys], training=True), jit_compile=True)
+    np.testing.assert_array_equal(compiled(), whole)
     assert abs((whole == 0).mean() - 0.4) < 0.03
     np.testing.assert_allclose(whole[whole > 0], 1 / 0.6, rtol=1e-6)
     assert not np.array_equal(whole[0], whole[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -181,6 +182,7 @@ def check_variables_that_the_model_does_not_have_are_told(world):
                 return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
 
         refused(world, InLayer, "does not hold", "add_weight")
+        refused(world, InLayer, "does not hold", jit=True)
 
     class Uncertainty(Small):
         def __init__(self, config):
@@ -227,7 +229,8 @@ def check_draws_without_a_key_are_told(world):
             x = keras.Input((FEATURES,))
             return keras.Model(x, keras.layers.Dense(CLASSES)(Noise()(x)))
 
-    refused(world, InLayer, "RandomStandardNormal", "SeedGenerator")
+    for jit in (False, True):
+        refused(world, InLayer, "RandomStandardNormal", "SeedGenerator", jit=jit)
 
     class InExample(Small):
         def training_example(self, sample, key):
@@ -237,6 +240,43 @@ def check_draws_without_a_key_are_told(world):
             return {"inputs": flipped, "targets": sample["y"]}
 
     refused(world, InExample, "training_example draws", "`key`")
+
+
+def check_what_xla_cannot_compile_is_told(world):
+    """Its own errors would come in the first step, and what it leaves out never."""
+
+    class Layer(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Resizing(4, 4, "bicubic")(keras.layers.Reshape((2, 3, 1))(x))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(y)))
+
+    refused(world, Layer, "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
+
+    def checked(losses):
+        tf.debugging.assert_less(losses, 1e9)
+        return losses
+
+    def grows(losses):
+        array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
+        return array.write(tf.cast(0 * losses[0], tf.int32), losses).read(0)
+
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [0.0]), 0.0)
+    cases = [
+        (checked, "leaves out Assert ("),
+        (grows, "leaves out TensorListSetItem ("),
+        (lambda x: x + table.lookup(tf.cast(x, tf.int32)), "no lookup table"),
+        (lambda x: x + 0 * hvd.allreduce(x, name="own"), "checks_task_models.py, line", "(own)"),
+        (lambda x: tf.reshape(x, [tf.cast(12 + 0 * x[0], tf.int32)]), "compile-time constant"),
+    ]
+    for change, *words in cases:
+
+        class Loss(Small):
+            def loss(self, outputs, targets, change=change):
+                losses, weights = super().loss(outputs, targets)
+                return change(losses), weights
+
+        refused(world, Loss, "--jit", *words, jit=True)
 
 
 def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):

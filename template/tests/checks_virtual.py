@@ -25,7 +25,7 @@ from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
-TIMES = {"samples_per_second"}
+TIMES = {"samples_per_second", "data_wait"}
 
 VIRTUAL = {
     "virtual_ranks": 4,
@@ -80,6 +80,7 @@ RUNS = {
     "adam": {"optimizer": "adam", "eval_every": 2},
     "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "global_batch_size": 8},
     "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
+    "jit": {"jit": True, "accumulation_steps": 2, "global_batch_size": 18, "num_steps": 2},
 }
 # What these launches are needed for; 3 ranks end an "adam" besides.
 ONLY = {"3-gloo": ["sgd", "bfloat16"]}

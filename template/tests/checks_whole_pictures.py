@@ -88,10 +88,10 @@ def by_hand(run: Run) -> tuple[float, float]:
 
     for number in range(len(SIZES)):
         folder = run.task.root
-        image = np.asarray(Image.open(folder / "images" / f"{number}.png")) / 127.5 - 1.0
+        image = np.asarray(Image.open(folder / "images" / f"{number}.png"))
         label = np.asarray(Image.open(folder / "labels" / f"{number}.png"))
         if config.eval_crop:
-            image, label = centre(image, 0.0), centre(label, 255)
+            image, label = centre(image, 128), centre(label, 255)
         shares = plain.probabilities(model, image, STRIDE, **ways)
         labels, found = [*labels, label], [*found, shares.argmax(-1)]
         of_label = np.take_along_axis(shares, np.minimum(label, CLASSES - 1)[..., None], -1)

@@ -17,7 +17,7 @@ def probabilities(
     scales: Sequence[float] = (1.0,),
     flip: bool = False,
 ) -> np.ndarray:
-    """float64 [H, W, classes] of an image [H, W, 3] in [-1, 1]."""
+    """float64 [H, W, classes] of an image [H, W, 3] in [0, 255]."""
     height, width = image.shape[:2]
     found = []
     for scale in scales:
@@ -54,7 +54,8 @@ def starts(length: int, side: int) -> list[int]:
 def padded(model: Model, image: np.ndarray, stride: int) -> np.ndarray:
     height, width = image.shape[:2]
     below, right = -height % stride, -width % stride
-    return model(np.pad(image, [(0, below), (0, right), (0, 0)]))[:height, :width]
+    beside = [(0, below), (0, right), (0, 0)]
+    return model(np.pad(image, beside, constant_values=128))[:height, :width]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -48,6 +48,7 @@ def launch(
     env: dict[str, str] | None = None,
     launcher_flags: list[str] | None = None,
     kill_when: Callable[[], bool] | None = None,
+    python: str = sys.executable,
 ) -> Launch:
     """Runs `python COMMAND` in the project on `ranks` ranks and waits for its end.
 
@@ -67,7 +68,7 @@ def launch(
         "gloo": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
         "mpi": ["horovodrun", "--mpi", "--disable-cache", "-np", str(ranks)],
     }[backend]
-    words = [*prefix, *(launcher_flags or []), sys.executable, *map(str, command)]
+    words = [*prefix, *(launcher_flags or []), python, *map(str, command)]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

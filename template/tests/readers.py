@@ -60,7 +60,9 @@ def read_all(source: Source) -> list[dict[str, np.ndarray]]:
 def same(one: Source, other: Source) -> bool:
     """Both hold the same samples under the same ids, to the last pixel."""
     pairs = list(zip(read_all(one), read_all(other), strict=True))
-    return bool(pairs) and all(np.array_equal(a[k], b[k]) for a, b in pairs for k in b)
+    return bool(pairs) and all(
+        np.array_equal(a[k], b[k]) for a, b in pairs for k in ("image", "label")
+    )
 
 
 def write_voc(root: Path) -> None:

@@ -84,7 +84,8 @@ def test_resnet50_computes_what_is_written_out(resnet50):
             x = conv(x, f"{name}_shortcut", strides)
         return np.maximum(x + y, 0)
 
-    image = rng.uniform(-1, 1, (2, 64, 64, 3))
+    picture = rng.integers(0, 256, (2, 64, 64, 3))
+    image = picture / 127.5 - 1
     x = padded(np.maximum(conv(image, "stem", 2), 0), 1)
     x = np.max([x[:, r : r + 31 : 2, c : c + 31 : 2] for r in range(3) for c in range(3)], axis=0)
     for stage, blocks in ((1, 3), (2, 4), (3, 6), (4, 3)):
@@ -94,7 +95,7 @@ def test_resnet50_computes_what_is_written_out(resnet50):
     assert x.shape == (2, 2, 2, 2048)
     kernel, bias = weights["logits"]
     expected = x.mean((1, 2)) @ kernel + bias
-    logits = resnet50({"image": tf.constant(image, tf.float32)}, training=False)
+    logits = resnet50({"image": tf.constant(picture, tf.uint8)}, training=False)
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
@@ -109,7 +110,7 @@ def test_kerass_resnet50_is_there_under_its_own_name():
 def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_path):
     model = MODELS[name](16, 7, 0.2)
     inputs = {
-        "image": tf.random.stateless_normal([2, 16, 16, 3], [1, 2]),
+        "image": tf.random.stateless_uniform([2, 16, 16, 3], [1, 2], 0, 255),
         "key": tf.zeros([2, 2], tf.int32),
     }
     logits = model(inputs)
@@ -149,7 +150,7 @@ def test_accuracy_and_top_5():
 
 def test_the_sheet_has_a_tile_for_each_picture():
     task = classification.Task(CONFIG)
-    inputs = {"image": tf.zeros([11, 8, 8, 3])}
+    inputs = {"image": tf.zeros([11, 8, 8, 3], tf.uint8)}
     sheet = task.draw(inputs, tf.zeros([11], tf.int64), tf.eye(11, 10))
     tile = classification.TILE
     assert sheet.shape == (1, 2 * (tile + 18), 8 * tile, 3) and sheet.dtype == np.uint8

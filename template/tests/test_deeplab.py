@@ -21,7 +21,7 @@ def model():
 
 
 def inputs(height: int, width: int, batch: int = 2) -> dict[str, tf.Tensor]:
-    image = tf.random.stateless_uniform([batch, height, width, 3], [1, height], -1.0, 1.0)
+    image = tf.random.stateless_uniform([batch, height, width, 3], [1, height], 0.0, 255.0)
     return {"image": image, "key": tf.zeros([batch, 2], tf.int32)}
 
 
@@ -88,7 +88,8 @@ def test_its_own_layers_can_be_saved(tmp_path):
     again = keras.models.load_model(tmp_path / "model.keras")
     assert again.output.shape == (None, None, None, 3)
     picture = inputs(4, 6)["image"]
-    wanted = np.broadcast_to(np.mean(picture, (1, 2), keepdims=True), picture.shape)
+    mean = np.mean(picture, (1, 2), keepdims=True) / 127.5 - 1
+    wanted = np.broadcast_to(mean, picture.shape)
     np.testing.assert_allclose(again(picture), wanted, atol=1e-6)
 
 
@@ -107,11 +108,12 @@ def test_the_last_block_is_keras_applications_with_other_rates(model):
         for unit, rate in enumerate(rates, 1):
             network.get_layer(f"conv5_block{unit}_2_conv").dilation_rate = (rate, rate)
 
-    atrous, plain = own(image).numpy(), theirs(image).numpy()
+    seen = image / 127.5 - 1.0
+    atrous, plain = own(image).numpy(), theirs(seen).numpy()
     set_rates(theirs, 1, (2, 4, 8))
     set_rates(own, 2, (1, 1, 1))
     try:
-        for ours, them in ((atrous, theirs(image).numpy()), (own(image).numpy(), plain)):
+        for ours, them in ((atrous, theirs(seen).numpy()), (own(image).numpy(), plain)):
             np.testing.assert_allclose(ours, them, rtol=0, atol=1e-5 * np.abs(them).max())
     finally:
         set_rates(own, 1, (2, 4, 8))

@@ -161,6 +161,8 @@ def values(field):
         return strategies.sampled_from(["1", "0.5,0.75, 1", "1.75"])
     if field.name == "scale_range":
         return strategies.sampled_from(["", "0.5,2", "1,1"])
+    if field.name == "timeline":  # num_steps may be 1
+        return strategies.sampled_from(["", "1:1"])
     if field.type == "str":
         return _TEXTS
     if field.type == "bool":

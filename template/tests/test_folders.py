@@ -75,6 +75,7 @@ def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np
     assert dataset.element_spec == {
         "image": tf.TensorSpec([None, None, 3], tf.uint8),
         "label": tf.TensorSpec([None, None, 1], tf.uint8),
+        "file": tf.TensorSpec([], tf.string),
     }
     for read, (image, label) in zip(dataset, (pixels, other), strict=True):
         np.testing.assert_array_equal(read["image"], image)

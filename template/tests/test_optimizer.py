@@ -11,6 +11,7 @@ from config import Config
 from engine import ema, gradients, optimizer, schedule
 from engine.gradients import LossScale, is_kernel
 from engine.lamb import Lamb
+from engine.sgd import SGD
 from engine.world import raw, set_precision
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
@@ -159,6 +160,25 @@ def test_float32_is_the_same_but_for_rounding(rule, momentum):
     for variable, weight in zip(model.trainable_variables, weights):
         assert variable.numpy().dtype == np.float32
         np.testing.assert_allclose(variable.numpy(), weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_sgd_gives_keras_bits(precision):
+    set_precision(precision)
+    slope = np.random.default_rng(3).normal(size=(STEPS, 50, 21)).astype(precision)
+
+    def ends(kind: type) -> list[np.ndarray]:
+        weight = keras.Variable(np.linspace(-1, 1, 1050).reshape(50, 21), dtype=precision)
+        rule = kind(0.1, momentum=np.float64(0.7) if precision == "float64" else 0.7)
+        rule.build([weight])
+        step = tf.function(lambda gradient: rule.apply([gradient], [weight]), autograph=False)
+        for number, gradient in enumerate(slope):
+            rule.learning_rate.assign(0.1 / (number + 1))
+            step(gradient)
+        return [v.numpy() for v in (weight, *rule.variables)]
+
+    for ours, theirs in zip(ends(SGD), ends(keras.optimizers.SGD)):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_lamb_without_gradient_and_decay_stands_still():

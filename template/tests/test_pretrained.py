@@ -8,6 +8,7 @@ import shutil
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras.applications import imagenet_utils
 
 import config as config_lib
@@ -78,7 +79,7 @@ def near(got, wanted):
 
 @pytest.mark.parametrize("form", LARGE)
 def test_features_are_those_of_keras_applications(form, resnet50, wanted, project_network, files):
-    """On the same picture, which the project feeds in [-1, 1] and Keras in BGR less a mean."""
+    """On the same picture, which the project feeds as it is and Keras in BGR less a mean."""
     model, own = project_network
     file = files[form]
     for variable in model.weights:
@@ -89,7 +90,7 @@ def test_features_are_those_of_keras_applications(form, resnet50, wanted, projec
     for name in loaded.set:
         pairs = zip(resnet50.get_layer(name).weights, model.get_layer(name).weights, strict=True)
         assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)
-    got = own(PICTURE / 127.5 - 1)
+    got = own(PICTURE)
     dilated = "deeplab" in model.name  # its last block; test_deeplab.py has that
     for one, other in list(zip(got, wanted))[: 2 if dilated else 3]:
         near(one, other)
@@ -101,7 +102,7 @@ def test_pictures_are_turned_into_those_of_keras_applications(mode):
     layer.build((None, None, None, 3))
     layer.mode.assign(preprocessing.MODES.index(mode))
     wanted = imagenet_utils.preprocess_input(PICTURE.copy(), mode=mode)
-    np.testing.assert_allclose(layer(PICTURE / 127.5 - 1), wanted, rtol=0, atol=3e-5)
+    np.testing.assert_allclose(layer(PICTURE), wanted, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -120,7 +121,7 @@ def network(start=0.0, classes=3, filters=4, bias=True, pixels=True, name="small
     """Weights count up from `start`; a `more` one has a second convolution in its first group."""
     more, head = how.get("more", False), how.get("head", f"logits{classes}")
     image = keras.Input((None, None, 3), name="image")
-    x = Preprocess(name="preprocess")(image) if pixels else image
+    x = Preprocess(name="preprocess")(image) if pixels else preprocessing.scaled(image)
     x = keras.layers.Conv2D(filters, 3, use_bias=bias, name="conv1_conv")(x)
     x = keras.layers.BatchNormalization(name="conv1_bn")(x)
     if more:
@@ -144,6 +145,20 @@ def mode(model) -> str:
 
 def plain(tmp_path, form="h5", **how):
     return published.write(network(5.0, pixels=False, **how), tmp_path, form)
+
+
+def test_models_that_leave_pictures_unscaled_are_known():
+    shades, floats = (np.zeros((1, 8, 8, 3), dtype) for dtype in ("uint8", "float32"))
+    image = keras.Input((8, 8, 3))
+    bare = keras.Model(image, keras.layers.Conv2D(2, 3)(image))
+    inside = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), bare])
+    unscaled = preprocessing.leaves_unscaled
+    assert unscaled(bare, {"image": tf.constant(shades)})
+    assert not unscaled(bare, {"image": tf.constant(floats)})
+    for model in (network(), network(pixels=False), inside):
+        assert not unscaled(model, tf.constant(shades))
+    # Whole numbers to a layer that Keras does not cast for.
+    np.testing.assert_array_equal(Preprocess()(tf.constant(shades)), Preprocess()(floats))
 
 
 @pytest.mark.parametrize("form", published.FORMS)
@@ -236,13 +251,14 @@ def test_a_head_of_other_classes_is_left_as_made(form, tmp_path, capsys):
 def attentive(start=0.0, size=2, deferred=False):
     """Layers of equal names inside two layers, a model (or one made when called), and a head."""
     image = keras.Input((8, 8, 3))
+    shades = preprocessing.scaled(image)
     inner = keras.Input((8, 8, 3))
     convolution = keras.layers.Conv2D(4, 3, name="stem_conv")
     batch_norm = keras.layers.BatchNormalization(name="stem_bn")
     if deferred:
-        x = keras.Sequential([convolution, batch_norm], name="stem")(image)
+        x = keras.Sequential([convolution, batch_norm], name="stem")(shades)
     else:
-        x = keras.Model(inner, batch_norm(convolution(inner)), name="stem")(image)
+        x = keras.Model(inner, batch_norm(convolution(inner)), name="stem")(shades)
     x = keras.layers.Reshape((36, 4))(x)
     for name, key_size in (("one", 2), ("two", size)):
         x = keras.layers.MultiHeadAttention(2, key_size, name=name)(x, x)
@@ -269,7 +285,7 @@ def test_layers_inside_others_have_their_names_too(form, tmp_path):
     refused(attentive(size=3), file, words)
     # Not there, so listed: a network of the stem and a head.
     image = keras.Input((8, 8, 3))
-    x = keras.layers.Conv2D(4, 3, name="stem_conv")(image)
+    x = keras.layers.Conv2D(4, 3, name="stem_conv")(preprocessing.scaled(image))
     x = keras.layers.BatchNormalization(name="stem_bn")(x)
     model = keras.Model(image, keras.layers.Dense(2, name="query")(x), name="plain")
     loaded = pretrained.load(model, file, "tf")
@@ -299,7 +315,7 @@ class Block(keras.layers.Layer):
 def test_a_layer_may_call_its_own_ones_layers(form, tmp_path):
     def model(start, *blocks):
         x = keras.Input((4,))
-        y = keras.layers.Dense(4, name="stem")(x)
+        y = keras.layers.Dense(4, name="stem")(preprocessing.scaled(x))
         for name in blocks:
             y = Block(name=name)(y)
         made = keras.Model(x, keras.layers.Dense(4, name="second")(y), name="blocks")
@@ -330,7 +346,7 @@ def test_the_pictures_must_be_known(tmp_path, monkeypatch):
     model = network()
     assert pretrained.load(model, file).mode == mode(model) == "caffe"
     refused(network(), file, "--backbone_preprocessing=tf.* BGR .*leave it out", mode="tf")
-    refused(network(pixels=False), file, "is fed with RGB in .*Preprocess", mode="")
+    refused(network(pixels=False), file, "was trained on BGR.*Preprocess", mode="")
     assert len(pretrained._PUBLISHED) == 3
 
 

@@ -33,6 +33,7 @@ def test_samples_are_ordered_by_class_and_name(root: Path):
     assert tf.data.Dataset.range(1).map(source.read).element_spec == {
         "image": tf.TensorSpec([None, None, 3], tf.uint8),
         "label": tf.TensorSpec([], tf.int32),
+        "file": tf.TensorSpec([], tf.string),
     }
     assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [0, 1, 2]
 

@@ -95,7 +95,7 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
     # In a pack that was written when they were not.
     with monkeypatch.context() as before:
-        before.setattr(pictures, "require", lambda *_: None)
+        before.setattr(pictures, "_DEEP", "none is")
         pack.pack(source, tmp_path / "packed", "train", 1, "")
     found = Records(tmp_path / "packed", "train")
     readers.explained(found, 0, found.folder, "record of sample 0", *words, "pack again")

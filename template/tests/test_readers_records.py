@@ -193,8 +193,10 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
     """A picture that changes between its decoding and its packing."""
 
     class Changing(ImageLabelFolder):
-        def picture_file(self, index: int) -> Path:
-            return super().picture_file(0 if index == 7 else index)
+        def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+            first = super().read(tf.constant(0, tf.int64))["file"]
+            sample = super().read(index)
+            return {**sample, "file": tf.where(index == 7, first, sample["file"])}
 
     source = Changing(demo, "train", 11)
     with pytest.raises(ValueError, match=r"sample 7 reads back .* other than it was packed"):
@@ -283,3 +285,40 @@ def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
     samples = dataset.map(found.read, num_parallel_calls=4).as_numpy_iterator()
     for number, sample in zip(order, samples, strict=True):
         assert (sample["image"] == readers.noise(number, 4, 5)).all()
+
+
+@pytest.mark.parametrize("layout", ["voc", "class_folders"])
+def test_larger_pictures_are_scaled_once(tmp_path: Path, monkeypatch, layout: str):
+    """To the short side asked for, with labels on them; smaller ones go in as they are."""
+    root, out = tmp_path / "raw", tmp_path / "packed"
+    {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
+    source = pack.READERS[layout](root, "train")
+    sides = [min(sample["image"].shape[:2]) for sample in readers.read_all(source)]
+    limit = sorted(sides)[0]
+    flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")
+    command(monkeypatch, *flags, "--shards=2", "--short_side=5", "--quality=95", "--as=small")
+    command(monkeypatch, *flags, "--shards=2", f"--short_side={limit}", "--as=same")
+    small, same = (readers.read_all(Records(out, name)) for name in ("small", "same"))
+    for one, kept, whole in zip(small, same, readers.read_all(source), strict=True):
+        height, width = whole["image"].shape[:2]
+        scale = 5 / min(height, width)
+        shape = (round(height * scale), round(width * scale))
+        assert one["image"].shape[:2] == shape and min(shape) == 5
+        expected = tf.image.resize(whole["image"], shape, antialias=True)
+        assert np.abs(one["image"] - expected).mean() < 25, "but for JPEG's loss"
+        if min(height, width) <= limit:
+            np.testing.assert_array_equal(kept["image"], whole["image"])
+        if layout == "class_folders":
+            assert one["label"] == whole["label"]
+            continue
+        rows, columns = (
+            ((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(shape, (height, width))
+        )
+        np.testing.assert_array_equal(one["label"], whole["label"][rows][:, columns])
+    packed_from = json.loads((out / "small" / records.META).read_text())["packed_from"]
+    assert packed_from.endswith("split train, short side 5, quality 95")
+    with pytest.raises(SystemExit):
+        command(monkeypatch, *flags, "--as=wrong", "--short_side=5", "--quality=0")
+    with pytest.raises(SystemExit):  # of what would it be?
+        command(monkeypatch, *flags, "--as=wrong", "--quality=50")
+    assert not (out / "wrong").exists()

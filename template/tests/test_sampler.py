@@ -26,9 +26,8 @@ properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=Tru
 
 def local_ids(step, rank, size, *, n=23, batch=10, micro=1, seed=3):
     sampler = Sampler(n, batch, micro, seed, rank, size)
-    positions = sampler.local_positions(tf.constant(step, tf.int64))
-    pairs = [sampler.sample(p) for p in positions]
-    return [(int(i), tuple(k.numpy())) for i, k in pairs]
+    ids, keys = sampler.local_samples(tf.constant(step, tf.int64))
+    return [(int(i), tuple(k)) for i, k in zip(ids, keys.numpy())]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -56,8 +55,8 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_in_another_order():
 @functools.cache
 def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
-    offsets = tf.range(n if places is None else places, dtype=tf.int64)
-    return Sampler(n, 1, 1, seed, 0, 1).order(tf.constant(epoch, tf.int64), offsets).numpy()
+    positions = epoch * n + tf.range(n if places is None else places, dtype=tf.int64)
+    return Sampler(n, 1, 1, seed, 0, 1).order(positions).numpy()
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -163,9 +162,8 @@ def test_shares_are_even_and_cover_everything(total, size):
 @functools.cache
 def keys(seed: int, epoch: int, n: int = 1_000) -> np.ndarray:
     """The random keys of an epoch by sample id, bool [n, 64]."""
-    sampler = Sampler(n, 1, 1, seed, 0, 1)
-    positions = tf.range(epoch * n, (epoch + 1) * n, dtype=tf.int64)
-    dataset = tf.data.Dataset.from_tensor_slices(positions).map(sampler.sample).batch(n)
+    sampler = Sampler(n, n, 1, seed, 0, 1)
+    dataset = tf.data.Dataset.from_tensors(tf.constant(epoch, tf.int64)).map(sampler.local_samples)
     ids, pairs = next(iter(dataset))
     assert pairs.dtype == tf.int32 and pairs.shape == [n, 2]
     assert np.array_equal(ids, order(n, seed, epoch))

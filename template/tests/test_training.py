@@ -35,7 +35,7 @@ def test_a_run_starts_trains_and_leaves_its_records(backend, ranks, tiny, tmp_pa
     folder = tmp_path / "run"
     steps = [x for x in lines(tmp_path) if "loss" in x]
     assert [x["step"] for x in steps] == [1, 2, 3, 4]
-    assert {"loss", "lr", "samples_per_second", "grad_norm"} <= set(steps[0])
+    assert {"loss", "lr", "samples_per_second", "data_wait", "grad_norm"} <= set(steps[0])
     assert 0 < lines(tmp_path)[-1]["eval_miou"] < 1
     assert summary(tmp_path)["exit_reason"] == "done" and summary(tmp_path)["ranks"] == ranks
     assert re.fullmatch(r"[0-9a-f]{64}", summary(tmp_path)["weights_sha256"])
@@ -184,9 +184,12 @@ def test_a_run_that_diverges_says_so_and_keeps_its_checkpoints(tiny, tmp_path):
 
 def test_synthetic_data_and_benchmark(tiny, tmp_path):
     """Needs no data, saves nothing, says the speed."""
-    flags = [*tiny, "--synthetic_data", "--benchmark", "--data_dir=/nowhere"]
-    run(2, flags)
+    flags = [*tiny, "--synthetic_data", "--benchmark", "--data_dir=/nowhere", "--num_steps=15"]
+    ended = run(2, flags)
     assert summary(tmp_path)["exit_reason"] == "benchmark"
+    found = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    assert found["samples_per_second"]["mean"] > 0 and len(found["by_rank"]) == 2
+    assert ended.output.count("95 % interval") == 1
     assert summary(tmp_path)["samples_per_second"] > 0
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 

@@ -62,8 +62,8 @@ def test_one_pass_gives_the_models_own_logits():
 
 def test_what_lies_beside_a_picture_is_the_fill_colour():
     image = tf.constant(PICTURES[0][None], tf.float32)
-    found = predict(model, image, Passes(STRIDE, fill=(0.5, -0.25, 1.0)))
-    canvas = np.tile(np.float32([0.5, -0.25, 1.0]), (4, 8, 1))
+    found = predict(model, image, Passes(STRIDE, fill=7))
+    canvas = np.full((4, 8, 3), 7, np.float32)
     canvas[:3, :5] = PICTURES[0]
     np.testing.assert_allclose(found[0], alone(canvas)[:3, :5], atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_pictures_are_drawn_in_squares_of_one_size():
     task = segmentation.Task(config)
     sheets = []
     for size in ((3, 5), (700, 300), (256, 256), (1, 2000)):
-        inputs = {"image": tf.ones([1, *size, 3])}
+        inputs = {"image": tf.fill([1, *size, 3], tf.constant(255, tf.uint8))}
         targets = {"label": tf.ones([1, *size, 1], tf.uint8)}
         sheets.append(
             task.draw(inputs, targets, tf.eye(3)[:1][None, None] * tf.ones([1, *size, 1]))

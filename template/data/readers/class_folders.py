@@ -34,8 +34,9 @@ class _Listed(NamedTuple):
 class ClassFolders:
     """One split, as a `source.Source`: samples in the order of classes, then of file names.
 
-    Reads to {"image": uint8 [H, W, 3], "label": int32 scalar}. The folders are listed once, here;
-    no file is opened. Whether two splits hold the same classes, who opens both can tell.
+    Reads to {"image": uint8 [H, W, 3], "label": int32 scalar, "file": the picture's bytes}. The
+    folders are listed once, here; no file is opened. Whether two splits hold the same classes, who
+    opens both can tell.
 
     Args:
       train_split: the split whose folders are the classes of a flat one.
@@ -63,14 +64,15 @@ class ClassFolders:
         return self._count
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads {"image": uint8 [H, W, 3], "label": int32 scalar}; index: int64 scalar.
+        """Reads one sample, see the class; index: int64 scalar.
 
         Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
         """
         # The class is the last that starts at the sample or before it.
         label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
         path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
-        return {"image": pictures.decode_image(tf.io.read_file(path)), "label": label}
+        file = tf.io.read_file(path)
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""

@@ -24,9 +24,9 @@ from engine.words import some
 class PicturePairs:
     """Listed files as a `source.Source`.
 
-    Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1]}. Label values are below
-    `num_classes`, or `ignore_label`. No file is opened here. Pictures are turned by their EXIF
-    orientation; labels belong to the turned picture, as viewers show it.
+    Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1], "file": the picture's bytes}.
+    Label values are below `num_classes`, or `ignore_label`. No file is opened here. Pictures are
+    turned by their EXIF orientation; labels belong to the turned picture, as viewers show it.
 
     Args:
       images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
@@ -63,23 +63,23 @@ class PicturePairs:
         return len(self._images)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1]}; index: int64 scalar.
+        """Reads one sample, see the class; index: int64 scalar.
 
         Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
         sizes that differ, and label values that are no class; `explain` tells which and why.
         """
         image_path = tf.strings.join([self._folder, self._images.at(index)])
         label_path = tf.strings.join([self._folder, self._labels.at(index)])
-        image = pictures.decode_image(tf.io.read_file(image_path))
+        file = tf.io.read_file(image_path)
         label = pictures.decode_label(tf.io.read_file(label_path), label_path)
-        sizes = tf.shape(image)[:2], tf.shape(label)[:2]
+        sizes = pictures.size(file), tf.shape(label)[:2]
         pictures.require(tf.reduce_all(sizes[0] == sizes[1]), "sizes differ", image_path, *sizes)
         if self._table is not None:
             label = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
         if self.num_classes < 256:
             known = (label < self.num_classes) | (label == self.ignore_label)
             pictures.require(tf.reduce_all(known), "a label value is no class", label_path)
-        return {"image": image, "label": label}
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
@@ -122,9 +122,9 @@ class PicturePairs:
     def _check_sizes(
         self, image_path: Path, image: Image.Image, label_path: Path, label: Image.Image
     ) -> None:
-        turns = exif.orientation(image_path.read_bytes())
+        turns = int(exif.orientation(image_path.read_bytes()))
         shown = _shown(image, turns)
-        there = _shown(label, exif.orientation(label_path.read_bytes()))
+        there = _shown(label, int(exif.orientation(label_path.read_bytes())))
         if shown == there:
             return
         if image.size == there:

@@ -31,9 +31,71 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
     which is almost nothing of what a camera of 12 bits saw: such a PNG fails the sample.
     """
     deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    require(~deep, "a PNG picture has 16 bits a channel")
-    image = tf.io.decode_image(data, channels=3, expand_animations=False)
+    # No bytes cannot be decoded. An assertion would be looked at for each picture, also for those
+    # of which only a part is decoded, elsewhere.
+    fit = tf.where(deep, b"", data)
+    image = tf.io.decode_image(fit, channels=3, expand_animations=False)
     return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
+
+
+def size(data: tf.Tensor) -> tf.Tensor:
+    """Height and width, int32 [2], of what `decode_image` gives; of PNG and JPEG by their heads."""
+    return tf.cond(
+        exif.is_bare_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data)[:2],
+        lambda: _searched_size(data),
+    )
+
+
+def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    """A part of what `decode_image` gives, uint8 [h, w, 3]; box: int32 [4], top, left, h, w.
+
+    Of a JPEG that need not be turned, no other pixels are computed, and what is damaged below the
+    part is not seen. The colours (not the brightness) of its first and last column may differ by
+    some shades: they are stored for every second pixel and spread over neighbours, which are not
+    there. To decode these too, and cut them off, takes longer.
+    """
+    part = tf.cond(
+        exif.is_bare_jpeg(data),
+        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: _searched_part(data, box),
+    )
+    return tf.ensure_shape(part, [None, None, 3])
+
+
+@exif.seldom(input_signature=[tf.TensorSpec([], tf.string)])
+def _searched_size(data: tf.Tensor) -> tf.Tensor:
+    def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
+        numbers = tf.io.decode_raw(
+            tf.strings.substr(data, 16, 8), tf.int32, little_endian=False, fixed_length=8
+        )
+        return tf.reverse(numbers, [0])
+
+    def decoded() -> tf.Tensor:
+        return tf.shape(tf.io.decode_image(data, channels=3, expand_animations=False))[:2]
+
+    is_png = tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    stored = tf.cond(
+        tf.io.is_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data)[:2],
+        lambda: tf.cond(is_png, of_png, decoded),
+    )
+    return tf.where(exif.swaps(exif.orientation(data)), stored[::-1], stored)
+
+
+@exif.seldom(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([4], tf.int32)])
+def _searched_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    return tf.cond(
+        tf.io.is_jpeg(data) & (exif.orientation(data) == 1),
+        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: slice_part(decode_image(data), box),
+    )
+
+
+def slice_part(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    """The part of an image [H, W, C]; box: int32 [4], top, left, height, width."""
+    top, left, height, width = tf.unstack(box)
+    return image[top : top + height, left : left + width]
 
 
 def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:

@@ -61,8 +61,8 @@ class Shard(NamedTuple):
 class Records:
     """One packed split, as a `source.Source`.
 
-    Reads to {"image": uint8 [H, W, 3], "label": ...}; the label is uint8 [H, W, 1] where `kind` is
-    "map" and an int32 scalar where it is "class".
+    Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
+    uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
 
     Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
     as sizes, the shards' marks, the index's checksum, and its places in the shards, tell. A
@@ -93,7 +93,7 @@ class Records:
         return len(self._index)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads {"image": uint8 [H, W, 3], "label": see the class}; index: int64 scalar.
+        """Reads one sample, see the class; index: int64 scalar.
 
         Raises tf.errors.DataLossError (when it runs) for a record that is not what was written.
         """
@@ -107,7 +107,8 @@ class Records:
             label = tf.io.decode_png(sample["label"], channels=1)
         else:
             label = tf.cast(sample["label"], tf.int32)
-        return {"image": pictures.decode_image(sample["image"]), "label": label}
+        file = sample["image"]
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
         """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""

@@ -1,0 +1,225 @@
+"""This project's step against a bare Horovod loop on this host's GPUs, as a table to paste.
+
+    python benchmarks/gpu.py [--ranks=1,2,4,8] [--batch=64] [--steps=120] [NAME ...]
+    python benchmarks/gpu.py bfloat16        rows whose names begin with bfloat16
+
+First it says which GPUs, driver and NCCL there are, and stops where TensorFlow does not see a GPU.
+Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum, no weight decay) on
+1, 2, 4, ... GPUs, one process each; rows that are about several ranks begin with 2. "bare" is the
+same model, precision and batch in a loop of 30 lines without checks; "ours" is train.py
+--benchmark. Both get the same batch at every step, but for "input on", which reads made-up JPEG
+photographs of 500x375 pixels (4 classes, so a smaller head). "over" is the time of a step over that
+of the row named in brackets, on as many ranks; "of 1 rank" is the speed of a rank over that alone.
+
+Without a GPU it takes a small form by itself: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks
+on CPUs. That shows that all of it runs; its figures say nothing about GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+
+from config import Config
+from ranks import last_lines, launch
+
+WORKER = Path(__file__).parent / "gpu_runs.py"
+TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
+USUAL = (
+    "--task=classification --optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant "
+    "--weight_decay=0"
+)
+LARGE = f"{USUAL} --model=resnet50 --image_size=224"
+SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
+RANDOM = "--synthetic_data --num_classes=1000"
+PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
+HEAD = ("ranks", "setting", "bare, samples/s", "ours, samples/s", "ours / bare", "over")
+HEAD += ("of 1 rank", "of peak", "input wait", "reduction alone", "memory of a rank, GiB")
+
+
+class Row(NamedTuple):
+    flags: str
+    bare: bool = False  # whether the bare loop has it too
+    over: str = ""  # the row that it is compared with
+    fewest: int = 1  # ranks
+    env: dict[str, str] | None = None
+    data: str = RANDOM
+
+
+def rows(gpus: bool) -> dict[str, Row]:
+    """The rows by name; {ranks} in their flags is how many there are."""
+    found = {"float32": Row("", bare=True)}
+    if gpus:
+        found = {
+            "float32, TF32 off": Row("", bare=True, env=TF32_OFF),
+            "float32, TF32 on": Row("", bare=True, over="float32, TF32 off"),
+        }
+    plain = next(iter(found))
+    found |= {
+        "bfloat16": Row("--precision=bfloat16", bare=True, over=plain),
+        "float16": Row("--precision=float16", bare=True, over=plain),
+    }
+    more = {"input on": Row("", data=PHOTOS), "--bn_sync=full": Row("--bn_sync=full", fewest=2)}
+    if hasattr(Config, "jit"):
+        more["--jit"] = Row("--jit")
+    for name, row in more.items():
+        flags = f"--precision=bfloat16 {row.flags}"
+        found[f"bfloat16, {name}"] = row._replace(flags=flags, over="bfloat16")
+    virtual = Row("--virtual_ranks={ranks}", over=plain, fewest=2, env=found[plain].env)
+    return found | {f"{plain}, --virtual_ranks": virtual}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", help="with commas; by default powers of two, as many as GPUs")
+    parser.add_argument("--batch", type=int, default=64, help="samples a GPU")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
+    args = parser.parse_args()
+    there = check()
+    print("\n".join(there["lines"]), flush=True)
+    if there["fault"]:
+        raise SystemExit(f"error: {there['fault']}")
+    gpus = there["gpus"]
+    counts = [int(n) for n in args.ranks.split(",")] if args.ranks else powers(gpus or 2)
+    if gpus and max(counts) > gpus:
+        parser.error(f"--ranks={args.ranks}: this host has {gpus} GPU(s)")
+    known = rows(gpus > 0)
+    wanted = {n: row for n, row in known.items() if n.startswith(tuple(args.names) or ("",))}
+    if not wanted:
+        parser.error(f"no row begins with {args.names}; there are {list(known)}")
+    usual = f"{LARGE} --num_steps={args.steps}" if gpus else f"{SMALL} --num_steps=15"
+    batch = args.batch if gpus else 4
+    with tempfile.TemporaryDirectory() as folder:
+        photos = Path(folder) / "photos"
+        if any(row.data == PHOTOS for row in wanted.values()):
+            worker("photos", str(photos))
+        return table(wanted, counts, usual, batch, photos)
+
+
+def powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]
+
+
+def check() -> dict[str, Any]:
+    """What this host has: "gpus", "fault" (why it cannot go on, or ""), and lines for a person."""
+    found = json.loads(worker("check").splitlines()[-1])
+    gpus = found["gpus"]
+    if not gpus:
+        first = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
+        return {"gpus": 0, "fault": found["fault"], "lines": [first, found["versions"], ""]}
+    lines = [f"{len(gpus)} GPU(s): {', '.join(dict.fromkeys(gpus))}", found["versions"]]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+        lines += [f"{line} (name, memory, driver)" for line in dict.fromkeys(said.splitlines())]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        lines.append(f"nvidia-smi does not answer: {error}")
+    return {"gpus": len(gpus), "fault": found["fault"], "lines": [*lines, ""]}
+
+
+def worker(*words: str) -> str:
+    """What gpu_runs.py prints in a process of its own: here no device may be taken."""
+    ended = subprocess.run(
+        [sys.executable, str(WORKER), *words], capture_output=True, text=True, timeout=600
+    )
+    if ended.returncode:
+        raise SystemExit(ended.stderr[-2000:])
+    return ended.stdout
+
+
+def table(wanted: dict[str, Row], counts: list[int], usual: str, batch: int, photos: Path) -> int:
+    """Prints the rows as they come; 1 where one of them failed."""
+    print(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|", flush=True)
+    ours: dict[tuple[str, int], dict[str, Any]] = {}
+    failures = []
+    for ranks in counts:
+        for name, row in wanted.items():
+            if ranks < row.fewest:
+                continue
+            data = row.data.format(photos=photos)
+            flags = f"{usual} {data} --global_batch_size={batch * ranks} {row.flags}"
+            flags = flags.format(ranks=ranks).split()
+            how = ["same-batch" if row.data == RANDOM else "train", *["bare"] * row.bare]
+            found = {}
+            for kind in how:
+                found[kind], failure = measure(kind, ranks, flags, row.env)
+                failures += [f"{name}, {ranks} rank(s), {kind}: {failure}"] * bool(failure)
+            ours[name, ranks] = found[how[0]]
+            over, alone = ours.get((row.over, ranks), {}), ours.get((name, 1), {})
+            print(f"| {' | '.join(cells(name, ranks, found, row, over, alone))} |", flush=True)
+    print("".join(f"\nfailed: {failure}" for failure in failures))
+    return int(bool(failures))
+
+
+def cells(
+    name: str,
+    ranks: int,
+    found: dict[str, dict[str, Any]],
+    row: Row,
+    over: dict[str, Any],
+    alone: dict[str, Any],
+) -> list[str]:
+    """A row of the table. `over`, `alone`: figures that it is compared with; {}: there are none."""
+    bare = found.get("bare", {})
+    ours = next(iter(found.values()))
+    speed, bare_speed = (_mean(x) for x in (ours, bare))
+    shares, work = ours.get("shares_of_a_step", {}), ours.get("model_flops", {})
+    peaks = [own["gpu_peak_bytes"] or own["host_peak_bytes"] for own in ours.get("by_rank", [])]
+    return [
+        str(ranks),
+        name,
+        _rate(bare),
+        _rate(ours) or "failed",
+        f"{speed / bare_speed:.3f}" if speed and bare_speed else "",
+        f"{_mean(over) / speed:.2f} ({row.over})" if speed and _mean(over) else "",
+        f"{speed / ranks / _mean(alone):.2f}" if speed and _mean(alone) else "",
+        _percent(work.get("utilization")),
+        _percent(shares.get("input")),
+        _percent(shares.get("reduction_alone")),
+        f"{max(peaks) / 2**30:.1f}" if peaks else "",
+    ]
+
+
+def _mean(record: dict[str, Any]) -> float:
+    return record["samples_per_second"]["mean"] if record else 0.0
+
+
+def _rate(record: dict[str, Any]) -> str:
+    """Mean and half of its 95 % interval."""
+    if not record:
+        return ""
+    low, high = record["samples_per_second"]["interval_95"]
+    return f"{_mean(record):.4g} ± {(high - low) / 2:.2g}"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def measure(
+    kind: str, ranks: int, flags: list[str], env: dict[str, str] | None
+) -> tuple[dict[str, Any], str]:
+    """What benchmark.json says of a run; or {} and why there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [WORKER, kind, *flags, "--benchmark", f"--run_dir={folder}/run"]
+        ended = launch(ranks, command, timeout=1800, env=env)
+        file = Path(folder) / "run" / "benchmark.json"
+        if ended.code == 0 and file.exists():
+            return json.loads(file.read_text()), ""
+    why = ended.errors() or last_lines(ended.output).splitlines()[-1:]
+    return {}, f"exit code {ended.code}: {' '.join(why)}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.exit(main())

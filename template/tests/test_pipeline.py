@@ -1,0 +1,80 @@
+"""The feed's own threads, and how long a step waits for it."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from data.arrays import Arrays
+from data.pipeline import EvaluationFeed, TrainingFeed
+from engine.sampler import Sampler
+from engine.telemetry import Telemetry
+from engine.world import World
+
+SOURCE = Arrays(x=np.arange(40))
+
+
+class Busy:
+    """Counts how many threads are inside at once; each stays for a while."""
+
+    def __init__(self) -> None:
+        self.most, self._inside, self._lock = 0, 0, threading.Lock()
+
+    def __call__(self, sample, key=None):
+        def stay(x):
+            with self._lock:
+                self._inside += 1
+                self.most = max(self.most, self._inside)
+            time.sleep(0.02)
+            with self._lock:
+                self._inside -= 1
+            return x
+
+        return {"x": tf.ensure_shape(tf.numpy_function(stay, [sample["x"]], tf.int64), [])}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_as_many_examples_at_once_as_there_are_workers(workers: int):
+    busy = Busy()
+    feed = TrainingFeed(SOURCE, Sampler(40, 20, 1, 1, 0, 1), busy, 0, 2, workers)
+    feed.next()
+    assert busy.most == workers
+    # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
+    assert feed.waited() > 20 * 0.02 / workers * 0.8
+
+    busy = Busy()
+    assert sum(len(batch["x"]) for batch in EvaluationFeed(SOURCE, busy, 8, 0, 1, workers)) == 40
+    assert busy.most == workers
+
+
+def test_batches_are_the_same_on_a_device_of_their_own():
+    """The host's, as there is no other here: through the same ops as for a GPU."""
+    order = Sampler(40, 20, 1, 1, 0, 1)
+
+    def take(sample, key):
+        small = tf.debugging.assert_less(sample["x"], limit)
+        with tf.control_dependencies([small]):
+            return {"x": tf.identity(sample["x"])}
+
+    limit = tf.constant(40, tf.int64)
+    feeds = [TrainingFeed(SOURCE, order, take, 1, 4, 2, device) for device in ("", "/CPU:0")]
+    for _ in range(3):
+        ours, other = (feed.next()["x"].numpy() for feed in feeds)
+        np.testing.assert_array_equal(ours, other)
+    limit -= 40
+    feed = TrainingFeed(SOURCE, order, take, 1, 4, 2, "/CPU:0")
+    assert feed.next()["x"].numpy().max() == 0 and "x < y" in feed.error
+
+
+def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
+    figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
+    telemetry = Telemetry(tmp_path, World(0, 1, 0, 1), 0, 100)
+    for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
+        time.sleep(0.01)
+        telemetry.step(step, 8, figures, [1.0], waited)
+        said = capsys.readouterr().out
+        assert ("input-bound: rank 0 waited for data 100% of the time" in said) == (step == 3)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert ['"data_wait": 0.0' in line for line in lines] == [False, True, False, False]
