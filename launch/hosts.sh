@@ -233,10 +233,12 @@ interrupt() {
     stop_ranks '; Ctrl-C again ends at once'
 }
 
-# The launcher first, or it would have something to say about the ranks; bash has, of the launcher.
+# The launcher first, or it would have something to say about the ranks; bash has, of the launcher,
+# and horovodrun's processes that hold the ssh connections have, of both.
 # shellcheck disable=SC2329
 end_at_once() {
     trap '' INT TERM USR1 HUP
+    touch "$work/cut" || true
     exec 2>/dev/null
     kill -KILL -- "-$job" 2>/dev/null || true
     local name
@@ -261,24 +263,25 @@ sweep() {
     wait
 }
 
-# What horovodrun says at its end, in few words; its exit code is always 1, the one that the
-# first failing rank had is in what it says.
+# readable FOLDER: what horovodrun says at its end, in few words; its exit code is always 1, the
+# one that the first failing rank had is in what it says. Nothing after a cut.
 readable() {
     local line held='' trace=''
     while IFS= read -r line || [ -n "$line" ]; do
+        if [ -e "$1/cut" ]; then continue; fi
         case $line in "Traceback (most recent call last):"*) trace=yes held='' ;; esac
         if [ -z "$trace" ]; then
             printf '%s\n' "$line" || true
         elif [[ $line == "Process name: "* ]]; then
             echo "horovodrun: the first to fail was rank ${line#*: }" || true
         elif [[ $line == "Exit code: "* ]]; then
-            echo "${line#*: }" >"$1"
+            echo "${line#*: }" >"$1/code"
             trace='' held=''
         else
             held+=$line$'\n'
         fi
     done >&2
-    printf '%s' "$held" >&2 || true
+    [ -e "$1/cut" ] || printf '%s' "$held" >&2 || true
 }
 
 # Waits until all has been shown, and takes the exit code that `readable` found, if any.
@@ -303,7 +306,7 @@ launch() {
     # into pipes that are read to its end: a terminal that is gone would end it, and no rank saves.
     setsid "${words[@]}" </dev/null \
         > >(trap '' INT TERM USR1 HUP && { cat || cat >/dev/null; } 2>/dev/null && touch "$work/shown") \
-        2> >(trap '' INT TERM USR1 HUP && readable "$work/code" && touch "$work/read") &
+        2> >(trap '' INT TERM USR1 HUP && readable "$work" && touch "$work/read") &
     job=$!
     trap 'stop_ranks' TERM USR1 HUP
     trap 'interrupt' INT

@@ -204,6 +204,8 @@ def valid_flags(draw):
             flags |= {rate: 0.0}
     if flags.get("eval_window"):
         flags |= {"eval_crop": 0}
+    if flags.get("benchmark"):
+        flags |= {"timeline": ""}
     if flags.get("init_from"):
         flags |= {"backbone_weights": ""}
     if not flags.get("backbone_weights"):
