@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 BATCH, WARM_UP = 32, 3  # samples; batches before the clock starts
@@ -49,10 +49,11 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
     order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
     steps = tf.int64.max // BATCH
     feed = TrainingFeed(source, order, task.training_example, 0, steps, workers)
-    while True:
-        yield feed.next()
-        if feed.error:
-            raise SystemExit(feed.error)
+    with feed:
+        while True:
+            yield feed.next()
+            if feed.error:
+                raise SystemExit(feed.error)
 
 
 def packed(kind: str, folder: Path, workers: int) -> Iterator[object]:
@@ -186,6 +187,8 @@ def main() -> None:
         next(batches)
         done += BATCH
         taken = time.perf_counter() - start
+    if isinstance(batches, Generator):
+        batches.close()
     print(f"samples/s: {done / taken:.1f}")
 
 

@@ -76,7 +76,7 @@ def run(way: str, python: str, windows: int) -> list[float]:
         command = [WORKER, way, windows, Path(folder) / "run", *numbers]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         ended = launch(RANKS, command, launcher, timeout=TIMEOUT, env=hidden, python=python)
-    found = re.search(rf"{MARK}(\[.*\])", ended.output)
+    found = re.search(rf"{MARK}(\[[^]]*\])", ended.output)
     if ended.code or not found:
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
     return json.loads(found[1])

@@ -44,6 +44,9 @@ class TrainingFeed:
     A sample that cannot be read does not raise: `next` gives a batch of zeros and `error` says
     what is wrong, so that this rank can still take part in the step and let the others know.
 
+    For `with`: what is read ahead ends with it. TensorFlow crashes where its threads still read as
+    the process ends, and whoever keeps an exception that passed by here keeps this feed.
+
     Args:
       workers: threads of this rank's own that read and augment, an example each at a time.
       device: name of the GPU that batches are brought to; empty: the host.
@@ -90,6 +93,12 @@ class TrainingFeed:
         ahead = to_device(device, 2) if device and not text else None
         batches = batches.apply(ahead) if ahead else batches.prefetch(2)
         self._batches = iter(batches)
+
+    def __enter__(self) -> TrainingFeed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._batches = None
 
     def next(self) -> Example:
         if self.error is None:
