@@ -17,8 +17,9 @@ from config import Config
 from data.pipeline import TrainingFeed
 from engine import agreement, batch_norm, early_stop, ema
 from engine.checkpoint import Best
-from engine.health import Ending
+from engine.health import Clock, Ending
 from engine.interrupt import StopSignal
+from engine.saver import Saver
 from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
 from engine.world import World, raw
@@ -113,19 +114,27 @@ def evaluation_due(config: Config, step: int) -> bool:
 
 
 class Save:
-    """A checkpoint every so many steps, before an evaluation, and after the last step."""
+    """A checkpoint every so many steps or minutes, before an evaluation, after the last step."""
 
     settles = True
 
     def __init__(
-        self, run: Run, sync: Callable[[], None], telemetry: Telemetry, saved_at: int | None
+        self,
+        run: Run,
+        saver: Saver,
+        clock: Clock,
+        sync: Callable[[], None],
+        telemetry: Telemetry,
+        saved_at: int | None,
     ) -> None:
-        self._run, self._sync, self._telemetry = run, sync, telemetry
+        self._run, self._saver, self._clock = run, saver, clock
+        self._sync, self._telemetry = sync, telemetry
         self._saved_at = saved_at  # the step whose checkpoint is there already
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
-        return evaluation_due(self._run.config, step) or bool(every and step % every == 0)
+        planned = evaluation_due(self._run.config, step) or bool(every and step % every == 0)
+        return planned or self._clock.asked
 
     def __call__(self, step: int, result: Result | None = None) -> None:
         if step == self._saved_at:
@@ -134,8 +143,15 @@ class Save:
         with self._telemetry.not_training():
             self._sync()
             check_alike(run)
-            run.checkpoints.save(step, run.state.variables, run.config)
+            self._saver.save(step, run.state.variables, run.config)
         self._saved_at = step
+        self._clock.saved(step)
+
+    def last(self, step: int) -> None:
+        """Every rank learns whether it could be written; raises Stop where not."""
+        self(step)
+        with self._telemetry.not_training():
+            self._saver.last(step, self._run.state.variables, self._run.config)
 
 
 def check_alike(run: Run) -> None:
@@ -164,6 +180,7 @@ class Evaluate:
         self,
         run: Run,
         evaluator: Evaluator,
+        saver: Saver,
         sync: Callable[[], None],
         telemetry: Telemetry,
         stop_signal: StopSignal,
@@ -171,7 +188,7 @@ class Evaluate:
     ) -> None:
         """`scored_since`: the step from which on this run's folder has its scores."""
         self._run, self._evaluator, self._stop_signal = run, evaluator, stop_signal
-        self._sync, self._telemetry = sync, telemetry
+        self._saver, self._sync, self._telemetry = saver, sync, telemetry
         self._best, self._scored_since = run.checkpoints.best(), scored_since
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
@@ -190,7 +207,7 @@ class Evaluate:
             score = self.figures[run.task.main_metric]
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
-            run.checkpoints.add_score(step, score)
+            self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
         return self.given_up(step)

@@ -238,6 +238,12 @@ class Config:
     log_every: int = setting(20, "steps between log lines", low=1)
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
     checkpoint_every: int = setting(200, "steps between checkpoints; 0: only at the end", low=0)
+    checkpoint_minutes: float = setting(
+        0.0, "a checkpoint too when the newest is older than this; 0: whatever its age", low=0
+    )
+    max_failed_saves: int = setting(
+        3, "checkpoints in a row that cannot be written until the run ends", low=1
+    )
     early_stop_evals: int = setting(
         0, "end after this many evaluations without a better score; 0: never", low=0
     )

@@ -13,7 +13,7 @@ from data.source import Source
 from engine import agreement, batch_norm, dropout, preprocessing
 from engine import optimizer as optimizers
 from engine import world as world_lib
-from engine.checkpoint import Checkpoints, measure
+from engine.checkpoint import Checkpoints, check_types, measure
 from engine.state import State
 from engine.world import World, say
 from tasks import base as tasks
@@ -72,6 +72,7 @@ def assemble(config: Config, world: World) -> Run:
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
     with world.together("opening the data"):
+        check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
     data = (train_source, val_source)

@@ -49,6 +49,7 @@ from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.peers import Peers
 from engine.sampler import Sampler
+from engine.saver import Saver
 from engine.stop import DONE, PREEMPTED, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
 from engine.timeline import Timeline
@@ -128,7 +129,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             workers,
         ),
     )
-    monitor = health.Health(world, config, feed, stop_signal)
+    saver = Saver(run.checkpoints, config.max_failed_saves)
+    monitor = health.Health(world, config, feed, stop_signal, saver)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -154,47 +156,50 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     #    did. A checkpoint of another folder is not here yet, nor are the scores before it;
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
-    save = Save(run, sync, telemetry, saved_at=first_step if is_own else None)
+    saved_at = first_step if is_own else None
+    save = Save(run, saver, monitor.save_clock, sync, telemetry, saved_at)
     other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
         say(world, f"note: {other_measure}")
     scored_since = other_step if is_own else first_step
-    evaluate = Evaluate(run, evaluator, sync, telemetry, stop_signal, scored_since)
+    evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
     timeline = Timeline(config, world, telemetry, first_step)
     actions: list[Action] = [timeline, Sync(run, sync), Log(run, telemetry, feed), *others]
     actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
-    ending = None
-    if make_up:
-        save(first_step)  # a checkpoint of another run's folder is not in this one yet
-        ending = evaluate(first_step)
-    result = None
-    for step in range(first_step + 1, config.num_steps + 1):
-        if ending:
-            break
-        timeline.before(step)
-        batch, previous = feed.next(), result
-        result = train_step(batch, monitor.votes())
-        due = [action for action in actions if action.due(step)]
-        # Judged one step late, so that a GPU already has the next step to work on; at once where
-        # an action looks at the weights. When the run ends, the step in flight is judged as well.
-        ending = monitor.verdict(previous)
-        if ending or any(action.settles for action in due):
-            ending = monitor.verdict(previous, result)
-        if ending and ending.code != PREEMPTED:
-            break
-        # A stop ends the run after this step, which is logged and saved like any other: a rerun
-        # does not make it again. An evaluation it does make up for.
-        for action in due:
-            if not (ending and action is evaluate):
-                ending = action(step, result) or ending
+    ending, result = None, None
+    with feed, saver:  # however it ends: nothing reads ahead, what is being written is written
+        if make_up:
+            save(first_step)  # a checkpoint of another run's folder is not in this one yet
+            ending = evaluate(first_step)
+        for step in range(first_step + 1, config.num_steps + 1):
+            if ending:
+                break
+            timeline.before(step)
+            batch, previous = feed.next(), result
+            result = train_step(batch, monitor.votes())
+            due = [action for action in actions if action.due(step)]
+            # Judged one step late, so that a GPU already has the next step to work on; at once
+            # where an action looks at the weights. When the run ends, the step in flight is judged
+            # as well.
+            ending = monitor.verdict(previous)
+            if ending or any(action.settles for action in due):
+                ending = monitor.verdict(previous, result)
+            if ending and ending.code != PREEMPTED:
+                break
+            # A stop ends the run after this step, which is logged and saved like any other: a rerun
+            # does not make it again. An evaluation it does make up for.
+            for action in due:
+                if not (ending and action is evaluate):
+                    ending = action(step, result) or ending
 
-    # 9. The last checkpoint, the records, the exit code.
-    ending = ending or monitor.verdict(result)
-    timeline.stop()
-    if ending and ending.save and not config.benchmark:
-        save(int(state.step))
+        # 9. The last checkpoint, the records, the exit code.
+        ending = ending or monitor.verdict(result)
+        timeline.stop()
+        keeps = ending is None or ending.save or ending.code == DONE
+        if keeps and not config.benchmark:
+            save.last(int(state.step))
     sync()
     finish(run, telemetry, evaluate.figures, ending)
 

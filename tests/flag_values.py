@@ -93,6 +93,8 @@ VALUES: dict[str, list[str]] = {
     "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],
     "early_stop_evals": ["", "--early_stop_evals=1"],
     "checkpoint_every": ["", "--checkpoint_every=1", "--checkpoint_every=2"],
+    "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
+    "max_failed_saves": ["", "--max_failed_saves=1"],
     "keep": ["", "--keep=1"],
     "benchmark": ["", "--benchmark"],
 }
@@ -181,7 +183,11 @@ KEEPS = [
         "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
         "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
     ),
-    ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
+    (
+        "",
+        "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never "
+        "--checkpoint_minutes=1e-9 --max_failed_saves=1",
+    ),
     (
         "",
         "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3",

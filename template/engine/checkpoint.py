@@ -1,7 +1,8 @@
 """The checkpoints of a run: saved, scored, found and restored by all ranks together.
 
 Rank 0 writes and reads (engine/checkpoint_files.py has the format); what came of it is broadcast,
-so that all ranks go on or end together. Every method must be called on every rank.
+so that all ranks go on or end together. Every method must be called on every rank, but for those
+that write (engine/saver.py calls them).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
+    *("checkpoint_minutes", "max_failed_saves"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
@@ -61,6 +63,14 @@ class Best(NamedTuple):
     step: int
 
 
+class Copy(NamedTuple):
+    """What a checkpoint is written of."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    config: dict[str, Any]
+
+
 class Found(NamedTuple):
     """A sound checkpoint to go on from; `asked` when --resume named this very one."""
 
@@ -86,42 +96,41 @@ class Checkpoints:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def save(self, step: int, variables: Variables, config: Config) -> Path:
-        """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept.
+    def copy(self, step: int, variables: Variables, config: Config) -> Copy:
+        """The values as they are now, in memory of their own; rank 0 calls it, between steps."""
+        arrays = {name: np.asarray(raw(v).numpy()) for name, v in variables.items()}
+        return Copy(step, arrays, dataclasses.asdict(config))
+
+    def write(self, copy: Copy) -> Path:
+        """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept; on rank 0.
 
         Raises:
-          Stop: on all ranks, when it cannot be written; older checkpoints are untouched.
+          OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
-        error = None
-        if self.world.is_chief:
-            try:
-                arrays = {name: np.asarray(raw(v).numpy()) for name, v in variables.items()}
-                settings = dataclasses.asdict(config)
-                about = (settings, self.world.size, tf.__version__, self.fingerprint)
-                checkpoint_files.write(self.folder, step, arrays, *about)
-            except (OSError, ValueError, MemoryError) as caught:
-                error = _why(caught, self.folder)
+        about = (copy.config, self.world.size, tf.__version__, self.fingerprint)
+        try:
+            return checkpoint_files.write(self.folder, copy.step, copy.arrays, *about)
+        finally:
             self._prune()
-        self._end_on(error, f"checkpoint of step {step} not written", "checkpoint.save")
-        return self._path(step)
 
     def add_score(self, step: int, score: float) -> None:
-        """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept.
+        """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept; rank 0.
 
         Args:
           score: the task's main metric at this step. The checkpoint with the highest one is kept
             besides the newest; a score that is no finite number is never the best.
         Raises:
-          Stop: on all ranks, when it cannot be written; the checkpoint is as it was.
+          OSError, ValueError: it cannot be written; the checkpoint is as it was.
         """
-        error = None
-        if self.world.is_chief:
-            try:
-                checkpoint_files.set_score(self._path(step), score, self.measure)
-            except (OSError, ValueError) as caught:
-                error = _why(caught, self.folder)
+        try:
+            checkpoint_files.set_score(self._path(step), score, self.measure)
+        finally:
             self._prune()
-        self._end_on(error, f"score of step {step} not written", "checkpoint.score")
+
+    def kept(self) -> str:
+        """A sentence on what is in the folder, for a person whose disk is full."""
+        there = ", ".join(p.name for p in checkpoint_files.candidates(self.folder)) or "none"
+        return f"Kept in {self.folder}: {there}. Free some space, or go on in another --run_dir"
 
     def best(self) -> Best | None:
         """The best of the checkpoints there are; call it after `run_folder.begin`."""
@@ -184,7 +193,7 @@ class Checkpoints:
                         "more --num_steps, another --run_dir or --resume=never"
                     )
             except (OSError, ValueError) as caught:
-                error = _why(caught, self.folder)
+                error = why_not(caught, self.folder)
         found, error = self.world.broadcast_object((found, error), "checkpoint.find")
         if error:
             raise Stop(WRONG_USE, f"--resume={resume}: {error}")
@@ -242,16 +251,11 @@ class Checkpoints:
             except OSError as error:
                 say(self.world, f"note: {path} cannot be deleted: {error.strerror or error}")
 
-    def _end_on(self, error: str | None, what: str, name: str) -> None:
-        error = self.world.broadcast_object(error, name)
-        if error:
-            kept = checkpoint_files.candidates(self.folder) if self.world.is_chief else []
-            there = ", ".join(p.name for p in kept) or "none"
-            raise Stop(
-                WRONG_USE,
-                f"{what}: {error}. Kept in {self.folder}: {there}. "
-                "Free some space or choose another --run_dir, then start again to go on",
-            )
+
+def check_types(variables: Variables) -> None:
+    """Raises ValueError where a variable cannot be saved, before there is something to lose."""
+    for name, variable in variables.items():
+        checkpoint_files.check_type(name, np.dtype(raw(variable).dtype.as_numpy_dtype))
 
 
 def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[str]:
@@ -311,7 +315,8 @@ def _shown(value: Any) -> str:
     return repr(value) if value == "" else str(value)
 
 
-def _why(error: Exception, folder: Path) -> str:
+def why_not(error: Exception, folder: Path) -> str:
+    """What is wrong with a file of the folder, in words."""
     if isinstance(error, OSError):
         return f"{error.strerror or error} ({error.filename or folder})"
     return str(error) or type(error).__name__

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -247,19 +248,40 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+def check_type(name: str, dtype: np.dtype) -> None:
+    """Raises ValueError for what is no number."""
+    if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
+        raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
+
+
 def _write_state(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     """Writes the arrays, NumPy's or not, and returns the file's SHA-256."""
-    for name, array in arrays.items():
-        if not _is_numpys(array.dtype) and not hasattr(ml_dtypes, array.dtype.name):
-            raise ValueError(f"{name} is of type {array.dtype}: a checkpoint holds numbers only")
     known = {
         n: a if _is_numpys(a.dtype) else a.view(f"V{a.dtype.itemsize}") for n, a in arrays.items()
     }
     with open(path, "wb") as file:
-        np.savez(file, **known)
+        hashed = _Hashed(file)
+        np.savez(hashed, **known)
         file.flush()
         os.fsync(file.fileno())
-    return _sha256(path)
+    return hashed.digest.hexdigest()
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed as it is written, from its first byte to its last.
+
+    So it says that it cannot go back; a zip archive then has its checksums behind the data.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -18,21 +18,46 @@ from config import Config
 from engine import pulse, virtual
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
-from engine.stop import DIVERGED, PREEMPTED, WRONG_USE
+from engine.saver import Saver
+from engine.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
 from engine.world import World, say
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
 
-# Positions in the vector of votes.
-DATA_FAILED, STOP_ASKED = 0, 1
-NUM_VOTES = 2
+# Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
+# or 0 of each rank.
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
+NUM_VOTES = 4
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
 
 class Feed(Protocol):
     error: str | None  # what is wrong with this rank's data, if anything
+
+
+class Clock:
+    """Says, on rank 0, that the newest checkpoint is too old; all ranks then save at one step.
+
+    Attributes:
+      asked: whether all ranks know of it.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        """`minutes` between saves; 0: never."""
+        self._minutes, self._start, self.asked = minutes, time.monotonic(), False
+        self._step = 0
+
+    def saved(self, step: int) -> None:
+        self._start, self._step, self.asked = time.monotonic(), step, False
+
+    def heard(self, step: int) -> None:
+        """Rank 0's vote of this step; of one before the newest save it is outdated."""
+        self.asked |= step > self._step
+
+    def due(self) -> bool:
+        return 0 < self._minutes * 60 < time.monotonic() - self._start
 
 
 class Ending(NamedTuple):
@@ -47,8 +72,12 @@ class Ending(NamedTuple):
 class Health:
     """This rank's votes, and what the ranks' votes and totals say about the run."""
 
-    def __init__(self, world: World, config: Config, feed: Feed, stop_signal: StopSignal) -> None:
+    def __init__(
+        self, world: World, config: Config, feed: Feed, stop_signal: StopSignal, saver: Saver
+    ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
+        self._saver, self._most_failed_saves = saver, config.max_failed_saves
+        self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._told = False  # a note that is said once
@@ -56,7 +85,11 @@ class Health:
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
-        return votes(self._feed.error is not None, self._stop_signal.asked)
+        self._saver.look()
+        late = self._world.is_chief and self.save_clock.due()
+        return votes(
+            self._feed.error is not None, self._stop_signal.asked, self._saver.failed, late
+        )
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
@@ -90,6 +123,13 @@ class Health:
             return Ending(*fault, save=False)
         if not result["finite"] and not (self._float16 and self._may_recover(result)):
             return Ending(DIVERGED, "diverged", _figures(result), save=False)
+        failed = int(counted[FAILED_SAVES])
+        if failed >= self._most_failed_saves:
+            why = self._world.broadcast_object(self._saver.error, "saves.failed")
+            message = f"{failed} saves in a row were not written (--max_failed_saves): {why}"
+            return Ending(BUG, "saves failed", message, save=False)
+        if counted[SAVE_DUE]:
+            self.save_clock.heard(int(result["step"]))
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -117,6 +157,9 @@ def _figures(result: Result) -> str:
     )
 
 
-def votes(data_failed: bool, stop_asked: bool) -> tf.Tensor:
+def votes(
+    data_failed: bool, stop_asked: bool, failed_saves: int = 0, save_due: bool = False
+) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    return tf.constant([float(data_failed), float(stop_asked)], tf.float64)
+    found = (data_failed, stop_asked, failed_saves, save_due)
+    return tf.constant([float(vote) for vote in found], tf.float64)

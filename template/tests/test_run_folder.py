@@ -45,7 +45,7 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
         with board.as_default(step):
             tf.summary.scalar("train/loss", step)
         if step % every == 0:
-            kept.save(step, {"w": weight}, config)
+            kept.write(kept.copy(step, {"w": weight}, config))
             kept.add_score(step, 0.9 if (seed, step) == (1, 8) else 0.1 + step / 100)
             with (run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "eval_loss": 0, "seed": seed}) + "\n")

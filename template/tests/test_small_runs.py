@@ -10,8 +10,8 @@ from ranks import names_of_checks, run_checks
 
 # A task's mistakes are told before the first step, on 1 rank as on 2.
 PARTS = {
-    1: ("runs", "evaluation", "whole_pictures", "timeline"),
-    2: ("runs", "evaluation", "whole_pictures", "timeline", "tasks", "task_models"),
+    1: ("runs", "saving", "evaluation", "whole_pictures", "timeline"),
+    2: ("runs", "saving", "evaluation", "whole_pictures", "timeline", "tasks", "task_models"),
 }
 # Those of a task are there where the task is.
 FILES = {

@@ -1,0 +1,134 @@
+"""Checkpoints are written beside the steps: rank 0 copies the values, a thread of it writes them.
+
+A write that fails ends nothing at first. A person is told, older checkpoints are as they were, and
+the next save tries again. How many saves failed in a row is a vote of rank 0 (engine/health.py), so
+that all ranks end together when there are too many.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from config import Config
+from engine.checkpoint import Checkpoints, Copy, Variables, why_not
+from engine.stop import BUG, Stop
+from engine.world import say
+
+_BETWEEN_TRIES = 1.0  # seconds between tries of the last save
+_AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
+
+
+class Saver:
+    """The saves of one run; every rank makes one, rank 0's writes.
+
+    For `with`: it is left when the save that is being written is done.
+
+    Attributes:
+      failed: saves in a row that could not be written, as far as it is known.
+      error: why the last of these could not; None where it could.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, most_failed: int) -> None:
+        """`most_failed`: after so many tries of the last save, the run ends without it."""
+        self._checkpoints, self._most_failed = checkpoints, most_failed
+        self._world = checkpoints.world
+        self._thread: threading.Thread | None = None
+        self._step: int | None = None  # of the newest save
+        self._outcome: Exception | None = None  # of the newest save, once its thread has ended
+        self.failed, self.error = 0, None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread and error and not isinstance(error, Stop):
+            self._thread.join(_AFTER_FAILURE)
+        else:
+            self.wait()
+
+    def save(self, step: int, variables: Variables, config: Config) -> None:
+        """Copies the values as they are now, and begins to write them.
+
+        It waits first for the save before it, if that is still being written.
+        """
+        if not self._world.is_chief:
+            return
+        self.wait()
+        self._step, self._outcome = step, None
+        try:
+            copy = self._checkpoints.copy(step, variables, config)
+        except MemoryError as error:
+            self._outcome = error
+            self._tell()
+            return
+        self._thread = threading.Thread(target=self._write, args=(copy,), name="saver")
+        self._thread.start()
+
+    def add_score(self, step: int, score: float) -> None:
+        """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
+        if not self._world.is_chief:
+            return
+        self.wait()
+        if step == self._step and self.error:
+            return  # it was told already
+        try:
+            self._checkpoints.add_score(step, score)
+        except (OSError, ValueError) as error:
+            why = why_not(error, self._checkpoints.folder)
+            say(self._world, f"note: the score of step {step} was not written: {why}")
+
+    def last(self, step: int, variables: Variables, config: Config) -> None:
+        """Waits for the save of `step`, the run's last; where it failed, tries again.
+
+        Every rank must call it, with the variables as they were saved.
+
+        Raises:
+          Stop: on all ranks, when it cannot be written.
+        """
+        if self._world.is_chief:
+            self.wait()
+            for _ in range(self._most_failed - 1):
+                if not self.error:
+                    break
+                time.sleep(_BETWEEN_TRIES)
+                self.save(step, variables, config)
+                self.wait()
+        error = self._world.broadcast_object(self.error, "saver.last")
+        if error:
+            raise Stop(BUG, f"the last checkpoint, of step {step}, was not written: {error}")
+
+    def wait(self) -> None:
+        """Until nothing is being written any more."""
+        if self._thread:
+            self._thread.join()
+            self.look()
+
+    def look(self) -> None:
+        """Tells, on rank 0, what came of a save whose thread has ended."""
+        if self._thread and not self._thread.is_alive():
+            self._thread = None
+            self._tell()
+
+    def _write(self, copy: Copy) -> None:
+        try:
+            self._checkpoints.write(copy)
+        except Exception as error:
+            self._outcome = error
+
+    def _tell(self) -> None:
+        if self._outcome is None:
+            self.failed, self.error = 0, None
+            return
+        if not isinstance(self._outcome, OSError | ValueError | MemoryError):
+            raise self._outcome
+        folder = self._checkpoints.folder
+        self.failed += 1
+        self.error = f"{why_not(self._outcome, folder)}. {self._checkpoints.kept()}"
+        say(
+            self._world,
+            f"note: the checkpoint of step {self._step} was not written: {self.error}",
+        )

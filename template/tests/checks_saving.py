@@ -1,0 +1,96 @@
+"""What becomes of a run whose checkpoints cannot be written; on real ranks, by run_checks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+
+import numpy as np
+
+from engine.stop import BUG, DONE
+from engine.world import World
+from small_runs import Outcome, Small, fit
+
+
+def blocked(*steps: int, until: float = 0) -> type:
+    """A task in whose run a file is in the way of the checkpoints of `steps`, for some seconds."""
+
+    class Blocked(Small):
+        def actions(self, run):
+            class Block:
+                settles = False
+
+                def due(self, step):
+                    return step == 1
+
+                def __call__(self, step, result):
+                    files = [run.checkpoints.folder / f"step-{step:08d}" for step in steps]
+                    for file in files if run.world.is_chief else []:
+                        file.touch()
+                        if until:
+                            threading.Timer(until, file.unlink).start()
+
+            return [Block()]
+
+    return Blocked
+
+
+def told(world: World, task: type, **settings) -> tuple[Outcome, str]:
+    """How the run ended, and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, task, checkpoint_every=1, keep=9, **settings)
+    return ended, printed.getvalue()
+
+
+def check_a_save_that_fails_ends_nothing(world):
+    clean = fit(world, num_steps=5)
+    ended, printed = told(world, blocked(2, 3), num_steps=5)
+    assert ended.code == DONE, ended.message
+    for one, other in zip(clean.weights(), ended.weights()):
+        np.testing.assert_array_equal(one, other)
+    if world.is_chief:
+        notes = [line for line in printed.splitlines() if "was not written" in line]
+        assert len(notes) == 2 and "checkpoint of step 2" in notes[0], printed
+        assert "step-00000002 is in the way" in notes[0] and "Kept in" in notes[0]
+        sound = [n for n in ended.checkpoints if (ended.folder / "checkpoints" / n).is_dir()]
+        assert sound == ["step-00000001", "step-00000004", "step-00000005"]
+        assert ended.summary["eval_accuracy"] is not None
+
+
+def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(world):
+    clean = fit(world, num_steps=9)
+    ended, _ = told(world, blocked(2, 4, 5, 6, 7, 8, 9), num_steps=9, max_failed_saves=2)
+    assert ended.code == BUG, (ended.code, ended.message)
+    assert "2 saves in a row were not written (--max_failed_saves)" in ended.message
+    assert "step-00000005 is in the way" in ended.message, ended.message
+    if world.is_chief:
+        # The second is known when the third begins at the latest.
+        assert ended.summary["step"] in (6, 7) and ended.summary["exit_reason"] == "saves failed"
+    again, printed = told(world, Small, num_steps=9, run_dir=str(ended.folder))
+    assert again.code == DONE, again.message
+    if world.is_chief:
+        assert "at step 3" in printed, printed
+    for one, other in zip(clean.weights(), again.weights()):
+        np.testing.assert_array_equal(one, other)
+
+
+def check_the_last_save_is_tried_again(world):
+    ended, printed = told(world, blocked(3, until=1.0), num_steps=3, max_failed_saves=9)
+    assert ended.code == DONE, ended.message
+    if world.is_chief:
+        assert "the checkpoint of step 3 was not written" in printed
+        assert (ended.folder / "checkpoints/step-00000003/manifest.json").exists()
+
+
+def check_a_last_save_that_fails_is_no_success(world):
+    ended, _ = told(world, blocked(3), num_steps=3, max_failed_saves=2)
+    assert ended.code == BUG and "the last checkpoint, of step 3, was not" in ended.message
+    assert "step-00000002" in ended.message, "what is kept"
+
+
+def check_a_checkpoint_by_the_clock_is_of_the_same_step_on_all_ranks(world):
+    # Due at once; all ranks know of it with the next step's verdict.
+    ended = fit(world, num_steps=10, checkpoint_minutes=1e-9, log_every=100, keep=9)
+    assert ended.code == DONE
+    assert ended.checkpoints == [f"step-{step:08d}" for step in (3, 6, 9, 10)], ended.checkpoints

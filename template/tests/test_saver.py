@@ -1,0 +1,44 @@
+"""Checkpoints that are written beside the steps; by one rank, without a launcher."""
+
+import numpy as np
+import tensorflow as tf
+
+from config import Config
+from engine import checkpoint_files
+from engine.saver import Saver
+
+
+def test_what_is_written_are_the_values_at_the_step(kept):
+    """Whatever the next step makes of them meanwhile."""
+    weights = tf.Variable(tf.ones([4_000_000]))
+    with Saver(kept, most_failed=3) as saver:
+        saver.save(1, {"w": weights}, Config())
+        weights.assign(tf.fill([4_000_000], 2.0))
+        saver.save(2, {"w": weights}, Config())
+        weights.assign(tf.fill([4_000_000], 3.0))
+    for step in (1, 2):
+        values = checkpoint_files.read(kept.folder / f"step-{step:08d}")["w"]
+        assert np.all(values == step)
+
+
+def test_a_save_goes_on_beside_the_steps(kept):
+    weights = tf.Variable(tf.ones([4_000_000]))
+    final = kept.folder / "step-00000001"
+    with Saver(kept, most_failed=3) as saver:
+        saver.save(1, {"w": weights}, Config())
+        assert not final.exists(), "it was waited for"
+    assert final.exists()
+
+
+def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
+    kept.folder.mkdir()
+    with Saver(kept, most_failed=3) as saver:
+        for step, failed in [(1, 1), (2, 2), (3, 0), (4, 1)]:
+            if failed:
+                (kept.folder / f"step-{step:08d}").touch()  # a file in its way
+            saver.save(step, {"w": tf.Variable(1.0)}, Config())
+            saver.wait()
+            assert saver.failed == failed and (saver.error is None) == (failed == 0)
+            saver.add_score(step, 0.5)
+    assert capsys.readouterr().out.count("was not written") == 3, "a score's lack is not told"
+    assert kept.best() == (0.5, 3)
