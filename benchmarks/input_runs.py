@@ -32,7 +32,7 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
     import tensorflow as tf
 
     from config import Config
-    from data.pipeline import TrainingFeed
+    from data.pipeline import TrainingFeed, reader
     from engine.sampler import Sampler
     from tasks import classification, segmentation
 
@@ -48,7 +48,8 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
     source, _ = task.sources()
     order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
     steps = tf.int64.max // BATCH
-    feed = TrainingFeed(source, order, task.training_example, 0, steps, workers)
+    read = reader(source, task.training_example, keyed=True)
+    feed = TrainingFeed(source, order, read, 0, steps, workers)
     with feed:
         while True:
             yield feed.next()

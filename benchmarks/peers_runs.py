@@ -207,7 +207,7 @@ def _batch(rank: int):
 def _feed(steps: int, rank: int, size: int):
     """What train.py makes of the same flags."""
     import config as config_lib
-    from data.pipeline import TrainingFeed
+    from data.pipeline import TrainingFeed, reader
     from engine.sampler import Sampler
     from tasks import classification
 
@@ -215,7 +215,8 @@ def _feed(steps: int, rank: int, size: int):
     task = classification.Task(config)
     source, _ = task.sources()
     order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)
-    return TrainingFeed(source, order, task.training_example, 0, steps, workers=1)
+    read = reader(source, task.training_example, keyed=True)
+    return TrainingFeed(source, order, read, 0, steps, workers=1)
 
 
 def main() -> None:

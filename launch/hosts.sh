@@ -85,20 +85,16 @@ export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
 
 # ----------------------------------------------------------------------- the launcher's words
 
-# Only the launcher goes without these kernels: it imports TensorFlow, which then prints lines of
-# no interest. The ranks would be slower.
-ranks_own=(env -u TF_ENABLE_ONEDNN_OPTS -u TF_CPP_MIN_LOG_LEVEL)
-[ -z "${TF_ENABLE_ONEDNN_OPTS:-}" ] || ranks_own+=("TF_ENABLE_ONEDNN_OPTS=$TF_ENABLE_ONEDNN_OPTS")
-[ -z "${TF_CPP_MIN_LOG_LEVEL:-}" ] || ranks_own+=("TF_CPP_MIN_LOG_LEVEL=$TF_CPP_MIN_LOG_LEVEL")
-
 # shellcheck disable=SC2329 # launch calls it
 gloo_words() {
-    words=(env TF_ENABLE_ONEDNN_OPTS=0 TF_CPP_MIN_LOG_LEVEL=3 horovodrun --gloo -np "$np")
+    local bin
+    bin=$(dirname "$(command -v horovodrun || true)")
+    [ -x "$bin/python" ] || die "no python beside horovodrun: activate the Python environment that has Horovod"
+    words=("$bin/python" "$here/gloo.py" --gloo -np "$np")
     [ -z "$hosts" ] || words+=(-H "$hosts")
     [ -z "$port" ] || words+=(-p "$port")
     [ -z "$key" ] || words+=(-i "$key")
     [ -z "$interface" ] || words+=(--network-interfaces "$interface")
-    words+=("${ranks_own[@]}")
 }
 
 # As horovodrun --mpi would write it; without it in between the exit code is the ranks'.
@@ -126,7 +122,6 @@ mpi_words() {
     while read -r name; do
         words+=(-x "$name")
     done < <(compgen -e | grep -vE '^(OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
-    words+=("${ranks_own[@]}")
 }
 
 # An Open MPI of one's own is not on the PATH that ssh gives its commands, so its daemon there must

@@ -16,7 +16,7 @@ from data.pipeline import EvaluationFeed, said
 from engine import metrics, pulse
 from engine.seeds import Seeds
 from engine.words import some
-from engine.world import raw, say
+from engine.world import raw, say, unoptimized
 from run import Run
 from tasks import base as tasks
 from tasks import check
@@ -53,8 +53,8 @@ class Evaluator:
           Stop: on all ranks, with a sentence about what the task's functions return.
         """
         with self._world.together("evaluating one sample"):
-            batch = check.read_example(self._task, self._source, training=False)
-            with check.told("evaluating one sample"), unchanged(self._model):
+            batch = check.read_example(self._feed.reader, self._source, training=False)
+            with check.told("evaluating one sample"), unchanged(self._model), unoptimized():
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})

@@ -9,6 +9,7 @@ import keras
 
 from config import Config, scale_factor
 from data import once
+from data.pipeline import Reader
 from data.source import Source
 from engine import agreement, batch_norm, dropout, preprocessing
 from engine import optimizer as optimizers
@@ -29,6 +30,7 @@ class Run:
     task: tasks.Task
     train_source: Source
     val_source: Source
+    train_reader: Reader
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
     state: State
@@ -56,7 +58,8 @@ def assemble(config: Config, world: World) -> Run:
     with world.together("building the model"):
         with check.told("build_model"):
             model = task.build_model()
-        example = check.read_example(task, train_source, training=True)
+        train_reader = check.reader(task, train_source, training=True)
+        example = check.read_example(train_reader, train_source, training=True)
         check.build(model, example)
         if preprocessing.leaves_unscaled(model, example["inputs"]):
             say(
@@ -75,7 +78,7 @@ def assemble(config: Config, world: World) -> Run:
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
-    data = (train_source, val_source)
+    data = (train_source, val_source, train_reader)
     return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
 

@@ -111,24 +111,18 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     feed = TrainingFeed(
         run.train_source,
         sampler,
-        run.task.training_example,
+        run.train_reader,
         first_step,
         config.num_steps,
         workers,
         world_lib.gpu(),
     )
     train_step = make_train_step(config, world, run.task, state, feed.spec)
-    evaluator = Evaluator(
-        run,
-        EvaluationFeed(
-            run.val_source,
-            run.task.evaluation_example,
-            config.eval_batch_size,
-            world.rank,
-            world.size,
-            workers,
-        ),
-    )
+    with world.together("reading the validation data"):
+        val_reader = check.reader(run.task, run.val_source, training=False)
+        val_batch, share = config.eval_batch_size, (world.rank, world.size)
+        val_feed = EvaluationFeed(run.val_source, val_reader, val_batch, *share, workers)
+    evaluator = Evaluator(run, val_feed)
     saver = Saver(run.checkpoints, config.max_failed_saves)
     monitor = health.Health(world, config, feed, stop_signal, saver)
     if config.benchmark:

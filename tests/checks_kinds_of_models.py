@@ -26,6 +26,7 @@ from engine.stop import DONE
 from evaluation import Evaluator
 from kinds_of_models import KINDS, Kind
 from small_runs import USUAL, Small, fit, folder
+from tasks import check
 
 gc.freeze()  # what was imported is not looked through again and again
 
@@ -105,8 +106,8 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
         run.checkpoints.find("auto", config.num_steps), run.state.variables, config
     )
     world.broadcast_variables(list(run.state.variables.values()))
-    example, size = run.task.evaluation_example, config.eval_batch_size
-    feed = EvaluationFeed(run.val_source, example, size, world.rank, world.size)
+    reader, size = check.reader(run.task, run.val_source, False), config.eval_batch_size
+    feed = EvaluationFeed(run.val_source, reader, size, world.rank, world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures
     tf.config.run_functions_eagerly(False)

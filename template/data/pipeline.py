@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -38,6 +38,37 @@ class Order(Protocol):
     def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
 
 
+class Reader(NamedTuple):
+    """How a sample of a source becomes an example; made by `reader`."""
+
+    read: tf.types.experimental.ConcreteFunction  # of its index, int64, and with `keyed` of a key
+    parts: frozenset[str]  # of the sample
+
+
+def reader(
+    source: Source,
+    transform: Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example],
+    keyed: bool,
+) -> Reader:
+    """`transform` of a sample, traced once for all that read.
+
+    The index is an argument: shapes must be known for every sample, not for the first alone.
+
+    Args:
+      keyed: whether `transform` takes a key, int32 [2], to draw with.
+    """
+    parts: set[str] = set()
+
+    def read(index: tf.Tensor, *key: tf.Tensor) -> Example:
+        sample = source.read(index)
+        parts.update(sample)
+        return transform(sample, *key)
+
+    signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([2], tf.int32)] * keyed]
+    traced = tf.function(read, input_signature=signature, autograph=False)
+    return Reader(traced.get_concrete_function(), frozenset(parts))
+
+
 class TrainingFeed:
     """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
 
@@ -56,7 +87,7 @@ class TrainingFeed:
         self,
         source: Source,
         order: Order,
-        transform: Callable[[Example, tf.Tensor], Example],
+        reader: Reader,
         first_step: int,
         num_steps: int,
         workers: int = 2,
@@ -65,10 +96,6 @@ class TrainingFeed:
         self.error: str | None = None
         self._source, self._order, self._step = source, order, first_step
         self._waited = 0.0
-
-        @as_written
-        def read(index: tf.Tensor, key: tf.Tensor) -> Example:
-            return transform(source.read(index), key)
 
         @as_written
         def fold(batch: Example) -> Example:
@@ -80,7 +107,7 @@ class TrainingFeed:
             tf.data.Dataset.range(first_step, num_steps)
             .map(as_written(order.local_samples))
             .unbatch()
-            .map(read, num_parallel_calls=workers, deterministic=True)
+            .map(as_written(reader.read), num_parallel_calls=workers, deterministic=True)
             .batch(local_size, drop_remainder=True)
             .map(fold)
             .with_options(_on_own_threads(workers))
@@ -132,19 +159,14 @@ class EvaluationFeed:
     def __init__(
         self,
         source: Source,
-        transform: Callable[[Example], Example],
+        reader: Reader,
         batch_size: int,
         rank: int,
         size: int,
         workers: int = 2,
     ) -> None:
-        # Traced once, and looked at before its examples are dealt.
-        read = tf.function(
-            lambda index: transform(source.read(index)),
-            input_signature=[tf.TensorSpec([], tf.int64)],
-            autograph=False,
-        )
-        parts = tf.nest.flatten(read.get_concrete_function().structured_outputs)
+        self.reader = reader
+        parts = tf.nest.flatten(reader.read.structured_outputs)
         self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
         # At 2**31 - 1 tf.data hung.
         batch_size = 1 if self.one_by_one else min(batch_size, len(source))
@@ -154,7 +176,7 @@ class EvaluationFeed:
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
             tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-            .map(read, workers)
+            .map(as_written(reader.read), workers)
             .batch(batch_size)
             .prefetch(2)
             .with_options(_on_own_threads(workers))

@@ -144,7 +144,8 @@ class World:
         if self.size == 1:
             return
         values = [raw(v) for v in variables]
-        hvd.broadcast_variables([v for v in values if v.dtype not in _NOT_SENT], root_rank=0)
+        with unoptimized():
+            hvd.broadcast_variables([v for v in values if v.dtype not in _NOT_SENT], root_rank=0)
         others = [v for v in values if v.dtype in _NOT_SENT]
         if others:
             known = self.broadcast_object([v.numpy() for v in others], "broadcast.others")
@@ -158,6 +159,18 @@ class World:
         if odd:
             ranks = ", ".join(map(str, odd[:8]))
             raise Stop(BUG, f"{what} on rank {ranks} differ from those on rank 0")
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """For what runs once: to optimize its graph takes TensorFlow longer than to run it as it is."""
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
 
 
 def connect(knobs: Mapping[str, str] | None = None) -> World:

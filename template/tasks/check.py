@@ -13,13 +13,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from data.pipeline import said
+from data.pipeline import Reader, said
+from data.pipeline import reader as make_reader
 from data.readers.pictures import decode_image
 from data.source import Source
 from engine.keras_losses import at_least_float32
 from engine.stop import Stop
 from engine.words import some
-from engine.world import raw
+from engine.world import raw, unoptimized
 from tasks import traced
 from tasks.base import Example, Task, optional
 
@@ -60,51 +61,56 @@ def _sentence(message: str, most: int = 400) -> str:
     return message if len(message) <= most else message[:most] + " ..."
 
 
-def read_example(task: Task, source: Source, training: bool) -> Example:
-    """The source's first sample as an example, its tensors with a batch dimension of 1.
+def reader(task: Task, source: Source, training: bool) -> Reader:
+    """How a feed gets examples from the source.
 
     Raises:
-      ValueError: it cannot be read, or the task makes something else of it than an example.
+      ValueError: the task makes something else of a sample than an example.
     """
-    name = "training_example" if training else "evaluation_example"
-
-    # The index is an argument: shapes must be known for every sample, not for the first alone.
-    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
-    def read(index: tf.Tensor) -> tuple[Example, dict[str, tf.Tensor]]:
-        sample = source.read(index)
-        picture = {part: sample[part] for part in ("file", "image") if part in sample}
-        if training:
-            return task.training_example(sample, tf.zeros([2], tf.int32)), picture
-        return task.evaluation_example(sample), picture
-
+    name = _function(training)
     with told(name):
-        try:
-            traced_read = read.get_concrete_function()
-            example, picture = traced_read(tf.constant(0, tf.int64))
-        except tf.errors.OpError as error:
-            raise ValueError(source.explain(0) or said(error)) from None
+        made = make_reader(source, getattr(task, name), keyed=training)
+    example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
         raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
-    check_file(picture)
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
                 f'{name} returns a list in "{part}", which tf.data makes one tensor of: use a '
                 "tuple or a dict"
             )
-    for spec in tf.nest.flatten(traced_read.structured_outputs[0]):
+    for spec in tf.nest.flatten(example):
         _check_part(name, spec, training)
     if training:
-        traced.check_draws(traced_read.graph, name, "use `key`, with tf.random.stateless_*")
+        traced.check_draws(made.read.graph, name, "use `key`, with tf.random.stateless_*")
+    return made
+
+
+def read_example(made: Reader, source: Source, training: bool) -> Example:
+    """The source's first sample as an example, its tensors with a batch dimension of 1.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    key = [tf.zeros([2], tf.int32)] * training
+    with told(_function(training)), unoptimized():
+        try:
+            example = made.read(tf.constant(0, tf.int64), *key)
+            if made.parts >= {"file", "image"}:
+                check_file(source.read(tf.constant(0, tf.int64)))
+        except tf.errors.OpError as error:
+            raise ValueError(source.explain(0) or said(error)) from None
     return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def _function(training: bool) -> str:
+    return "training_example" if training else "evaluation_example"
 
 
 def check_file(sample: Mapping[str, tf.Tensor]) -> None:
     """Raises ValueError where a sample's "file" holds another picture than its "image"."""
-    if {"file", "image"} <= sample.keys() and not np.array_equal(
-        sample["image"], decode_image(sample["file"])
-    ):
+    if not np.array_equal(sample["image"], decode_image(sample["file"])):
         raise ValueError(
             'the "file" of a sample holds another picture than its "image", and crops are taken '
             'from the file: who changes "image" must take "file" out of the sample'

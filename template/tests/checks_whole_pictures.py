@@ -15,7 +15,7 @@ from PIL import Image
 import plain_evaluation as plain
 import run as run_lib
 from config import Config, eval_scales
-from data.pipeline import EvaluationFeed
+from data.pipeline import EvaluationFeed, reader
 from engine import world as world_lib
 from engine.stop import WRONG_USE, Stop
 from evaluation import Evaluator
@@ -75,7 +75,8 @@ def evaluator(world, name: str) -> Evaluator:
 
 
 def feed(run: Run, rank: int, size: int, batch: int) -> EvaluationFeed:
-    return EvaluationFeed(run.val_source, run.task.evaluation_example, batch, rank, size)
+    made = reader(run.val_source, run.task.evaluation_example, keyed=False)
+    return EvaluationFeed(run.val_source, made, batch, rank, size)
 
 
 def by_hand(run: Run) -> tuple[float, float]:

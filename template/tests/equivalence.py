@@ -61,7 +61,7 @@ def _run(config, world):
     world.broadcast_variables(list(state.variables.values()))
     size, micro = config.global_batch_size, config.accumulation_steps
     order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
-    feed = TrainingFeed(run.train_source, order, run.task.training_example, 0, config.num_steps)
+    feed = TrainingFeed(run.train_source, order, run.train_reader, 0, config.num_steps)
     step = make_train_step(config, world, run.task, state, feed.spec)
     step(feed.next(), health.votes(False, False))
     start = time.monotonic()

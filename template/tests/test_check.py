@@ -181,7 +181,8 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
             return f"sample {index} is torn" if index == bad else None
 
     source = Torn(x=np.arange(50))
-    feeds = [pipeline.EvaluationFeed(source, lambda s: s, 4, rank, 3) for rank in range(3)]
+    reader = pipeline.reader(source, lambda sample: sample, keyed=False)
+    feeds = [pipeline.EvaluationFeed(source, reader, 4, rank, 3) for rank in range(3)]
     told = []
     for feed in feeds:
         try:

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from data.arrays import Arrays
-from data.pipeline import EvaluationFeed, TrainingFeed
+from data.pipeline import EvaluationFeed, TrainingFeed, reader
 from engine.sampler import Sampler
 from engine.telemetry import Telemetry
 from engine.world import World
@@ -38,14 +38,17 @@ class Busy:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_examples_at_once_as_there_are_workers(workers: int):
     busy = Busy()
-    feed = TrainingFeed(SOURCE, Sampler(40, 20, 1, 1, 0, 1), busy, 0, 2, workers)
+    feed = TrainingFeed(
+        SOURCE, Sampler(40, 20, 1, 1, 0, 1), reader(SOURCE, busy, True), 0, 2, workers
+    )
     feed.next()
     assert busy.most == workers
     # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
     assert feed.waited() > 20 * 0.02 / workers * 0.8
 
     busy = Busy()
-    assert sum(len(batch["x"]) for batch in EvaluationFeed(SOURCE, busy, 8, 0, 1, workers)) == 40
+    feed = EvaluationFeed(SOURCE, reader(SOURCE, busy, keyed=False), 8, 0, 1, workers)
+    assert sum(len(batch["x"]) for batch in feed) == 40
     assert busy.most == workers
 
 
@@ -54,17 +57,18 @@ def test_batches_are_the_same_on_a_device_of_their_own():
     order = Sampler(40, 20, 1, 1, 0, 1)
 
     def take(sample, key):
-        small = tf.debugging.assert_less(sample["x"], limit)
+        small = tf.debugging.assert_less(sample["x"], tf.constant(limit, tf.int64))
         with tf.control_dependencies([small]):
             return {"x": tf.identity(sample["x"])}
 
-    limit = tf.constant(40, tf.int64)
-    feeds = [TrainingFeed(SOURCE, order, take, 1, 4, 2, device) for device in ("", "/CPU:0")]
+    limit = 40
+    taken = reader(SOURCE, take, keyed=True)
+    feeds = [TrainingFeed(SOURCE, order, taken, 1, 4, 2, device) for device in ("", "/CPU:0")]
     for _ in range(3):
         ours, other = (feed.next()["x"].numpy() for feed in feeds)
         np.testing.assert_array_equal(ours, other)
-    limit -= 40
-    feed = TrainingFeed(SOURCE, order, take, 1, 4, 2, "/CPU:0")
+    limit = 0
+    feed = TrainingFeed(SOURCE, order, reader(SOURCE, take, keyed=True), 1, 4, 2, "/CPU:0")
     assert feed.next()["x"].numpy().max() == 0 and "x < y" in feed.error
 
 
