@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits chaos fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own
 
 setup-test: setup ## set-ups for real: offline, two at once, a path with a space; root, 20 minutes
 	@$(IN_VENV) pytest -s $(ARGS) tests/setup_real.py
+
+chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
+	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
 lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
