@@ -17,6 +17,7 @@ from config import Config
 from data.pipeline import TrainingFeed
 from engine import agreement, batch_norm, early_stop, ema
 from engine.checkpoint import Best
+from engine.drift import Drift
 from engine.health import Clock, Ending
 from engine.interrupt import StopSignal
 from engine.saver import Saver
@@ -82,6 +83,27 @@ class Log:
         if config.log_gradients:
             paths = [v.path for v in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())
+
+
+class CheckDrift:
+    """Looks whether all ranks still hold the same weights and state, every so many steps."""
+
+    settles = False
+
+    def __init__(self, run: Run) -> None:
+        self._every, self._repair = run.config.drift_every, run.config.drift == "repair"
+        # Moving statistics are each rank's own until they are brought together: see check_alike.
+        apart = {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
+        alike = run.config.bn_sync == "full" or run.config.virtual_ranks
+        named = run.state.variables.items()
+        named = {n: v for n, v in named if alike or id(raw(v)) not in apart}
+        self._drift = Drift(run.world, named)
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        self._drift.check(step, self._repair)
 
 
 class Own:

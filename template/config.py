@@ -250,6 +250,12 @@ class Config:
     keep: int = setting(
         3, "newest checkpoints kept; the best, by each measure, is kept besides", low=1
     )
+    drift_every: int = setting(
+        1000, "steps between looks whether all ranks hold the same weights; 0: at the end", low=0
+    )
+    drift: str = setting(
+        "stop", "what to do where they do not: stop, or take rank 0's", choices=("stop", "repair")
+    )
     resume: str = setting(
         "auto",
         "auto: newest sound checkpoint of run_dir; never: start anew; or the path of a checkpoint "

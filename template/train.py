@@ -26,7 +26,7 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
-from actions import Action, Evaluate, Log, Own, Save, Sync, evaluation_due
+from actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
 from data.open import trained_on_too
@@ -158,7 +158,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
     timeline = Timeline(config, world, telemetry, first_step)
-    actions: list[Action] = [timeline, Sync(run, sync), Log(run, telemetry, feed), *others]
+    actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
+    actions += [Log(run, telemetry, feed), *others]
     actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.

@@ -3,10 +3,10 @@
     python tests/chaos.py [--seed=1] [--events=20] [--folder=FOLDER] [KIND ...]      make chaos
 
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
-random moments something happens to it (EVENTS), and each time it goes on, by the same command, on 1,
-2, 3, 4 or 6 ranks over Gloo or MPI. KINDs are names of EVENTS; by default each happens in turn, in
-random order. Printed are each event, how soon all of the run had ended and with which exit code, how many
-steps were made again, and the seconds from the event to the next step that was not there before.
+random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
+1, 2, 3, 4 or 6 ranks over Gloo or MPI. KINDs are names of EVENTS; by default each happens in turn,
+in random order. Printed are each event, how soon all of the run had ended and with which exit code,
+how many steps were made again, and the seconds from the event to the next step that is new.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """

@@ -94,6 +94,8 @@ VALUES: dict[str, list[str]] = {
     "early_stop_evals": ["", "--early_stop_evals=1"],
     "checkpoint_every": ["", "--checkpoint_every=1", "--checkpoint_every=2"],
     "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
+    "drift_every": ["", "--drift_every=1", "--drift_every=0"],
+    "drift": ["", "--drift=repair"],
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "keep": ["", "--keep=1"],
     "benchmark": ["", "--benchmark"],
@@ -186,7 +188,7 @@ KEEPS = [
     (
         "",
         "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never "
-        "--checkpoint_minutes=1e-9 --max_failed_saves=1",
+        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --drift_every=2 --drift=repair",
     ),
     (
         "",

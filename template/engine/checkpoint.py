@@ -33,7 +33,7 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
-    *("checkpoint_minutes", "max_failed_saves"),
+    *("checkpoint_minutes", "max_failed_saves", "drift_every"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),

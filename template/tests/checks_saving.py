@@ -1,4 +1,4 @@
-"""What becomes of a run whose checkpoints cannot be written; on real ranks, by run_checks."""
+"""What becomes of a run whose disk, memory or devices fail; on real ranks, by run_checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import numpy as np
 
 from engine.stop import BUG, DONE
-from engine.world import World
+from engine.world import World, raw
 from small_runs import Outcome, Small, fit
 
 
@@ -94,3 +94,54 @@ def check_a_checkpoint_by_the_clock_is_of_the_same_step_on_all_ranks(world):
     ended = fit(world, num_steps=10, checkpoint_minutes=1e-9, log_every=100, keep=9)
     assert ended.code == DONE
     assert ended.checkpoints == [f"step-{step:08d}" for step in (3, 6, 9, 10)], ended.checkpoints
+
+
+# ---- ranks whose weights are no longer the same ------------------------------------------------
+
+
+def flips(place: str) -> type:
+    """A task in whose run a bit flips after step 2, on rank 1, in a variable that has this name."""
+
+    class Flips(Small):
+        def actions(self, run):
+            class Flip:
+                settles = True
+
+                def due(self, step):
+                    return step == 2
+
+                def __call__(self, step, result):
+                    if run.world.rank != 1:
+                        return
+                    [one] = [v for n, v in run.state.variables.items() if place in n]
+                    bits = raw(one).numpy().copy()
+                    bits.reshape(-1).view(np.uint32)[3] ^= 1
+                    raw(one).assign(bits)
+
+            return [Flip()]
+
+    return Flips
+
+
+def check_a_bit_that_flips_on_one_rank_is_found_and_named(world):
+    for place in ("model/0002/dense_1/kernel", "momentum"):
+        ended = fit(world, flips(place), num_steps=6, drift_every=3)
+        if world.size == 1:
+            assert ended.code == DONE
+            continue
+        assert ended.code == BUG and "at step 3" in ended.message, ended.message
+        assert place in ended.message and "on rank 1 (" in ended.message, ended.message
+        assert "--drift=repair" in ended.message
+
+
+def check_what_drifted_is_repaired_by_rank_0s(world):
+    clean = fit(world, num_steps=6)
+    # A momentum that flipped is rank 0's again before it was used.
+    ended, printed = told(
+        world, flips("dense/kernel/momentum"), num_steps=6, drift_every=1, drift="repair"
+    )
+    assert ended.code == DONE, ended.message
+    for one, other in zip(clean.weights(), ended.weights()):
+        np.testing.assert_array_equal(one, other)
+    if world.rank == 0 and world.size > 1:
+        assert printed.count("rank 0's were taken") == 1 and "at step 3" in printed, printed
