@@ -83,6 +83,9 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := {*args.names} - {*PARTS}:
         parser.error(f"no benchmark {sorted(unknown)}; there are {list(PARTS)}")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out={args.out}: there is no folder {args.out.parent}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     chosen = {name: part for name, part in PARTS.items() if name in (args.names or PARTS)}
     return run_all(chosen, args.torch, args.out)
 
@@ -120,6 +123,8 @@ def run(command: Sequence[object], timeout: float) -> Outcome:
                 lines.append(line)
         finally:
             timer.cancel()
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
     return Outcome(process.returncode, "".join(lines), time.monotonic() - start)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -247,10 +248,8 @@ def timeline_steps(config: Config) -> range:
     if not config.timeline:
         return range(0)
     flag = f"--timeline={config.timeline}"
-    try:
-        first, last = (int(part) for part in config.timeline.split(":"))
-    except ValueError:
-        first, last = 0, 0
+    found = re.fullmatch(r"(\d+):(\d+)", config.timeline, re.ASCII)
+    first, last = map(int, found.groups()) if found else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
             f"{flag} must be two steps from 1 up, the first one first, with a colon between them: "

@@ -164,7 +164,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
-    with feed, saver:  # however it ends: nothing reads ahead, what is being written is written
+    # However it ends: nothing reads ahead any more, what is being written is written.
+    with feed, saver, timeline:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
@@ -191,7 +192,6 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
         # 9. The last checkpoint, the records, the exit code.
         ending = ending or monitor.verdict(result)
-        timeline.stop()
         keeps = ending is None or ending.save or ending.code == DONE
         if keeps and not config.benchmark:
             save.last(int(state.step))

@@ -39,7 +39,6 @@ RANKS = (1, 2, 3, 4, 6)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
-    "--stall_shutdown_s=15",
 ]
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",

@@ -250,6 +250,7 @@ REFUSED = {
     "--eval_crop=8 --eval_window=8": "choose one",
     "--timeline=3": "100:104",
     "--timeline=0:2": "from 1 up",
+    "--timeline=1_0:12": "100:104",
     "--timeline=1:2 --benchmark": "leave one of them out",
     "--timeline=3:2": "the first one first",
     "--timeline=3:4": "--num_steps=3",

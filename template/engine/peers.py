@@ -29,6 +29,7 @@ from engine.world import World, hostname
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _CONNECT = 5.0  # seconds in which a process that runs answers
+_SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
 _ASKED_AT_ONCE = 64
 
@@ -56,7 +57,8 @@ class Peers:
         """Opens this rank's port and starts to watch the neighbour.
 
         Args:
-          stall_seconds: how long a neighbour may be silent before this process ends; 0: for ever.
+          stall_seconds: how long a rank may stay at one place before this process ends, and a
+            neighbour be silent, if that is less than _SILENT; 0: for ever.
         """
         self._rank = world.rank
         self._asking = False
@@ -173,11 +175,12 @@ class Peers:
 
     def _watch(self, seconds: int) -> None:
         neighbour = (self._rank + 1) % len(self._places)
+        patience = min(seconds, _SILENT)
         heard = 0.0  # where a firewall is between, it never is
         clock = time.pthread_getcpuclockid(self._main)
         stuck, computed = "", 0.0
         while not self._asking:
-            before, nap = time.monotonic(), min(seconds / 8, 30)
+            before, nap = time.monotonic(), min(patience / 8, 30)
             time.sleep(nap)
             if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
                 heard = time.monotonic() if heard else 0.0
@@ -198,9 +201,9 @@ class Peers:
                 heard = time.monotonic()
             elif how == "gone":
                 heard = 0.0  # it has ended: launchers see to that
-            elif heard and time.monotonic() - heard > seconds:
+            elif heard and time.monotonic() - heard > patience:
                 complain(
-                    f"the run ends: {self._who(neighbour)} has not answered for {seconds} s: its "
+                    f"the run ends: {self._who(neighbour)} has not answered for {patience:g} s: its "
                     "process was stopped, or its host or network hangs"
                 )
                 os._exit(BUG)

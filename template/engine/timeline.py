@@ -43,6 +43,13 @@ class Timeline:
             what = "nothing" if len(missed) == len(self._steps) else f"steps from {done + 1} on"
             say(world, f"note: --timeline={config.timeline} records {what}: step {done} is done")
 
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """A run may end before the last of the steps, by a mistake too: what there is is kept."""
+        self.stop()
+
     def due(self, step: int) -> bool:
         # Before the first one too: what a GPU still does for an earlier step is not recorded.
         return bool(self._steps) and step in (self._steps[0] - 1, self._steps[-1])
@@ -67,7 +74,7 @@ class Timeline:
             self.stop()
 
     def stop(self) -> None:
-        """Closes the files, where any are open; a run may end before the last of the steps."""
+        """Closes the files, where any are open."""
         with self._telemetry.not_training():
             self._step_mark.close()
             self._open.close()
