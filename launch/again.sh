@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Starts a run again until it is done, where nothing else tells its exit codes apart: the launcher
-# of mpijob.yaml. Kubernetes would start a wrong flag or a diverged run again like a preempted one.
+# Starts a run again until it is done: after a crash, after a stop, on the hosts that are left.
+# mpijob.yaml does so too: Kubernetes would start a wrong flag again like a preempted run.
 #
 #   launch/again.sh [OPTIONS] launch/hosts.sh ... python train.py ...
+#   launch/again.sh --hostfile hosts.txt --fewer 2 launch/hosts.sh python train.py ...
 #
-#   --hostfile FILE   before each start wait until these hosts answer ssh, for 30 minutes at most
+#   --hostfile FILE   before each start wait until these hosts answer ssh, for 30 minutes at most;
+#                     a hosts.sh without -H and --hostfile takes them
+#   --hosts-from CMD  the same with the hosts that CMD prints, `node1:8` a line; it is asked each time
+#   --fewer N         go on without the hosts that do not answer for a minute, where N or more do
 #   --crashes N       so many crashes are followed by another start (10)
 #   --ended FILE      the exit code of an end for good is kept there, and given back at once to
 #                     whoever starts this again
@@ -12,14 +16,15 @@
 #   75 told to stop, saved                   starts again; not after ten in a row, each within a
 #                                            minute of its start: something stops every run
 #   0 done, 2 wrong use, 3 diverged, 126 and 127 no such command      ends for good
-#   anything else, a crash                   starts again, after 10, 20, 40, ... 300 seconds
+#   anything else, a crash                   starts again, after 10, 20, 40, ... 300 seconds; not
+#                                            after three in a row, each within a minute of its start
 #
 # SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this script makes the ranks save; it then ends with their
 # exit code.
 set -euo pipefail
 
-hostfile='' crashes=10 ended='' told='' heard='' passed='' child='' code=0
-first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} # tests bring their own
+hostfile='' from='' fewer='' crashes=10 ended='' told='' heard='' passed='' child='' code=0
+first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} grace=${AGAIN_GRACE:-60} # tests' own
 
 die() {
     echo "error: $*" >&2
@@ -29,6 +34,8 @@ die() {
 while [ $# -gt 0 ]; do
     case $1 in
     --hostfile) hostfile=${2:?$1 wants a file} && shift ;;
+    --hosts-from) from=${2:?$1 wants a command} && shift ;;
+    --fewer) fewer=${2:?$1 wants a number} && shift ;;
     --crashes) crashes=${2:?$1 wants a number} && shift ;;
     --ended) ended=${2:?$1 wants a file} && shift ;;
     --) shift && break ;;
@@ -40,6 +47,9 @@ done
 [ $# -gt 0 ] || die "no command to run: see the head of $0"
 [[ $crashes =~ ^[0-9]+$ ]] || die "--crashes '$crashes' is not a number"
 [ -z "$hostfile" ] || [ -r "$hostfile" ] || die "cannot read the hostfile $hostfile"
+[ -z "$hostfile" ] || [ -z "$from" ] || die "--hostfile and --hosts-from: choose one"
+[ -z "$fewer" ] || [[ $fewer =~ ^[1-9][0-9]*$ ]] || die "--fewer '$fewer' is not a number of hosts"
+[ -z "$fewer" ] || [ -n "$hostfile$from" ] || die "--fewer: of which hosts? Give --hostfile or --hosts-from"
 
 say() {
     echo "again.sh: $*" >&2
@@ -85,26 +95,57 @@ in_background() {
     child=''
 }
 
+# The lines of the file $0 whose host answers ssh, into the file $1.
+# shellcheck disable=SC2016 # sh replaces these
+answering='xargs -P 64 -I {} sh -c '"'"'name=${1%%[[:space:]:]*}
+    ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true \
+        </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} <"$0" >"$1"'
+
+# list_hosts: a host a line into $work/hosts, without comments; false where there is none.
+list_hosts() {
+    local listed=0
+    if [ -n "$from" ]; then
+        in_background bash -c "$from" >"$work/printed"
+        listed=$code
+    else
+        cp "$hostfile" "$work/printed"
+    fi
+    sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "$work/printed" >"$work/hosts"
+    [ "$listed" = 0 ] && [ -s "$work/hosts" ]
+}
+
 # A worker that was drained needs a new node first. That is no crash.
 wait_for_hosts() {
-    local name names since=$SECONDS said
-    mapfile -t names < <(sed -e 's/#.*//' -e 's/[[:space:]:].*//' -e '/^$/d' "$hostfile")
-    for name in "${names[@]}"; do
-        said=''
-        while [ -z "$told" ]; do
-            in_background ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true 2>/dev/null
-            [ "$code" != 0 ] || break
-            [ -n "$said" ] || say "waiting for $name to answer ssh"
-            said=yes
-            if [ $((SECONDS - since)) -ge "$patience" ]; then
-                say "error: no answer to ssh from $name for $patience seconds; when that host is" \
-                    "there, start the job again: it goes on from what was saved"
-                end 1
+    local since=$SECONDS said='' missing there
+    while [ -z "$told" ]; do
+        if list_hosts; then
+            in_background sh -c "$answering" "$work/hosts" "$work/answered"
+            [ -z "$told" ] || break
+            missing=$({ grep -vxFf "$work/answered" "$work/hosts" || true; } | sed 's/[[:space:]:].*//' | paste -sd' ')
+            there=$(wc -l <"$work/answered")
+            grep -xFf "$work/answered" "$work/hosts" >"$work/live" || true # in the list's order
+            [ -n "$missing" ] || break
+            if [ -n "$fewer" ] && [ "$there" -ge "$fewer" ] && [ $((SECONDS - since)) -ge "$grace" ]; then
+                say "going on without $missing, on $there host(s)"
+                break
             fi
-            in_background sleep 5
-        done
+        else
+            missing="any host"
+        fi
+        [ "$said" = "$missing" ] || say "waiting for $missing to answer ssh"
+        said=$missing
+        if [ $((SECONDS - since)) -ge "$patience" ]; then
+            say "error: no answer to ssh from $missing for $patience seconds; when that host is" \
+                "there, start the job again: it goes on from what was saved"
+            end 1
+        fi
+        in_background sleep 5
     done
 }
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+[ -z "$hostfile$from" ] || export LAUNCH_HOSTFILE=$work/live
 
 if [ -n "$ended" ] && [ -s "$ended" ]; then
     code=$(cat "$ended")
@@ -113,9 +154,9 @@ if [ -n "$ended" ] && [ -s "$ended" ]; then
     exit "$code"
 fi
 
-crashed=0 stopped=0 pause=$first
+crashed=0 quick=0 stopped=0 pause=$first
 while :; do
-    [ -z "$hostfile" ] || wait_for_hosts
+    [ -z "$hostfile$from" ] || wait_for_hosts
     [ -z "$told" ] || exit 75 # between two runs: nothing to save
     start=$SECONDS
     in_background "$@"
@@ -124,7 +165,7 @@ while :; do
     0 | 2 | 3 | 126 | 127) end "$code" ;;
     75)
         [ -z "$told" ] || exit 75
-        stopped=$((stopped + 1))
+        stopped=$((stopped + 1)) quick=0
         if [ "$stopped" -ge 10 ]; then
             say "error: told to stop within a minute of its start, $stopped times in a row: find" \
                 "out what stops it, then start the job again: it goes on from what was saved"
@@ -137,6 +178,11 @@ while :; do
         crashed=$((crashed + 1))
         if [ "$crashed" -gt "$crashes" ]; then
             say "error: exit code $code, crash number $crashed: no further start"
+            end "$code"
+        fi
+        quick=$((SECONDS - start < 60 ? quick + 1 : 0))
+        if [ "$quick" -ge 3 ]; then
+            say "error: exit code $code, the third time in a row within a minute of the start: no further start"
             end "$code"
         fi
         say "exit code $code, crash $crashed of $crashes: starting again"

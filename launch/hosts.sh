@@ -64,6 +64,9 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
+if [ -z "$hosts$np" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
+    hosts=$(read_hostfile "$LAUNCH_HOSTFILE") || exit 2
+fi
 
 slots=0 names=() entries=()
 for entry in ${hosts//,/ }; do

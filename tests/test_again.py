@@ -99,6 +99,12 @@ def test_told_to_stop_between_two_runs_it_ends():
         assert again.wait(8) in (1, 75, 143)  # 143: the run had not quite ended
 
 
+def test_a_run_that_crashes_at_each_start_ends():
+    ended = run([AGAIN, "sh", "-c", "echo start; exit 9"], 20, _FAST)
+    assert ended.code == 9 and ended.output.splitlines().count("start") == 3
+    assert "the third time in a row within a minute" in ended.output
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -106,6 +112,8 @@ def test_told_to_stop_between_two_runs_it_ends():
         (["--crash", "3", "true"], "unknown option --crash"),
         (["--crashes", "many", "true"], "'many' is not a number"),
         (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
+        (["--fewer", "2", "true"], "of which hosts?"),
+        (["--hosts-from", "true", "--fewer", "some", "true"], "'some' is not a number of hosts"),
     ],
 )
 def test_wrong_use_is_said(words: list[str], said: str):
@@ -135,3 +143,31 @@ def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Pat
         assert (tmp_path / "ended").read_text() == "1\n"
     finally:
         hosts.end()
+
+
+def test_it_goes_on_with_the_hosts_that_are_left(tmp_path: Path):
+    """And, after a crash, with those that the command names by then."""
+    hosts = Hosts(tmp_path, 3, ssh_port=22)
+    try:
+        listed = tmp_path / "listed"
+        listed.write_text("node1:1\nnode2:1 # the second\nnode3:1\n")
+        script = (
+            'paste -sd, "$LAUNCH_HOSTFILE"; '
+            f'echo node2:1 >{listed}; [ "$(wc -l <"$LAUNCH_HOSTFILE")" = 1 ]'
+        )
+        hosts[3].end()
+        words = ["env", "AGAIN_PAUSE=0", "AGAIN_GRACE=3", AGAIN, "--hosts-from", f"cat {listed}"]
+        ended = hosts[1].run(*words, "--fewer", "2", "bash", "-c", script, timeout=90)
+        assert ended.code == 0, ended.output
+        assert "going on without node3, on 2 host(s)" in ended.output
+        shown = [line for line in ended.output.splitlines() if line.startswith("node")]
+        assert shown == ["node1:1,node2:1", "node2:1"], ended.output
+    finally:
+        hosts.end()
+
+
+def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path):
+    (tmp_path / "left").write_text("node1:2\nnode7:4\n")
+    words = [str(ROOT / "launch/hosts.sh"), "--dry-run", "true"]
+    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
+    assert ended.code == 0 and "-np 6 -H node1:2,node7:4" in ended.output, ended.output

@@ -203,8 +203,8 @@ class Peers:
                 heard = 0.0  # it has ended: launchers see to that
             elif heard and time.monotonic() - heard > patience:
                 complain(
-                    f"the run ends: {self._who(neighbour)} has not answered for {patience:g} s: its "
-                    "process was stopped, or its host or network hangs"
+                    f"the run ends: {self._who(neighbour)} has not answered for {patience:g} s: "
+                    "its process was stopped, or its host or network hangs"
                 )
                 os._exit(BUG)
 
