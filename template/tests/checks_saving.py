@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import sys
 import threading
 
 import numpy as np
+from tensorflow.python.data.ops import iterator_ops
 
-from engine.stop import BUG, DONE
+from engine.stop import BUG, DONE, PREEMPTED
 from engine.world import World, raw
 from small_runs import Outcome, Small, fit
 
@@ -145,3 +148,20 @@ def check_what_drifted_is_repaired_by_rank_0s(world):
         np.testing.assert_array_equal(one, other)
     if world.rank == 0 and world.size > 1:
         assert printed.count("rank 0's were taken") == 1 and "at step 3" in printed, printed
+
+
+def check_nothing_reads_ahead_when_a_run_has_ended(world):
+    """TensorFlow crashes where its threads still read as the process ends: exit code 139 for 75."""
+    held = []
+
+    class Keeps(Small):
+        def sources(self):
+            held.append(sys._getframe())  # as a module keeps the error of an import it does without
+            return super().sources()
+
+    class Stopped:
+        asked = True
+
+    ended = fit(world, Keeps, stop_signal=Stopped(), num_steps=50)
+    assert ended.code == PREEMPTED and held
+    assert not [o for o in gc.get_objects() if isinstance(o, iterator_ops.OwnedIterator)]
