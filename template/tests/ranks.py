@@ -27,6 +27,12 @@ ENVIRONMENT = {
 }
 
 
+_HORUN = (
+    "from horovod.runner import launch; launch.gloo_built = lambda verbose=False: True; "
+    "launch.run_commandline()"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """How a launch ended: the launcher's exit code, and everything that was printed."""
@@ -53,9 +59,10 @@ def launch(
     """Runs `python COMMAND` in the project on `ranks` ranks and waits for its end.
 
     Args:
-      backend: gloo or mpi (both through horovodrun), mpirun, or alone (no launcher, one rank).
-        By default what starts soonest: horovodrun imports TensorFlow twice before it starts a
-        rank, MPI's ranks get in each other's way where they are more than cores.
+      backend: gloo, horovodrun (over Gloo) or mpi (through horovodrun), mpirun, or alone (no
+        launcher, one rank). gloo is horovodrun without its import of TensorFlow, which only asks
+        whether there is Gloo. By default what starts soonest: MPI's ranks get in each other's way
+        where they are more than cores.
       kill_when: SIGKILL everything as soon as this is true; the code is then -9.
     Raises:
       AssertionError: it did not end in `timeout` seconds; it was killed, and the message holds
@@ -65,7 +72,8 @@ def launch(
     prefix = {
         "alone": [],
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--tag-output"],
-        "gloo": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
+        "gloo": [sys.executable, "-c", _HORUN, "--gloo", "--disable-cache", "-np", str(ranks)],
+        "horovodrun": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
         "mpi": ["horovodrun", "--mpi", "--disable-cache", "-np", str(ranks)],
     }[backend]
     words = [*prefix, *(launcher_flags or []), python, *map(str, command)]

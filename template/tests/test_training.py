@@ -28,7 +28,7 @@ def lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("alone", 1), ("gloo", 2), ("mpi", 2), ("mpirun", 2)]
+    ("backend", "ranks"), [("alone", 1), ("horovodrun", 2), ("mpi", 2), ("mpirun", 2)]
 )
 def test_a_run_starts_trains_and_leaves_its_records(backend, ranks, tiny, tmp_path):
     ended = run(ranks, tiny, backend=backend)
