@@ -101,7 +101,7 @@ answering='xargs -P 64 -I {} sh -c '"'"'name=${1%%[[:space:]:]*}
     ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true \
         </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} <"$0" >"$1"'
 
-# list_hosts: a host a line into $work/hosts, without comments; false where there is none.
+# list_hosts: a host a line into $work/hosts, without comments; false where the command has none.
 list_hosts() {
     local listed=0
     if [ -n "$from" ]; then
@@ -111,7 +111,7 @@ list_hosts() {
         cp "$hostfile" "$work/printed"
     fi
     sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "$work/printed" >"$work/hosts"
-    [ "$listed" = 0 ] && [ -s "$work/hosts" ]
+    [ "$listed" = 0 ] && { [ -z "$from" ] || [ -s "$work/hosts" ]; }
 }
 
 # A worker that was drained needs a new node first. That is no crash.
