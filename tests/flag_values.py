@@ -178,18 +178,15 @@ KEEPS = [
     (
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
-        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0",
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
+        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --drift_every=2 --drift=repair",
     ),
     (
         "",
         "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
         "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
     ),
-    (
-        "",
-        "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never "
-        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --drift_every=2 --drift=repair",
-    ),
+    ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
     (
         "",
         "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3",
