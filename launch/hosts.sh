@@ -88,12 +88,23 @@ export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
 
 # ----------------------------------------------------------------------- the launcher's words
 
+# The Python of horovodrun, which its first line names, or its second where the path is long or has
+# spaces; empty where it is another program's to find.
+# shellcheck disable=SC2329
+python_of_horovodrun() {
+    local script
+    script=$(command -v horovodrun) || die "no horovodrun: activate the Python environment that has Horovod"
+    sed -n -e '1s/^#! *\([^ ]*python[0-9.]*\) *$/\1/p' \
+        -e "2s/^'''exec' \"\{0,1\}\([^\"]*python[0-9.]*\)\"\{0,1\} .*/\1/p" "$script" | head -n 1
+}
+
 # shellcheck disable=SC2329 # launch calls it
 gloo_words() {
-    local bin
-    bin=$(dirname "$(command -v horovodrun || true)")
-    [ -x "$bin/python" ] || die "no python beside horovodrun: activate the Python environment that has Horovod"
-    words=("$bin/python" "$here/gloo.py" --gloo -np "$np")
+    local python
+    python=$(python_of_horovodrun) || exit 2
+    words=(horovodrun)
+    [ ! -x "$python" ] || words=("$python" "$here/gloo.py")
+    words+=(--gloo -np "$np")
     [ -z "$hosts" ] || words+=(-H "$hosts")
     [ -z "$port" ] || words+=(-p "$port")
     [ -z "$key" ] || words+=(-i "$key")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -274,6 +275,28 @@ def test_ranks_keep_the_fast_kernels_and_what_the_caller_set():
     assert "kernels None" in ended.output
     assert "oneDNN" not in ended.output  # no noise of the launcher's own TensorFlow
     assert "kernels 0" in run(words, timeout=60, env={"TF_ENABLE_ONEDNN_OPTS": "0"}).output
+
+
+def test_the_python_of_horovodrun_is_found_wherever_it_stands(tmp_path):
+    """As pip writes it where a path has spaces; as nobody can tell; as a link elsewhere."""
+    folder = tmp_path / "a space"
+    folder.mkdir()
+    (folder / "python3").symlink_to(sys.executable)
+    long = f"#!/bin/sh\n'''exec' \"{folder}/python3\" \"$0\" \"$@\"\n' '''\n"
+    other = "#!/usr/bin/env python3\n"
+    for text, first in [(long, f"{folder}/python3"), (other, "horovodrun")]:
+        script = folder / "horovodrun"
+        script.write_text(text)
+        script.chmod(0o755)
+        env = {"PATH": f"{folder}:{os.environ['PATH']}"}
+        ended = run([HOSTS_SH, "--dry-run", "-np", "2", "true"], 20, env)
+        words = shlex.split(ended.output)
+        assert words[0] == first and words[-4:] == ["--gloo", "-np", "2", "true"]
+    link = tmp_path / "bin"
+    link.mkdir()
+    (link / "horovodrun").symlink_to(shutil.which("horovodrun"))
+    ended = run([HOSTS_SH, "-np", "1", "true"], 60, {"PATH": f"{link}:/usr/bin:/bin"})
+    assert ended.code == 0, ended.output
 
 
 def dry(*words: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
@@ -61,6 +61,10 @@ def reader(
 
     def read(index: tf.Tensor, *key: tf.Tensor) -> Example:
         sample = source.read(index)
+        if not isinstance(sample, Mapping):
+            raise ValueError(
+                f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
+            )
         parts.update(sample)
         return transform(sample, *key)
 

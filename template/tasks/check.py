@@ -82,8 +82,9 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
             )
     for spec in tf.nest.flatten(example):
         _check_part(name, spec, training)
-    if training:
-        traced.check_draws(made.read.graph, name, "use `key`, with tf.random.stateless_*")
+    keyed = "use `key`, with tf.random.stateless_*"
+    traced.check_draws(made.read.graph, name, keyed if training else "leave them out")
+    traced.check_stateless(made.read.graph, name)
     return made
 
 

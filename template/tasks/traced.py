@@ -22,7 +22,9 @@ _DRAWS = {
     *("ParameterizedTruncatedNormal", "RandomShuffle", "Multinomial", "RandomGamma"),
     *("RandomPoisson", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
     *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2", "RandomCrop"),
+    *("RngReadAndSkip", "StatefulUniformInt", "StatefulTruncatedNormal"),  # tf.random.Generator
 }
+_ASSIGNS = re.compile(r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?")
 # What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
 _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
@@ -47,6 +49,20 @@ def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
         raise ValueError(
             f"{what} draws random numbers ({some(drawn)}) that are others on another number of "
             f"ranks and after an interruption: {instead}"
+        )
+
+
+def check_stateless(graph: tf.Graph, what: str) -> None:
+    """Raises ValueError where a graph, or a function it calls, changes a variable.
+
+    Examples are made by several threads in any order, and the variable would not be saved.
+    """
+    changes = sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)})
+    if changes:
+        raise ValueError(
+            f"{what} changes a variable ({some(changes)}), which would depend on the order of "
+            "threads, and be neither saved nor the same on all ranks: make each example of its "
+            "sample and `key` alone"
         )
 
 

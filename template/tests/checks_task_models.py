@@ -241,6 +241,47 @@ def check_draws_without_a_key_are_told(world):
 
     refused(world, InExample, "training_example draws", "`key`")
 
+    class OfState(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
+            self.layer = keras.layers.GaussianNoise(0.5, seed=1)
+
+    class Generator(OfState):
+        def training_example(self, sample, key):
+            return {"inputs": sample["x"] + self.noise.normal([FEATURES]), "targets": sample["y"]}
+
+    refused(world, Generator, "training_example draws", "RngReadAndSkip")
+
+    class Layer(OfState):
+        def training_example(self, sample, key):
+            noisy = self.layer(sample["x"][None], training=True)[0]
+            return {"inputs": noisy, "targets": sample["y"]}
+
+    refused(world, Layer, "training_example changes a variable")
+
+    class Counter(OfState):
+        def training_example(self, sample, key):
+            return {"inputs": sample["x"] + self.state.assign_add(1.0), "targets": sample["y"]}
+
+    refused(world, Counter, "training_example changes a variable", "AssignAddVariableOp")
+
+    class InEvaluation(Small):
+        def evaluation_example(self, sample):
+            noise = tf.random.normal([FEATURES])
+            return {"inputs": sample["x"] + noise, "targets": sample["y"]}
+
+    refused(world, InEvaluation, "evaluation_example draws", "leave them out")
+
+    class NoDict(Small):
+        def sources(self):
+            train, val = super().sources()
+            read = train.read
+            train.read = lambda index: tuple(read(index).values())
+            return train, val
+
+    refused(world, NoDict, "read() must return a dict of tensors, not tuple")
+
 
 def check_what_xla_cannot_compile_is_told(world):
     """Its own errors would come in the first step, and what it leaves out never."""
