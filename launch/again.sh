@@ -25,6 +25,7 @@ set -euo pipefail
 
 hostfile='' from='' fewer='' crashes=10 ended='' told='' heard='' passed='' child='' code=0
 first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} grace=${AGAIN_GRACE:-60} # tests' own
+answer=${AGAIN_ANSWER:-30} # seconds that a host's shell has
 
 die() {
     echo "error: $*" >&2
@@ -95,11 +96,11 @@ in_background() {
     child=''
 }
 
-# The lines of the file $0 whose host answers ssh, into the file $1.
+# The lines of the file $0 whose host answers ssh within $2 seconds, into the file $1.
 # shellcheck disable=SC2016 # sh replaces these
 answering='xargs -P 64 -I {} sh -c '"'"'name=${1%%[[:space:]:]*}
-    ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true \
-        </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} <"$0" >"$1"'
+    timeout "$2" ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true \
+        </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} "$2" <"$0" >"$1"'
 
 # list_hosts: a host a line into $work/hosts, without comments; false where the command has none.
 list_hosts() {
@@ -110,7 +111,9 @@ list_hosts() {
     else
         cp "$hostfile" "$work/printed"
     fi
-    sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "$work/printed" >"$work/hosts"
+    # Each host once: a line that is there twice would count as two.
+    sed -e 's/#.*//' -e 's/^[[:space:]]*//' -e 's/[[:space:]]*$//' -e '/^$/d' "$work/printed" |
+        awk '{ name = $1; sub(/:.*/, "", name) } !seen[name]++' >"$work/hosts"
     [ "$listed" = 0 ] && { [ -z "$from" ] || [ -s "$work/hosts" ]; }
 }
 
@@ -119,7 +122,7 @@ wait_for_hosts() {
     local since=$SECONDS said='' missing there
     while [ -z "$told" ]; do
         if list_hosts; then
-            in_background sh -c "$answering" "$work/hosts" "$work/answered"
+            in_background sh -c "$answering" "$work/hosts" "$work/answered" "$answer"
             [ -z "$told" ] || break
             missing=$({ grep -vxFf "$work/answered" "$work/hosts" || true; } | sed 's/[[:space:]:].*//' | paste -sd' ')
             there=$(wc -l <"$work/answered")

@@ -64,7 +64,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
-if [ -z "$hosts$np" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
+if [ -z "$hosts" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
     hosts=$(read_hostfile "$LAUNCH_HOSTFILE") || exit 2
 fi
 
@@ -332,6 +332,7 @@ launch() {
     trap - TERM USR1 INT HUP
 }
 
+trap 'exit 75' TERM USR1 HUP # until there is something to stop
 if [ "${#names[@]}" -gt 0 ] && [ -z "$dry" ]; then check_hosts; fi
 if [ -n "$check" ]; then
     folders=()

@@ -150,7 +150,7 @@ def test_it_goes_on_with_the_hosts_that_are_left(tmp_path: Path):
     hosts = Hosts(tmp_path, 3, ssh_port=22)
     try:
         listed = tmp_path / "listed"
-        listed.write_text("node1:1\nnode2:1 # the second\nnode3:1\n")
+        listed.write_text("node1:1\n  node2:1 # the second\nnode1:1\nnode3:1\n")
         script = (
             'paste -sd, "$LAUNCH_HOSTFILE"; '
             f'echo node2:1 >{listed}; [ "$(wc -l <"$LAUNCH_HOSTFILE")" = 1 ]'
@@ -171,3 +171,28 @@ def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path):
     words = [str(ROOT / "launch/hosts.sh"), "--dry-run", "true"]
     ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
     assert ended.code == 0 and r"-np 6 -H node1:2\,node7:4" in ended.output, ended.output
+    words[1:1] = ["-np", "3"]
+    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
+    assert ended.code == 0 and r"-np 3 -H node1:2\,node7:4" in ended.output, ended.output
+
+
+def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path):
+    (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *hangs*) sleep 100 ;; esac\n')
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AGAIN_GRACE": "0", "AGAIN_ANSWER": "1"}
+    words = [AGAIN, "--hostfile", tmp_path / "hosts", "--fewer", "1", "sh", "-c"]
+    ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 20, env)
+    assert ended.code == 0 and ended.output.splitlines()[-1] == "sound:1", ended.output
+    assert "going on without hangs" in ended.output
+
+
+def test_a_stop_before_anything_was_started_is_no_crash(tmp_path: Path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\nsleep 2\n")
+    (tmp_path / "ssh").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [ROOT / "launch/hosts.sh", "-H", "nowhere:1", "true"]
+    with subprocess.Popen(words, env=env) as process:
+        time.sleep(0.7)
+        process.terminate()
+        assert process.wait(20) == 75

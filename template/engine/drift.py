@@ -84,8 +84,8 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
     """int64 []: sum over the elements of their bits times a number of their place, modulo 2^64."""
     if value.dtype.is_bool:
         value = tf.cast(value, tf.uint8)
-    # Bytes, where there is no whole number as wide: a complex number, two parts.
-    width = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32}.get(value.dtype.size, tf.int64)
+    # What is wider in parts: the highest of 64 bits, times an odd number, is the same everywhere.
+    width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
     bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
     places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
     return tf.reduce_sum(tf.cast(bits, tf.int64) * (places | 1))

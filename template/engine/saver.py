@@ -37,6 +37,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._step: int | None = None  # of the newest save
         self._outcome: Exception | None = None  # of the newest save, once its thread has ended
+        self._score: tuple[int, float] | None = None  # the newest, and of which step
         self.failed, self.error = 0, None
 
     def __enter__(self) -> Saver:
@@ -45,10 +46,16 @@ class Saver:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread and error and not isinstance(error, Stop):
-            self._thread.join(_AFTER_FAILURE)
-        else:
+        if not self._thread or not error or isinstance(error, Stop):
             self.wait()
+            return
+        self._thread.join(_AFTER_FAILURE)
+        if self._thread.is_alive():
+            say(
+                self._world,
+                f"note: the checkpoint of step {self._step} was still being written when the run "
+                "ended: a rerun goes on from the one before it",
+            )
 
     def save(self, step: int, variables: Variables, config: Config) -> None:
         """Copies the values as they are now, and begins to write them.
@@ -65,16 +72,22 @@ class Saver:
             self._outcome = error
             self._tell()
             return
-        self._thread = threading.Thread(target=self._write, args=(copy,), name="saver")
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(copy,), name="saver")
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:  # no more processes are allowed
+            self._outcome = OSError(str(error))
+            self._tell()
 
     def add_score(self, step: int, score: float) -> None:
         """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
         if not self._world.is_chief:
             return
         self.wait()
+        self._score = step, score
         if step == self._step and self.error:
-            return  # it was told already
+            return  # it was told already, and is scored if it is written after all
         try:
             self._checkpoints.add_score(step, score)
         except (OSError, ValueError) as error:
@@ -97,6 +110,10 @@ class Saver:
                 time.sleep(_BETWEEN_TRIES)
                 self.save(step, variables, config)
                 self.wait()
+                if not self.error:
+                    say(self._world, f"the checkpoint of step {step} is written now")
+                    if self._score and self._score[0] == step:
+                        self.add_score(*self._score)
         error = self._world.broadcast_object(self.error, "saver.last")
         if error:
             raise Stop(BUG, f"the last checkpoint, of step {step}, was not written: {error}")

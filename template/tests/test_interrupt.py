@@ -144,11 +144,12 @@ def test_two_ctrl_c_while_a_run_starts_end_it(tiny):
 def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
     """Steps and saves take milliseconds here: horovodrun and mpirun give ranks a few seconds."""
     train = [sys.executable, "train.py", "--flagfile=configs/demo.cfg", *tiny]
-    words = [*LAUNCHERS[launcher], *train, "--num_steps=100000"]
+    # mpirun reads nothing while it waits: a rank that goes on printing would stand still.
+    words = [*LAUNCHERS[launcher], *train, "--num_steps=100000", "--log_every=200"]
     # mpirun waits so long before SIGTERM, and again before SIGKILL; one second if not told.
     env = ENVIRONMENT | {"OMPI_MCA_odls_base_sigkill_timeout": "4"}
     with Terminal(words, PROJECT, env) as terminal:
-        terminal.wait_for("step 2/", 240)
+        terminal.wait_for("step 200/", 240)
         terminal.press(CTRL_C)
         code = terminal.wait(60)
         shown = terminal.shown

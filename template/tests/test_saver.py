@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint_files
+from engine import checkpoint_files, drift
 from engine.saver import Saver
 
 
@@ -42,3 +42,35 @@ def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
             saver.add_score(step, 0.5)
     assert capsys.readouterr().out.count("was not written") == 3, "a score's lack is not told"
     assert kept.best() == (0.5, 3)
+
+
+def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
+    kept.folder.mkdir()
+    weights, obstacle = {"w": tf.Variable(1.0)}, kept.folder / "step-00000001"
+    obstacle.touch()
+    with Saver(kept, most_failed=3) as saver:
+        saver.save(1, weights, Config())
+        saver.add_score(1, 0.5)
+        obstacle.unlink()
+        saver.last(1, weights, Config())
+    assert kept.best() == (0.5, 1)
+    assert "the checkpoint of step 1 is written now" in capsys.readouterr().out
+
+
+def test_a_checksum_changes_with_any_bit_and_any_two():
+    """Of the sign too, in numbers of 64 bits: an odd factor leaves the highest bit where it is."""
+    rng = np.random.default_rng(1)
+    for dtype in (np.float64, np.float32, np.int64, np.float16, np.uint8, np.complex64):
+        value = (rng.normal(size=(8, 8)) * 100).astype(dtype)
+        seen = {value.tobytes(): int(drift._checksum(tf.constant(value)))}
+        bits = value.view(np.uint8).reshape(-1)
+        for _ in range(200):
+            changed = bits.copy()
+            for place in rng.choice(bits.size, 2, replace=False):
+                changed[place] ^= 1 << rng.integers(8)
+            again = changed.view(dtype).reshape(value.shape)
+            seen[again.tobytes()] = int(drift._checksum(tf.constant(again)))
+        assert len({*seen.values()}) == len(seen) > 150
+    assert int(drift._checksum(tf.constant([1.0, 2.0], tf.float64))) != int(
+        drift._checksum(tf.constant([-1.0, -2.0], tf.float64))
+    )

@@ -63,7 +63,7 @@ def test_averages_are_part_of_the_state(tmp_path):
         optimizer.build(network_.trainable_variables)
     steps(model, optimizers[0], 3)
     kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
-    kept.save(3, State(model, optimizers[0], "float32").variables, Config())
+    kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Config()))
     found = kept.find("auto", 3)
     kept.restore(found, State(other, optimizers[1], "float32").variables, Config())
     with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
@@ -88,7 +88,7 @@ def run_dir(tmp_path):
         model = network(start=float(step))
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
-        kept.save(step, State(model, optimizer, "float32").variables, Config())
+        kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Config()))
         if score is not None:
             kept.add_score(step, score)
     return tmp_path / "run"
@@ -164,7 +164,7 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
         optimizer = keras.optimizers.SGD()
         optimizer.build(there.trainable_variables)
         kept = checkpoint.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
-        kept.save(1, State(there, optimizer, "float32").variables, Config())
+        kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Config()))
     model = unnamed(70.0, before=3)
     assert [v.path for v in model.variables] != [v.path for v in there.variables]
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
@@ -198,7 +198,7 @@ def averaged_run(folder, count, **average):
     optimizer.build(model.trainable_variables)
     steps(model, optimizer, count)
     kept = checkpoint.Checkpoints(folder / "checkpoints", 1, WORLD)
-    kept.save(count, State(model, optimizer, "float32").variables, Config())
+    kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Config()))
     own = [v.numpy() for v in model.variables]
     with ema.averaged(model, optimizer):
         return own, [v.numpy() for v in model.variables]
