@@ -20,8 +20,7 @@ from engine.world import World, hostname, raw, say
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
-# Odd and random, so that a bit that flips and places that are exchanged change the sum: the first
-# 64 bits behind the point of the golden ratio, as int64.
+# Odd and random: 64 bits behind the point of the golden ratio, as int64.
 _MIX = -7046029254386353131
 
 
@@ -88,4 +87,6 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
     width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
     bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
     places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
-    return tf.reduce_sum(tf.cast(bits, tf.int64) * (places | 1))
+    # Not in a line any more: what goes up at one place and down at another does not cancel.
+    places = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 31)) | 1
+    return tf.reduce_sum(tf.cast(bits, tf.int64) * places)

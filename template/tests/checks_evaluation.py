@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import run as run_lib
 from checks_runs import position_of
+from engine.saver import Saver
 from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from engine.telemetry import Telemetry
 from small_runs import Small, StopSignal, fit, folder, numbers
@@ -51,7 +52,7 @@ def check_a_failing_evaluation_loses_no_training(world):
 
 def check_a_kill_between_log_and_score_loses_no_evaluation(world):
     """Whichever comes first at step 4 is done, the other is not."""
-    places = [(run_lib.Checkpoints, "add_score"), (Telemetry, "evaluation")]
+    places = [(Saver, "add_score"), (Telemetry, "evaluation")]
     whole, called = [getattr(*place) for place in places], []
 
     def killed(function):
