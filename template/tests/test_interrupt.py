@@ -147,7 +147,7 @@ def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
     # mpirun reads nothing while it waits: a rank that goes on printing would stand still.
     words = [*LAUNCHERS[launcher], *train, "--num_steps=100000", "--log_every=200"]
     # mpirun waits so long before SIGTERM, and again before SIGKILL; one second if not told.
-    env = ENVIRONMENT | {"OMPI_MCA_odls_base_sigkill_timeout": "4"}
+    env = ENVIRONMENT | {"OMPI_MCA_odls_base_sigkill_timeout": "8"}
     with Terminal(words, PROJECT, env) as terminal:
         terminal.wait_for("step 200/", 240)
         terminal.press(CTRL_C)
