@@ -248,4 +248,4 @@ class Evaluate:
         message = (
             f"no {self._run.task.main_metric} {above} in {config.early_stop_evals} evaluations"
         )
-        return Ending(DONE, "early stop", f"stopped early: {message}", save=False)
+        return Ending(DONE, "early stop", f"stopped early: {message}", save=True)

@@ -192,8 +192,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
 
         # 9. The last checkpoint, the records, the exit code.
         ending = ending or monitor.verdict(result)
-        keeps = ending is None or ending.save or ending.code == DONE
-        if keeps and not config.benchmark:
+        if (ending is None or ending.save) and not config.benchmark:
             save.last(int(state.step))
     sync()
     finish(run, telemetry, evaluate.figures, ending)

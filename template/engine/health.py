@@ -124,8 +124,10 @@ class Health:
         if not result["finite"] and not (self._float16 and self._may_recover(result)):
             return Ending(DIVERGED, "diverged", _figures(result), save=False)
         failed = int(counted[FAILED_SAVES])
-        if failed >= self._most_failed_saves:
-            why = self._world.broadcast_object(self._saver.error, "saves.failed")
+        # Nothing to say where one was written since that vote.
+        if failed >= self._most_failed_saves and (
+            why := self._world.broadcast_object(self._saver.error, "saves.failed")
+        ):
             message = f"{failed} saves in a row were not written (--max_failed_saves): {why}"
             return Ending(BUG, "saves failed", message, save=False)
         if counted[SAVE_DUE]:

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 from tensorflow.python.data.ops import iterator_ops
 
+from engine.health import Ending
 from engine.stop import BUG, DONE, PREEMPTED
 from engine.world import World, raw
 from small_runs import Outcome, Small, fit
@@ -90,6 +91,24 @@ def check_a_last_save_that_fails_is_no_success(world):
     ended, _ = told(world, blocked(3), num_steps=3, max_failed_saves=2)
     assert ended.code == BUG and "the last checkpoint, of step 3, was not" in ended.message
     assert "step-00000002" in ended.message, "what is kept"
+
+
+def check_an_ending_that_wants_no_checkpoint_gets_none(world):
+    class Ends(Small):
+        def actions(self, run):
+            class End:
+                settles = True
+
+                def due(self, step):
+                    return step == 2
+
+                def __call__(self, step, result):
+                    return Ending(DONE, "enough", "the budget is used up", save=False)
+
+            return [End()]
+
+    ended = fit(world, Ends, num_steps=5)
+    assert ended.code == DONE and ended.checkpoints == []
 
 
 def check_a_checkpoint_by_the_clock_is_of_the_same_step_on_all_ranks(world):
