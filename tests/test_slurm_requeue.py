@@ -137,6 +137,7 @@ def test_whatever_the_cluster_does_on_a_bad_exit(
     time.sleep(1)
     slow.tell()
     slow.wait_for("(exit code 75): back into the queue")
+    slow.wait_for(lambda: slow.state() == "PENDING")  # a cancel before that would be undone
     slurm("scancel", slow.number)
     slow.end()
 
