@@ -87,8 +87,18 @@ def _plain_photo(path, label):
     import tensorflow as tf
 
     data = tf.io.read_file(path)
-    begin, size, _ = tf.image.sample_distorted_bounding_box(
-        tf.io.extract_jpeg_shape(data),
+    begin, size, _ = sampled_box(tf.io.extract_jpeg_shape(data))
+    image = tf.image.decode_and_crop_jpeg(data, tf.concat([begin[:2], size[:2]], 0), channels=3)
+    image = tf.image.resize(image, [SIZES["photos"]] * 2)
+    return tf.image.random_flip_left_right(image), label
+
+
+def sampled_box(shape):
+    """Begin and size of a crop as the model garden draws it, and the box, for a picture's shape."""
+    import tensorflow as tf
+
+    return tf.image.sample_distorted_bounding_box(
+        shape,
         tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
         min_object_covered=0.1,
         aspect_ratio_range=(0.75, 1.33),
@@ -96,9 +106,6 @@ def _plain_photo(path, label):
         max_attempts=100,
         use_image_if_no_bounding_boxes=True,
     )
-    image = tf.image.decode_and_crop_jpeg(data, tf.concat([begin[:2], size[:2]], 0), channels=3)
-    image = tf.image.resize(image, [SIZES["photos"]] * 2)
-    return tf.image.random_flip_left_right(image), label
 
 
 def _plain_pair(side: int, image_path, label_path):
