@@ -20,10 +20,11 @@ from engine.checkpoint import Best
 from engine.drift import Drift
 from engine.health import Clock, Ending
 from engine.interrupt import StopSignal
+from engine.pace import Pace
 from engine.saver import Saver
 from engine.stop import DONE, PREEMPTED
 from engine.telemetry import Telemetry
-from engine.world import World, raw
+from engine.world import World, raw, say
 from evaluation import Evaluator
 from run import Run
 from tasks import check
@@ -61,8 +62,8 @@ class Log:
 
     settles = True
 
-    def __init__(self, run: Run, telemetry: Telemetry, feed: TrainingFeed) -> None:
-        self._run, self._telemetry, self._feed = run, telemetry, feed
+    def __init__(self, run: Run, telemetry: Telemetry, feed: TrainingFeed, pace: Pace) -> None:
+        self._run, self._telemetry, self._feed, self._pace = run, telemetry, feed, pace
         self._waited = 0.0  # of the feed's seconds, those that were logged
 
     def due(self, step: int) -> bool:
@@ -79,7 +80,10 @@ class Log:
         losses = result["losses"].numpy()
         logged, self._waited = self._waited, self._feed.waited()
         waited = self._waited - logged
-        self._telemetry.step(step, config.global_batch_size, figures, losses, waited)
+        times, note = self._pace.interval(waited)
+        self._telemetry.step(step, config.global_batch_size, figures, losses, waited, times)
+        if note:
+            say(self._run.world, note)
         if config.log_gradients:
             paths = [v.path for v in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from engine.fingerprint import differences
 
 # Of a record in metrics.jsonl: what the clock says, not the run.
-_TIMES = ("samples_per_second", "data_wait")
+_TIMES = ("samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 
 class Ended(NamedTuple):
@@ -37,7 +37,7 @@ def read(folder: str) -> Ended:
             raise ValueError(f"{summary} is no summary of a run")
         if not all(isinstance(line, dict) and "step" in line for line in lines):
             raise ValueError(f"{records} holds other lines than a run's")
-        figures = [{k: v for k, v in line.items() if k not in _TIMES} for line in lines]
+        figures = [{k: v for k, v in line.items() if not k.startswith(_TIMES)} for line in lines]
         return Ended(folder, dict(about), figures)
     except (OSError, ValueError, TypeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else error

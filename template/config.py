@@ -244,6 +244,12 @@ class Config:
     max_failed_saves: int = setting(
         3, "checkpoints in a row that cannot be written until the run ends", low=1
     )
+    max_bad_steps: int = setting(
+        3,
+        "steps in a row whose loss or gradients are no numbers, skipped, until the run goes back "
+        "to a checkpoint and leaves out the batches since; the second time it ends, exit code 3",
+        low=1,
+    )
     early_stop_evals: int = setting(
         0, "end after this many evaluations without a better score; 0: never", low=0
     )

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from config import Config
-from engine import agreement, gradients, health, keras_losses, reduction, virtual
+from engine import agreement, gradients, health, keras_losses, pace, reduction, virtual
 from engine import optimizer as optimizers
 from engine.gradients import Reduced
 from engine.state import State
@@ -84,6 +84,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             targets, sums = gradients.accumulate(
                 forward, batch, config.accumulation_steps, variables, compiled
             )
+            ready = pace.moment(sums)
             sums, votes, losses = add_totals(world, sums, votes)
             _, count, positions, _ = tf.unstack(sums)
             to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
@@ -93,7 +94,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
                 target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
         tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
         grads = gradients.unscale(tape.gradient(target, values), factor)
-        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, losses)
+        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, losses, ready)
 
     # One seam: the same from here on, whether a share is a real rank's or a virtual one's.
     virtual_ranks = config.virtual_ranks
@@ -137,6 +138,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             "votes": found.votes,
             "losses": found.losses,
             "layers": layers,
+            "moments": tf.stack([found.ready, pace.moment(norm)]),
         }
         result |= {"faults": found.faults} if virtual_ranks else {}
         return result | ({"keras_loss": added} if found.adds_losses else {})

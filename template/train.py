@@ -50,7 +50,7 @@ from engine.interrupt import StopSignal
 from engine.peers import Peers
 from engine.sampler import Sampler
 from engine.saver import Saver
-from engine.stop import DONE, PREEMPTED, Stop, complain, launch_rank
+from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
 from engine.timeline import Timeline
 from engine.words import some
@@ -62,8 +62,11 @@ from tasks import base as tasks
 from tasks import check
 
 
-def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
-    """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
+def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | None = None) -> None:
+    """The run, in order. Raises Stop, on every rank, when it ends before its last step.
+
+    Raises GoBack, on every rank, when it is to be called once more, with that.
+    """
     # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
     say(world, world_lib.describe(world))
@@ -82,9 +85,10 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     with world.together("locking the run folder"):
         if world.is_chief:
             run_folder.lock(run_dir)
-    found = run.checkpoints.find(config.resume, config.num_steps)
+    found = run.checkpoints.find(back.path if back else config.resume, config.num_steps)
     if found:
         run.checkpoints.restore(found, state.variables, config)
+        state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
         start = warm_start.start if config.init_from else pretrained.start
         with world.together("reading the first weights"):
@@ -105,6 +109,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             world.rank,
             world.size,
             config.virtual_ranks,
+            int(state.passed_over),
         )
         sync = batch_norm.make_sync(run.model, config.bn_sync, sampler.weight, config.virtual_ranks)
     workers = world_lib.data_workers(world, config)
@@ -124,7 +129,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         val_feed = EvaluationFeed(run.val_source, val_reader, val_batch, *share, workers)
     evaluator = Evaluator(run, val_feed)
     saver = Saver(run.checkpoints, config.max_failed_saves)
-    monitor = health.Health(world, config, feed, stop_signal, saver)
+    monitor = health.Health(world, config, sampler, feed, stop_signal, saver)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -159,7 +164,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
     timeline = Timeline(config, world, telemetry, first_step)
     actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
-    actions += [Log(run, telemetry, feed), *others]
+    actions += [Log(run, telemetry, feed, monitor.pace), *others]
     actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
@@ -194,6 +199,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         ending = ending or monitor.verdict(result)
         if (ending is None or ending.save) and not config.benchmark:
             save.last(int(state.step))
+    if ending and ending.bad_since and not config.benchmark:
+        go_back(run, telemetry, ending)
     sync()
     finish(run, telemetry, evaluate.figures, ending)
 
@@ -238,6 +245,25 @@ def left_out(run: Run, found: Found) -> bool:
     return not run.checkpoints.has_score(found.path) or last
 
 
+def go_back(run: Run, telemetry: Telemetry, ending: Ending) -> None:
+    """Raises GoBack, on all ranks, where there is a checkpoint before the bad steps; once a run.
+
+    From the same weights the same batches would lead to the same steps. So the batches between are
+    left out: those that lead up to it, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section
+    5.1) did, who saw that it takes both, certain batches and certain weights.
+    """
+    step = int(run.state.step)
+    found = run.checkpoints.sound_before(ending.bad_since)
+    if found and not int(run.state.passed_over):
+        say(
+            run.world,
+            f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
+            f"{found.step + 1} to {step} are left out from here on. It happens once",
+        )
+        telemetry.close()
+        raise GoBack(str(found.path), step)
+
+
 def finish(
     run: Run, telemetry: Telemetry, figures: Mapping[str, float], ending: Ending | None
 ) -> None:
@@ -256,13 +282,16 @@ def finish(
         {"step": step, "exit_reason": reason, "skipped_steps": int(state.skipped)}
         | {"samples_per_second": telemetry.median_speed()}
         | {f"eval_{name}": value for name, value in figures.items()}
+        | {"batches_passed_over": int(state.passed_over)}
         | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
     )
     if ending and ending.code != DONE:
+        gone_back = ending.bad_since and int(state.passed_over)
+        before = f" It went back once, and left out {gone_back} batches." if gone_back else ""
         stopped = ending.code == PREEMPTED and not config.benchmark
         how = "rerun" if config.resume == "auto" else "rerun with --resume=auto"
         saved = f": saved at step {step}; {how} to resume" if stopped else ""
-        raise Stop(ending.code, ending.message + saved)
+        raise Stop(ending.code, ending.message + before + saved)
     if ending:
         say(world, ending.message)
     drawn = Path(config.run_dir) / "predictions.png"
@@ -271,6 +300,16 @@ def finish(
     if config.autotune and world.is_chief:
         best = reduction.write_autotuned(config)
         print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
+
+
+def train(config: Config, world: World, stop_signal: StopSignal) -> None:
+    """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
+    back = None
+    while True:
+        try:
+            return fit(config, world, stop_signal, back)
+        except GoBack as found:
+            back = found.with_traceback(None)  # by which the model so far would be kept
 
 
 def main(argv: list[str]) -> int:
@@ -288,7 +327,7 @@ def main(argv: list[str]) -> int:
         # One GPU a process, or a share of the cores.
         world_lib.set_up(world, config)
         with Peers(world, reduction.stall_seconds(config)):
-            fit(config, world, stop_signal)
+            train(config, world, stop_signal)
     except Stop as stop:
         code = stop.code
         if world.is_chief:

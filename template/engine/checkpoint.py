@@ -33,13 +33,16 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
-    *("checkpoint_minutes", "max_failed_saves", "drift_every"),
+    *("checkpoint_minutes", "max_failed_saves", "max_bad_steps", "drift_every"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
     *("autotune", "timeline", "data_workers"),
 }
 
+
+# Variables that older checkpoints lack, and what was so then.
+_NEWER = {"passed_over": np.zeros([], np.int64)}
 
 # Settings that say what a score is of, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -199,6 +202,14 @@ class Checkpoints:
             raise Stop(WRONG_USE, f"--resume={resume}: {error}")
         return found
 
+    def sound_before(self, step: int) -> Found | None:
+        """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
+        found = None
+        if self.world.is_chief:
+            path, _ = checkpoint_files.newest_sound(self.folder, step)
+            found = Found(path, checkpoint_files.read_manifest(path).step, True) if path else None
+        return self.world.broadcast_object(found, "checkpoint.sound_before")
+
     def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
@@ -285,7 +296,7 @@ def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[
 
 
 def _load(path: Path, variables: Variables) -> None:
-    state = checkpoint_files.read(path)
+    state = _NEWER | checkpoint_files.read(path)
     other = "Use another --run_dir or --resume=never"
     missing = [n for n in variables if n not in state]
     unknown = [n for n in state if n not in variables]

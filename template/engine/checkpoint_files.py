@@ -185,15 +185,17 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(named, key=lambda p: (step_of(p), not p.name.startswith(".")))
 
 
-def newest_sound(folder: Path) -> tuple[Path | None, list[str]]:
+def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint in `folder`, and what is wrong with each newer one.
 
+    Args:
+      before: only those of earlier steps count.
     Raises:
       OtherFormat: a newer one than any that is sound is of another format: passing it over could
         mean to begin a long run again.
     """
     passed_over = []
-    for path in reversed(candidates(folder)):
+    for path in reversed([p for p in candidates(folder) if step_of(p) < before]):
         try:
             verify(path)
             return path, passed_over

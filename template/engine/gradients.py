@@ -31,6 +31,7 @@ class Reduced(NamedTuple):
     adds_losses: bool  # whether the model adds any
     votes: tf.Tensor
     losses: tf.Tensor  # mean loss of each (virtual) rank
+    ready: tf.Tensor  # float64 scalar: when this rank's own sums were there (engine/pace.py)
     faults: tf.Tensor | None = None  # see virtual.fault
 
 

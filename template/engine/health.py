@@ -12,14 +12,18 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from config import Config
 from engine import pulse, virtual
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
+from engine.pace import Pace
+from engine.sampler import Sampler
 from engine.saver import Saver
 from engine.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
+from engine.words import some
 from engine.world import World, say
 
 # float16: from the first loss scale to its floor there are 25 halvings.
@@ -67,20 +71,30 @@ class Ending(NamedTuple):
     reason: str  # one or two words, for summary.json
     message: str  # a sentence for a person; empty where there is nothing to say
     save: bool  # whether the weights as they are now are worth a checkpoint
+    bad_since: int = 0  # the first of the steps that an earlier checkpoint and other data may mend
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes and totals say about the run."""
+    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
 
     def __init__(
-        self, world: World, config: Config, feed: Feed, stop_signal: StopSignal, saver: Saver
+        self,
+        world: World,
+        config: Config,
+        sampler: Sampler,
+        feed: Feed,
+        stop_signal: StopSignal,
+        saver: Saver,
     ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
+        self._sampler, self._most_bad = sampler, config.max_bad_steps
+        self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._told = False  # a note that is said once
+        self._told_of = 0  # the newest step that was skipped
         self._waited = 0.0
 
     def votes(self) -> tf.Tensor:
@@ -112,6 +126,7 @@ class Health:
         counted = result["votes"].numpy()
         self._waited += time.perf_counter() - start
         pulse.beat()
+        self.pace.add(result["moments"])
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
@@ -121,8 +136,8 @@ class Health:
             self._told = True
         if fault := virtual.fault(result):
             return Ending(*fault, save=False)
-        if not result["finite"] and not (self._float16 and self._may_recover(result)):
-            return Ending(DIVERGED, "diverged", _figures(result), save=False)
+        if not result["finite"] and (ending := self._not_finite(result)):
+            return ending
         failed = int(counted[FAILED_SAVES])
         # Nothing to say where one was written since that vote.
         if failed >= self._most_failed_saves and (
@@ -136,13 +151,38 @@ class Health:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
 
-    def _may_recover(self, result: Result) -> bool:
-        """float16: whether a smaller loss scale may still give gradients that are finite."""
+    def _not_finite(self, result: Result) -> Ending | None:
+        """None where the next steps may do without this one."""
         step, skipped = int(result["step"]), int(result["skipped_in_a_row"])
-        if float(result["loss_scale"]) <= LossScale.MIN_SCALE or skipped >= MOST_SKIPS:
-            return False
+        rate = float(result["lr"])
+        if not (math.isfinite(rate) and rate >= 0):  # whatever the data
+            return Ending(DIVERGED, "diverged", _figures(result), save=False)
+        most = self._most_bad
+        if self._float16:  # a smaller loss scale may help
+            most = MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
         # A run whose second half was skipped has not trained, however short it is.
-        return step < self._num_steps or skipped <= self._num_steps // 2
+        trained = step < self._num_steps or skipped <= self._num_steps // 2
+        whose = self._whose(result)
+        if skipped >= most or not trained:
+            ending = Ending(DIVERGED, "diverged", _figures(result) + whose, save=False)
+            return ending._replace(bad_since=step - skipped + 1)
+        if not self._float16 and step != self._told_of:
+            self._told_of = step
+            what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
+            say(self._world, f"note: step {step} is skipped, its {what}{whose}")
+        return None
+
+    def _whose(self, result: Result) -> str:
+        """Whose losses are no numbers at a step, and the samples that they are of; or ""."""
+        ranks = np.flatnonzero(~np.isfinite(result["losses"].numpy())).tolist()
+        kind = "virtual rank" if self._sampler.virtual_ranks else "rank"
+        step = int(result["step"])
+        parts = [
+            f"{kind} {r} with samples {some(self._sampler.ids_of(step - 1, r), 32)}"
+            for r in ranks[:3]
+        ]
+        more = f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else ""
+        return f" (no number: loss of {', '.join(parts)}{more})" if parts else ""
 
 
 def _figures(result: Result) -> str:

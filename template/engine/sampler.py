@@ -26,7 +26,8 @@ class Sampler:
     A batch is split first into `micro_batches` equal parts, then each part over the ranks, so
     that a micro-batch too is the same set of samples for any number of ranks. With
     `virtual_ranks` it is split over those, and a rank holds the samples of its own ones. `seed` is
-    any number in [0, 2**64).
+    any number in [0, 2**64). Where `passed_over` batches were left out, a step has the samples that
+    so many steps later had had.
     """
 
     num_samples: int
@@ -36,6 +37,7 @@ class Sampler:
     rank: int
     size: int
     virtual_ranks: int = 0
+    passed_over: int = 0
 
     def __post_init__(self) -> None:
         micro = self.global_batch_size // self.micro_batches
@@ -70,7 +72,7 @@ class Sampler:
             position in the run): 64 bits drawn by hash, so that two are equal only by chance.
         """
         positions = self.local_positions(step)
-        first = tf.cast(step, tf.int64) * self.global_batch_size
+        first = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
         # All of the global batch's, which take no longer: hashes of numbers in a row are one op.
         keys = self._draw(_KEYS, first, self.global_batch_size, tf.int32)[:, :2]
         return self.order(positions), tf.gather(keys, positions - first)
@@ -82,9 +84,15 @@ class Sampler:
         """
         micro = self.global_batch_size // self.micro_batches
         first, last = self._part()
-        starts = tf.cast(step, tf.int64) * self.global_batch_size
+        starts = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
         starts += tf.range(self.micro_batches, dtype=tf.int64) * micro
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
+
+    def ids_of(self, step: int, part: int) -> list[int]:
+        """The samples at `step` of rank number `part`; of that virtual one, where there are any."""
+        parts = self.virtual_ranks or self.size
+        other = dataclasses.replace(self, rank=part, size=parts, virtual_ranks=0)
+        return other.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
 
     def _part(self) -> tuple[int, int]:
         """First and one-past-last place of this rank's samples in a micro-batch."""

@@ -14,7 +14,7 @@ class State:
 
     `step` is the one counter of the run: it picks the batch and the learning rate and says when
     the run ends. It counts global batches; `skipped` of them changed no weights because their
-    gradients were not finite.
+    gradients were not finite. `passed_over` batches were left out of the data (train.go_back).
     """
 
     def __init__(
@@ -24,6 +24,7 @@ class State:
         self.loss_scale = LossScale(precision)
         self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
         self.skipped = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped")
+        self.passed_over = tf.Variable(0, dtype=tf.int64, trainable=False, name="passed_over")
 
     @property
     def variables(self) -> dict[str, keras.Variable | tf.Variable]:
@@ -32,7 +33,7 @@ class State:
         model/0003/dense/kernel, its moving average ema/0003/dense/kernel where the optimizer
         keeps one, optimizer/0007/adam/dense/kernel/momentum; see engine/variable_names.py.
         """
-        named = {"step": self.step, "skipped": self.skipped}
+        named = {"step": self.step, "skipped": self.skipped, "passed_over": self.passed_over}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
         named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
         model = self.model.variables

@@ -18,6 +18,19 @@ RANK_VARIABLES = (*LAUNCHED, "SLURM_PROCID")
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+class GoBack(Exception):
+    """The run goes on from an earlier checkpoint, and leaves out the batches since: on all ranks.
+
+    Attributes:
+      path: of the checkpoint.
+      last: step up to which its batches are left out.
+    """
+
+    def __init__(self, path: str, last: int) -> None:
+        super().__init__(path, last)
+        self.path, self.last = path, last
+
+
 class Stop(Exception):
     """The run ends here, on every rank, with this exit code; `message` is for a person."""
 

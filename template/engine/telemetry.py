@@ -61,6 +61,7 @@ class Telemetry:
         figures: Mapping[str, float],
         losses: Sequence[float],
         waited: float,
+        times: Mapping[str, float],
     ) -> None:
         """A logged step.
 
@@ -69,6 +70,7 @@ class Telemetry:
           figures: loss, lr, grad_norm, ... by name.
           losses: each rank's own mean loss.
           waited: seconds that this rank waited for its data since the last logged step.
+          times: of all ranks, see engine/pace.py.
         """
         if not self._world.is_chief:
             return
@@ -76,7 +78,7 @@ class Telemetry:
         rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
         self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
-        record["data_wait"] = round(wait, 3)
+        record |= {"data_wait": round(wait, 3), **times}
         self._write(record)
         by_rank = {f"loss_by_rank/{rank}": loss for rank, loss in enumerate(losses)}
         self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
@@ -154,6 +156,14 @@ class Telemetry:
             self._dir / "predictions.png"
         )
 
+    def close(self) -> None:
+        """Nothing more is written. `summary` does it too."""
+        if self._world.is_chief:
+            with self._told_once("metrics.jsonl"):
+                self._lines.close()
+            with self._told_once("TensorBoard's files"):
+                self._board.close()
+
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
             text = json.dumps(_finite(record), indent=1) + "\n"
@@ -161,10 +171,7 @@ class Telemetry:
             with self._told_once("summary.json"):
                 partial.write_text(text)
                 partial.rename(self._dir / "summary.json")
-            with self._told_once("metrics.jsonl"):
-                self._lines.close()
-            with self._told_once("TensorBoard's files"):
-                self._board.close()
+            self.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._told_once("metrics.jsonl"):

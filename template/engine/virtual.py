@@ -22,7 +22,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from config import Config
-from engine import fixed_point, gradients
+from engine import fixed_point, gradients, pace
 from engine.assigned import assigned
 from engine.gradients import Compiled, Forward, Reduced
 from engine.sampler import share
@@ -114,6 +114,7 @@ class Passes:
         start = [(v, v.read_value()) for v in held]
         totals = self._over_own(batch, start)
         # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
+        ready = pace.moment(totals.table)
         parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
@@ -130,6 +131,7 @@ class Passes:
             adds_losses=len(totals.grads) > 1,
             votes=parts[-votes.shape[0] :],
             losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
+            ready=ready,
             faults=faults,
         )
 

@@ -84,6 +84,13 @@ class World:
         self._check_place([other for other, _ in everyone])
         return [theirs for _, theirs in everyone]
 
+    def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
+        """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
+        own = tf.constant([values], tf.float64)
+        everyone = own if self.size == 1 else hvd.allgather(own, name=name)
+        pulse.beat()
+        return everyone.numpy()
+
     def broadcast_object(self, value: Any, name: str) -> Any:
         """Rank 0's picklable `value` on every rank."""
         return self.gather_objects(value if self.is_chief else None, name)[0]

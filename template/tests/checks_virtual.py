@@ -25,7 +25,7 @@ from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
-TIMES = {"samples_per_second", "data_wait"}
+TIMES = ("samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 VIRTUAL = {
     "virtual_ranks": 4,
@@ -108,7 +108,7 @@ def leave(world, name, ended):
     if world.is_chief:
         path = FOLDER / f"{LAUNCH}.json"
         found = json.loads(path.read_text()) if path.exists() else {}
-        records = [{k: v for k, v in r.items() if k not in TIMES} for r in ended.records]
+        records = [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in ended.records]
         found[name] = [ended.summary["weights_sha256"], records]
         path.write_text(json.dumps(found))
 

@@ -146,7 +146,7 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as train.main does
-        train.fit(config, world, stop_signal or StopSignal())
+        train.train(config, world, stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
     finally:

@@ -9,10 +9,8 @@ import pytest
 from ranks import names_of_checks, run_checks
 
 # A task's mistakes are told before the first step, on 1 rank as on 2.
-PARTS = {
-    1: ("runs", "saving", "evaluation", "whole_pictures", "timeline"),
-    2: ("runs", "saving", "evaluation", "whole_pictures", "timeline", "tasks", "task_models"),
-}
+BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures", "timeline")
+PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "pace")}
 # Those of a task are there where the task is.
 FILES = {
     ranks: [f for part in parts if (f := Path(__file__).parent / f"checks_{part}.py").exists()]

@@ -1,0 +1,104 @@
+"""What a checkpoint costs the steps beside which it is written.
+
+    python benchmarks/saves.py [--saves=8] [demo] [resnet50]
+
+Trains on two ranks with a save every so many steps. A save's cost is what the steps from it to the
+next one take longer, all together, than as many of those that nothing is written beside (the last
+third of them, median). Printed are medians over saves, and the share of the time at a save every
+hundred steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "template" / "tests"))
+
+from ranks import PROJECT, last_lines, launch
+
+RANKS, TIMEOUT = 2, 900
+MARK = "seconds a step: "
+RESNET = ["--task=classification", "--model=resnet50", "--num_classes=1000", "--image_size=64"]
+RESNET += ["--global_batch_size=16", "--synthetic_data", "--cpu_threads=1", "--base_lr=0.01"]
+# What is trained, and the steps between saves.
+RUNS = {
+    "demo": (["--flagfile=configs/demo.cfg"], 30),
+    "resnet50": (RESNET, 15),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
+    if sys.argv[1:2] == ["--worker"]:
+        return worker(sys.argv[2:])
+    args = parser.parse_args()
+    if unknown := {*args.runs} - {*RUNS}:
+        parser.error(f"no run {sorted(unknown)}; there are {list(RUNS)}")
+    print("| run | MB a checkpoint | ms a step | ms a save | of the time, every 100 steps |")
+    print("| --- | --- | --- | --- | --- |", flush=True)
+    for name in args.runs or RUNS:
+        row(name, args.saves)
+
+
+def row(name: str, saves: int) -> None:
+    flags, every = RUNS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*flags, f"--run_dir={folder}/run", f"--num_steps={every * (saves + 1)}"]
+        flags += [f"--checkpoint_every={every}", "--eval_every=0", "--log_every=1000000"]
+        command = [Path(__file__), "--worker", "train.py", *flags]
+        ended = launch(RANKS, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
+        found = re.search(rf"{MARK}(\[[^]]*\])", ended.output)
+        if ended.code or not found:
+            raise SystemExit(f"{name}: exit code {ended.code}\n{last_lines(ended.output)}")
+        files = list(Path(folder).glob("run/checkpoints/step-*/*"))
+        size = sum(file.stat().st_size for file in files) / len({f.parent for f in files})
+    step, save = cost(json.loads(found[1]), every)
+    share = save / (100 * step)
+    print(f"| {name} | {size / 1e6:.1f} | {step * 1e3:.1f} | {save * 1e3:.0f} | {share:.2%} |")
+
+
+def cost(seconds: list[float], every: int) -> tuple[float, float]:
+    """Seconds of a step that nothing is written beside, and what a save adds; medians.
+
+    Args:
+      seconds: of step 1, 2, ...; that of step `every` holds the first save's copy.
+    """
+    # From one save to the next; the last one is waited for, and evaluated.
+    starts = range(every - 1, len(seconds) - every, every)
+    windows = [seconds[start : start + every] for start in starts]
+    quiet = [statistics.median(window[-every // 3 :]) for window in windows]
+    added = [sum(window) - every * base for window, base in zip(windows, quiet)]
+    return statistics.median(quiet), statistics.median(added)
+
+
+def worker(words: list[str]) -> None:
+    """train.py with flags; its feed notes where steps begin."""
+    sys.path.insert(0, str(PROJECT))
+    import train
+
+    begun: list[float] = []
+
+    class Feed(train.TrainingFeed):
+        def next(self):
+            begun.append(time.perf_counter())
+            return super().next()
+
+    train.TrainingFeed = Feed
+    code = train.main(words)
+    if not code and train.launch_rank() == 0:
+        print(MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Which ranks are called slow."""
+
+import numpy as np
+import pytest
+
+from engine.pace import Pace
+from engine.world import World
+
+
+@pytest.fixture
+def pace():
+    made = Pace(World(0, 1, 0, 1), 4)
+    made._hosts, made._slow = ["a", "a", "b", "b"], np.zeros(4, int)
+    return made
+
+
+def interval(own, samples=(1, 1, 1, 1), step=0.5):
+    own = np.asarray(own, float)
+    return np.stack([own, 0 * own, own / samples, 0 * own + step], 1)
+
+
+def test_a_rank_is_slow_after_three_intervals_and_told_once(pace):
+    slow = interval([0.10, 0.10, 0.16, 0.10])
+    said = [pace._sentence(slow) for _ in range(5)]
+    assert [bool(s) for s in said] == [False, False, True, False, False]
+    assert "rank 2 on b takes 160 ms" in said[2] and "the median rank 100 ms" in said[2]
+
+
+def test_one_good_interval_begins_the_count_anew(pace):
+    slow, good = interval([0.1, 0.1, 0.16, 0.1]), interval([0.1] * 4)
+    assert not any(pace._sentence(x) for x in (slow, slow, good, slow, slow))
+    assert pace._sentence(slow)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        interval([0.10, 0.10, 0.14, 0.10]),  # not half as long again
+        interval([0.10, 0.10, 0.20, 0.10], samples=(1, 1, 2, 1)),  # it has twice as many samples
+        interval([0.01, 0.01, 0.02, 0.01]),  # of a step of half a second
+    ],
+)
+def test_these_are_not_slow(pace, found):
+    assert not any(pace._sentence(found) for _ in range(5))
