@@ -10,6 +10,7 @@ from pathlib import Path
 
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _COMMENTS = ("#", "//")
+_LONGEST = 600  # characters of a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,10 @@ class Given:
 
     def error(self, text: str) -> ValueError:
         """The error about this flag in one line, with the flagfile's name and line in front."""
-        text = text.replace("\n", "\\n").replace("\r", "\\r")
+        # What stands in a damaged file is shown to a terminal, and may be long.
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        if len(text) > _LONGEST:
+            text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
         return ValueError(f"{_shown(self.file)}, line {self.line}: {text}" if self.file else text)
 
 

@@ -4,9 +4,11 @@
 
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
 random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
-1, 2, 3, 4 or 6 ranks over Gloo or MPI. KINDs are names of EVENTS; by default each happens in turn,
-in random order. Printed are each event, how soon all of the run had ended and with which exit code,
-how many steps were made again, and the seconds from the event to the next step that is new.
+1, 2, 3, 4 or 6 ranks over Gloo or MPI; before a host is cut off the network, on three hosts in
+network namespaces (as root; else that event is left out). KINDs are names of EVENTS; by default
+each happens in turn, in random order. Printed are each event, how soon all of the run had ended and
+with which exit code, how many steps were made again, and the seconds from the event to the next
+step that is new.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
@@ -26,11 +28,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+
+from hosts import PORT, Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS_AN_EVENT = 7  # of the whole run
@@ -58,11 +62,18 @@ class Leg:
 
     number = 0
 
-    def __init__(self, folder: Path, steps: int, ranks: int, via: str) -> None:
+    def __init__(
+        self, folder: Path, steps: int, ranks: int, via: str, hosts: Hosts | None = None
+    ) -> None:
+        """`hosts`: where the ranks run, one on each; None: all here."""
         Leg.number += 1
-        self.folder, self.ranks, self.via = folder, ranks, via
+        self.folder, self.ranks, self.via, self.hosts = folder, ranks, via, hosts
         self._id = f"chaos-{os.getpid()}-{Leg.number}"
-        words = [ROOT / "launch/hosts.sh", f"--{via}", "-np", ranks, sys.executable, "train.py"]
+        words = [ROOT / "launch/hosts.sh", f"--{via}", "-np", ranks]
+        if hosts:
+            names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
+            words = hosts[1].words(*words, "-p", PORT, "-H", names)
+        words += [sys.executable, "train.py"]
         words += [*USUAL, f"--num_steps={steps}", f"--run_dir={folder}"]
         self.process = subprocess.Popen(
             list(map(str, words)),
@@ -75,6 +86,7 @@ class Leg:
             errors="replace",
             start_new_session=True,
         )
+        self.after_end = lambda: None
         self.lines: list[str] = []
         self.steps: list[tuple[int, float]] = []  # as they were logged, and when
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -132,6 +144,7 @@ class Leg:
             code = self.process.wait(END)
         except subprocess.TimeoutExpired:
             raise Failed(f"still there {END} s later{self.tail()}") from None
+        self.after_end()
         self._reader.join(10)
         left = [p for p in self._mine() if p.is_running()]
         if left:
@@ -248,11 +261,19 @@ def fill_the_disk(it: Context) -> tuple[int, ...]:
     return terminate(it)
 
 
+def cut_a_host(it: Context) -> tuple[int, ...]:
+    """Until all has ended. Its own rank ends by itself, as nobody reaches it."""
+    host = it.leg.hosts[it.rng.randint(2, it.leg.ranks)]
+    it.leg.hosts.cut(host)
+    it.leg.after_end = lambda: it.leg.hosts.cut(host, back=True)
+    return ()
+
+
 EVENTS = {
     event.__name__: event
     for event in (
         *(kill_one, kill_all, terminate, tell_one, freeze_one, kill_in_save),
-        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk),
+        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host),
     )
 }
 
@@ -264,12 +285,15 @@ class Outcome(NamedTuple):
     lost: float  # seconds from the event to the next step that is new
 
 
-def interrupted(folder: Path, steps: int, kinds: list[str], rng: random.Random) -> list[Outcome]:
+def interrupted(
+    folder: Path, steps: int, kinds: list[str], rng: random.Random, hosts: Hosts | None
+) -> list[Outcome]:
     """The run, with all that happens to it, to its end."""
     outcomes, newest, since = [], 0, 0.0
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
-        leg = Leg(folder, steps, rng.choice(RANKS), rng.choice(("gloo", "mpi")))
+        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")))
+        leg = Leg(folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", hosts)))
         try:
             leg.after(1)
             begun = leg.steps[0][0]
@@ -318,6 +342,16 @@ def table(outcomes: list[Outcome]) -> None:
         print(f"| {kind} | {len(of_it)} | {cells[0]} at most | {cells[1]} at most | {cells[2]} |")
 
 
+@contextlib.contextmanager
+def three_hosts(folder: Path) -> Iterator[Hosts]:
+    (folder / "hosts").mkdir()
+    hosts = Hosts(folder / "hosts", 3)
+    try:
+        yield hosts
+    finally:
+        hosts.end()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
@@ -329,8 +363,8 @@ def main() -> int:
         parser.error(f"no kind {sorted(unknown)}; there are {list(EVENTS)}")
     rng = random.Random(args.seed)
     order: list[str] = []
+    again = args.kinds or [kind for kind in EVENTS if kind != "cut_a_host" or os.geteuid() == 0]
     while len(order) < args.events:
-        again = args.kinds or list(EVENTS)
         order += rng.sample(again, len(again))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     steps = STEPS_AN_EVENT * args.events + 10
@@ -341,7 +375,9 @@ def main() -> int:
                 raise Failed(f"without any event: exit code {code}{whole.tail()}")
         finally:
             whole.kill_all()
-        outcomes = interrupted(folder / "chaos", steps, order[: args.events], rng)
+        order = order[: args.events]
+        with three_hosts(folder) if "cut_a_host" in order else contextlib.nullcontext() as hosts:
+            outcomes = interrupted(folder / "chaos", steps, order, rng, hosts)
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1

@@ -213,6 +213,10 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
+    def cut(self, host: Host, back: bool = False) -> None:
+        """Off the network, as if its cable were pulled, or back on it; what runs there runs on."""
+        _in_network(self.switch, f"ip link set port{host.name[4:]} {'up' if back else 'down'}")
+
     def end(self) -> None:
         for host in self._hosts:
             host.end()

@@ -206,6 +206,8 @@ def valid_flags(draw):
         flags |= {"eval_crop": 0}
     if flags.get("benchmark"):
         flags |= {"timeline": ""}
+    if flags.get("bn_sync") == "full":
+        flags |= {"jit": False}
     if flags.get("init_from"):
         flags |= {"backbone_weights": ""}
     if not flags.get("backbone_weights"):
