@@ -69,6 +69,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     """
     # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
+    agreement.check_code(world, config_lib.PROJECT)
     say(world, world_lib.describe(world))
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)

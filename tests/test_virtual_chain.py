@@ -139,5 +139,5 @@ def test_ranks_that_compute_otherwise_are_refused(tmp_path):
     ended = launch(2, ["-c", script, *FLAGS, f"--run_dir={tmp_path}"], "mpirun")
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
-    assert "ranks 0 and 1 differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in error
+    assert "differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in error
     assert "--virtual_ranks=4" in error and not list(tmp_path.iterdir())

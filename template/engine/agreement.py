@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -19,7 +20,7 @@ from config import Config
 from engine import fingerprint as fingerprints
 from engine.stop import BUG, WRONG_USE, Stop
 from engine.words import some
-from engine.world import World, raw
+from engine.world import World, hostname, raw, say
 
 
 def check_settings(world: World, config: Config) -> None:
@@ -45,19 +46,54 @@ def fingerprint(world: World, config: Config) -> dict[str, str]:
     """What the run's bits depend on besides its settings; call it after the device was chosen.
 
     Raises:
-      Stop: on all ranks, when they differ and virtual ranks promise the same bits on each of them.
+      Stop: on all ranks, when packages differ; and when anything does, and virtual ranks promise
+        the same bits on each of them.
     """
-    everyone = world.gather_objects(fingerprints.here(), "agreement.fingerprint")
-    for rank, theirs in enumerate(everyone):
-        different = fingerprints.differences(everyone[0], theirs)
-        if different and config.virtual_ranks:
+    everyone = world.gather_objects((fingerprints.here(), hostname()), "agreement.fingerprint")
+    first, _ = everyone[0]
+    # One rank of each kind: of a thousand GPUs half may be of another.
+    odd = {repr(theirs): rank for rank, (theirs, _) in reversed([*enumerate(everyone)])}
+    for rank in sorted(odd.values())[1:]:
+        theirs, host = everyone[rank]
+        different = "; ".join(fingerprints.differences(first, theirs))
+        said = f"rank 0 and rank {rank} on {host} differ in {different}"
+        if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
+            raise Stop(WRONG_USE, f"{said}: install the same packages on all hosts")
+        if config.virtual_ranks:
             raise Stop(
                 WRONG_USE,
                 f"--virtual_ranks={config.virtual_ranks} gives the same bits where all ranks "
-                f"compute alike, and ranks 0 and {rank} differ in {'; '.join(different)}: use "
-                "hosts of one kind, set up alike, or leave out --virtual_ranks",
+                f"compute alike, and {said}: use hosts of one kind, set up alike, or leave out "
+                "--virtual_ranks",
             )
-    return fingerprints.of_all(everyone)
+        say(world, f"note: {said}")
+    return fingerprints.of_all([theirs for theirs, _ in everyone])
+
+
+def check_code(world: World, folder: Path) -> None:
+    """Raises Stop on all ranks when a host has other files of code than rank 0's, naming one.
+
+    Each rank would train by what it has. One rank a host reads them.
+    """
+    own = {}
+    with world.together("reading the project's code"):
+        if world.local_rank == 0:
+            own = fingerprints.code(folder)
+    whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
+    wholes = set(world.gather_objects(whole, "agreement.code")) - {""}
+    if len(wholes) == 1:
+        return
+    everyone = world.gather_objects((own, hostname()), "agreement.files")
+    first, _ = everyone[0]
+    for rank, (theirs, host) in enumerate(everyone):
+        names = sorted({*first, *theirs})
+        different = [name for name in names if theirs and theirs.get(name) != first.get(name)]
+        if different:
+            raise Stop(
+                WRONG_USE,
+                f"{some(different, 3)} on {host} (rank {rank}) are not rank 0's: bring the same "
+                "code to all hosts, or keep it on a disk that they share",
+            )
 
 
 def check_gradients(

@@ -5,6 +5,7 @@ Two runs that differ here may round differently, so comparing their bits tells n
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -19,6 +20,8 @@ _SWITCHES = (
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "TF_SET_ONEDNN_FPMATH_MODE"),
     *("NVIDIA_TF32_OVERRIDE", "XLA_FLAGS", "TF_XLA_FLAGS"),
 )
+
+PACKAGES = ("tensorflow", "keras", "horovod")  # of `here`: ranks must have the same
 
 
 def here() -> dict[str, str]:
@@ -37,6 +40,14 @@ def here() -> dict[str, str]:
     found |= {name: importlib.metadata.version(name) for name in ("keras", "horovod")}
     switches = [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
     return found | {"switches": " ".join(switches) or "none"}
+
+
+def code(folder: Path) -> dict[str, str]:
+    """SHA-256 of each Python file of the project, but its tests', by its name in it."""
+    packages = [inner.parent for inner in folder.glob("*/__init__.py")]
+    files = [*folder.glob("*.py"), *(file for inner in packages for file in inner.rglob("*.py"))]
+    names = {str(file.relative_to(folder)): file for file in files}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
 
 
 def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import time
 
@@ -9,6 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import config as config_lib
+from engine import fingerprint as fingerprints
+from engine import world as world_lib
 from engine.sampler import Sampler
 from engine.stop import DIVERGED, DONE, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, fit, numbers
@@ -379,3 +385,37 @@ def check_a_benchmark_of_too_few_steps_says_so(world):
     ended = fit(world, benchmark=True, num_steps=14)
     assert ended.code == DONE
     assert not (ended.folder / "benchmark.json").exists()
+
+
+# ---- Hosts that are not alike ------------------------------------------------------------------
+
+
+def check_other_code_on_another_host_is_refused_by_name(world):
+    found = dict(fingerprints.code(config_lib.PROJECT))
+    assert {"train.py", "engine/world.py"} <= found.keys()
+    assert not any(name.startswith("tests/") for name in found)
+    if world.size == 1:
+        return
+    other = {0: {}, 1: {"step.py": "other", "tasks/mine.py": "more"}}[world.rank]
+    read, fingerprints.code = fingerprints.code, lambda folder: found | other
+    try:
+        ended = fit(dataclasses.replace(world, local_rank=0), num_steps=1)
+    finally:
+        fingerprints.code = read
+    assert ended.code == WRONG_USE, ended.message
+    assert "step.py, tasks/mine.py on " in ended.message and "(rank 1)" in ended.message
+    assert ended.model is None
+
+
+def check_other_packages_are_refused_and_other_devices_told(world):
+    read, own = fingerprints.here, fingerprints.here()
+    for name, refused in (("keras", True), ("device", False)):
+        mine = own | ({name: "another"} if world.rank == 1 else {})
+        fingerprints.here = lambda mine=mine: mine
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            ended = fit(world, num_steps=1)
+        fingerprints.here = read
+        assert ended.code == (WRONG_USE if refused and world.size > 1 else DONE), ended.message
+        said = ended.message if refused else printed.getvalue()
+        if world.size > 1 and (refused or world.is_chief):
+            assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in said, said
