@@ -188,7 +188,8 @@ class Health:
 def _figures(result: Result) -> str:
     """What a person needs to see of a step whose gradients are not finite."""
     skipped = int(result["skipped_in_a_row"])
-    scale = f", loss scale {float(result['loss_scale']):g}" if skipped > 1 else ""
+    scale = float(result["loss_scale"])
+    scale = f", loss scale {scale:g}" if scale != 1 else ""
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])
     labels = ", and look for labels that are no class" if math.isnan(loss) else ""
