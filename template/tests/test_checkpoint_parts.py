@@ -169,6 +169,8 @@ def test_what_an_earlier_save_left_is_never_taken_and_goes(kept):
 )
 def test_a_part_that_is_missing_fails_the_save_and_leaves_nothing(heard, words, kept):
     older = write_both(kept.folder, 4, 1.0)
+    left = checkpoint_parts.unfinished(kept.folder, 5, "0123abcd-1")  # by the save before
+    checkpoint_parts.write_part(left, arrays(7.0)[1], 2, 1)
     knows = Heard()
     vars(knows).update(heard)
     partial = checkpoint_parts.unfinished(kept.folder, 5, "0123abcd-2")
