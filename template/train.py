@@ -34,6 +34,7 @@ from data.pipeline import EvaluationFeed, TrainingFeed
 from engine import (
     agreement,
     batch_norm,
+    checkpoint_parts,
     dropout,
     early_stop,
     health,
@@ -140,6 +141,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     if more:
         with world.together("making the task's actions"), check.told("actions"):
             others = [Own(world, action) for action in check.actions(more(run))]
+    if not config.benchmark:
+        checkpoint_parts.check_shared(world, run.checkpoints.writers, run_dir)
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     make_up = found is not None and left_out(run, found)
@@ -219,6 +222,12 @@ def notes(run: Run) -> list[str]:
         found.append(
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
+        )
+    parts = run.checkpoints.writers.parts
+    if parts < config.checkpoint_parts:
+        found.append(
+            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
+            f"checkpoints are of {parts} file(s)"
         )
     others = optimizer.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:

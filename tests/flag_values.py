@@ -96,6 +96,7 @@ VALUES: dict[str, list[str]] = {
     "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
     "drift_every": ["", "--drift_every=1", "--drift_every=0"],
     "drift": ["", "--drift=repair"],
+    "checkpoint_parts": ["", "--checkpoint_parts=2", "--checkpoint_parts=9"],
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
@@ -181,7 +182,7 @@ KEEPS = [
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
         "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
         "--checkpoint_minutes=1e-9 --max_failed_saves=1 --max_bad_steps=1 --drift_every=2 "
-        "--drift=repair",
+        "--drift=repair --checkpoint_parts=2",
     ),
     (
         "",

@@ -31,8 +31,8 @@ MOST_SKIPS = 20
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
-NUM_VOTES = 4
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED = range(5)
+NUM_VOTES = 5
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -101,9 +101,8 @@ class Health:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
-        return votes(
-            self._feed.error is not None, self._stop_signal.asked, self._saver.failed, late
-        )
+        stop, failed = self._stop_signal.asked, self._saver.failed
+        return votes(self._feed.error is not None, stop, failed, late, self._saver.part_failed)
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
@@ -130,6 +129,8 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        if counted[PART_FAILED]:
+            self._saver.hear()
         note = virtual.too_small(result)
         if note and not self._told:
             say(self._world, note)
@@ -201,8 +202,12 @@ def _figures(result: Result) -> str:
 
 
 def votes(
-    data_failed: bool, stop_asked: bool, failed_saves: int = 0, save_due: bool = False
+    data_failed: bool,
+    stop_asked: bool,
+    failed_saves: int = 0,
+    save_due: bool = False,
+    part_failed: bool = False,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due)
+    found = (data_failed, stop_asked, failed_saves, save_due, part_failed)
     return tf.constant([float(vote) for vote in found], tf.float64)
