@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
