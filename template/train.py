@@ -26,7 +26,7 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
-from actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync, evaluation_due
+from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
 from data.open import trained_on_too
@@ -36,6 +36,7 @@ from engine import (
     batch_norm,
     dropout,
     early_stop,
+    elastic,
     health,
     optimizer,
     pretrained,
@@ -45,6 +46,7 @@ from engine import (
 )
 from engine import world as world_lib
 from engine.checkpoint import Found
+from engine.elastic import Commits
 from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.peers import Peers
@@ -62,13 +64,17 @@ from tasks import base as tasks
 from tasks import check
 
 
-def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
-    """The run, in order. Raises Stop, on every rank, when it ends before its last step."""
+def fit(given: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
+    """The run, in order. Raises Stop, on every rank, when it ends before its last step.
+
+    With --elastic it is called anew for each world, where the ranks have changed.
+    """
     # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
     say(world, world_lib.describe(world))
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
+        elastic.check_device(config)
 
     # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
@@ -77,13 +83,18 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     for note in notes(run):
         say(world, f"note: {note}")
 
-    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0.
+    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0; or
+    #    what ranks of the last world have in memory.
     run_dir = Path(config.run_dir)
+    kept = commits.newest(world) if config.elastic else None
     with world.together("locking the run folder"):
         if world.is_chief:
-            run_folder.lock(run_dir)
-    found = run.checkpoints.find(config.resume, config.num_steps)
-    if found:
+            run_folder.lock(run_dir, elastic.LOCK_PATIENCE if kept else 0)
+    on_disk = run.checkpoints.find("auto" if kept else config.resume, config.num_steps)
+    found = run.checkpoints.of_memory(kept.step) if kept else on_disk
+    if kept:
+        commits.restore(state.variables, world, kept)
+    elif found:
         run.checkpoints.restore(found, state.variables, config)
     elif config.init_from or config.backbone_weights:
         start = warm_start.start if config.init_from else pretrained.start
@@ -91,8 +102,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             if world.is_chief:
                 start(run.model, config)
 
-    # 4. Everything from rank 0, before the first step.
-    world.broadcast_variables(list(state.variables.values()))
+    # 4. Everything from one rank, before the first step.
+    world.broadcast_variables(list(state.variables.values()), kept.rank if kept else 0)
     first_step = int(state.step)
 
     # 5. This rank's share of the data, the step on all ranks together, and the evaluation.
@@ -123,8 +134,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
         val_batch, share = config.eval_batch_size, (world.rank, world.size)
         val_feed = EvaluationFeed(run.val_source, val_reader, val_batch, *share, workers)
     evaluator = Evaluator(run, val_feed)
-    saver = Saver(run.checkpoints, config.max_failed_saves)
-    monitor = health.Health(world, config, feed, stop_signal, saver)
+    saver = Saver(run.checkpoints, config.max_failed_saves, config.elastic)
+    monitor = health.Health(world, config, feed, stop_signal, saver, commits)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -143,14 +154,16 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
             if note:
                 say(world, note)
         telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
-    if found:
+    if kept:
+        say(world, f"going on from step {first_step}, which rank {kept.rank} has in memory")
+    elif found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
     # 7. What happens after a step, in this order: a checkpoint holds what the task's own actions
     #    did. A checkpoint of another folder is not here yet, nor are the scores before it;
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
-    saved_at = first_step if is_own else None
+    saved_at = first_step if is_own and on_disk and on_disk.step == first_step else None
     save = Save(run, saver, monitor.save_clock, sync, telemetry, saved_at)
     other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
@@ -160,12 +173,16 @@ def fit(given: Config, world: World, stop_signal: StopSignal) -> None:
     timeline = Timeline(config, world, telemetry, first_step)
     actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed), *others]
+    if config.elastic:
+        commit = Commit(run, commits, save, sync, telemetry, monitor)
+        actions.append(commit)
+        commits.keep(first_step, state.variables)
     actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
     # However it ends: nothing reads ahead any more, what is being written is written.
-    with feed, saver, timeline:
+    with feed, saver, timeline, telemetry:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
@@ -277,24 +294,32 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
     # From here on: a run may be told to stop while it starts.
-    stop_signal = StopSignal(launch_rank())
+    stop_signal, commits = StopSignal(launch_rank()), Commits()
     try:
-        world, code = world_lib.connect(reduction.environment(config)), DONE
+        elastic.check(config)
+        knobs = reduction.environment(config)
+        world = elastic.connect(knobs, commits) if config.elastic else world_lib.connect(knobs)
     except Stop as stop:
         if launch_rank() == 0:
             complain(str(stop))
         return stop.code
-    try:
-        # One GPU a process, or a share of the cores.
-        world_lib.set_up(world, config)
-        with Peers(world, reduction.stall_seconds(config)):
-            fit(config, world, stop_signal)
-    except Stop as stop:
-        code = stop.code
-        if world.is_chief:
-            complain(str(stop))
-    world_lib.finish(world)
-    return code
+
+    def in_world(world: World) -> int:
+        """The run with these ranks, to its end."""
+        code = DONE
+        try:
+            # One GPU a process, or a share of the cores.
+            world_lib.set_up(world, config)
+            with Peers(world, reduction.stall_seconds(config), config.elastic):
+                fit(config, world, stop_signal, commits)
+        except Stop as stop:
+            code = stop.code
+            if world.is_chief:
+                complain(str(stop))
+        world_lib.finish(world)
+        return code
+
+    return elastic.run(in_world, world, commits) if config.elastic else in_world(world)
 
 
 if __name__ == "__main__":

@@ -59,11 +59,14 @@ class Leg:
     number = 0
 
     def __init__(self, folder: Path, steps: int, ranks: int, via: str) -> None:
+        self.ranks, self.via = ranks, via
+        self.start(folder, [f"--{via}", "-np", ranks], [*USUAL, f"--num_steps={steps}"])
+
+    def start(self, folder: Path, launcher: list, flags: list[str]) -> None:
         Leg.number += 1
-        self.folder, self.ranks, self.via = folder, ranks, via
-        self._id = f"chaos-{os.getpid()}-{Leg.number}"
-        words = [ROOT / "launch/hosts.sh", f"--{via}", "-np", ranks, sys.executable, "train.py"]
-        words += [*USUAL, f"--num_steps={steps}", f"--run_dir={folder}"]
+        self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
+        words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
+        words += [*flags, f"--run_dir={folder}"]
         self.process = subprocess.Popen(
             list(map(str, words)),
             cwd=ROOT / "template",

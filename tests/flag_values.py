@@ -99,6 +99,8 @@ VALUES: dict[str, list[str]] = {
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "keep": ["", "--keep=1"],
     "benchmark": ["", "--benchmark"],
+    "elastic": ["", "--elastic"],
+    "elastic_commit_every": ["", "--elastic_commit_every=1"],
 }
 
 # The project's own tasks, whose models take longer: rows of their own.
@@ -179,7 +181,8 @@ KEEPS = [
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
         "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
-        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --drift_every=2 --drift=repair",
+        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --drift_every=2 --drift=repair "
+        "--elastic --elastic_commit_every=1",
     ),
     (
         "",
@@ -253,6 +256,9 @@ REFUSED = {
     "--timeline=3:4": "--num_steps=3",
     "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
+    "--elastic --benchmark": "--benchmark measures",
+    "--elastic --lr_scaling=linear": "--elastic makes the same run",
+    "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {

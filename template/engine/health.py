@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import pulse, virtual
+from engine.elastic import Commits
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.saver import Saver
@@ -27,8 +28,8 @@ MOST_SKIPS = 20
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
-NUM_VOTES = 4
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, HOSTS_CHANGED = range(5)
+NUM_VOTES = 5
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -70,13 +71,24 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes and totals say about the run."""
+    """This rank's votes, and what the ranks' votes and totals say about the run.
+
+    Attributes:
+      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
+    """
 
     def __init__(
-        self, world: World, config: Config, feed: Feed, stop_signal: StopSignal, saver: Saver
+        self,
+        world: World,
+        config: Config,
+        feed: Feed,
+        stop_signal: StopSignal,
+        saver: Saver,
+        commits: Commits,
     ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
+        self._commits, self.hosts_changed = commits, False
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
@@ -88,7 +100,11 @@ class Health:
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
         return votes(
-            self._feed.error is not None, self._stop_signal.asked, self._saver.failed, late
+            self._feed.error is not None,
+            self._stop_signal.asked,
+            self._saver.failed,
+            late,
+            self._commits.hosts_changed,
         )
 
     def verdict(self, *results: Result | None) -> Ending | None:
@@ -132,6 +148,7 @@ class Health:
             return Ending(BUG, "saves failed", message, save=False)
         if counted[SAVE_DUE]:
             self.save_clock.heard(int(result["step"]))
+        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -160,8 +177,12 @@ def _figures(result: Result) -> str:
 
 
 def votes(
-    data_failed: bool, stop_asked: bool, failed_saves: int = 0, save_due: bool = False
+    data_failed: bool,
+    stop_asked: bool,
+    failed_saves: int = 0,
+    save_due: bool = False,
+    hosts_changed: bool = False,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due)
+    found = (data_failed, stop_asked, failed_saves, save_due, hosts_changed)
     return tf.constant([float(vote) for vote in found], tf.float64)

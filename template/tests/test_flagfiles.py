@@ -191,6 +191,10 @@ def valid_flags(draw):
         flags |= {"virtual_ranks": 3, "global_batch_size": micro * draw(strategies.integers(3, 9))}
         flags |= {"compression": "none", "bn_sync": "mean", "lr_scaling": "none"}
         flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
+    if flags.get("elastic"):
+        flags["global_batch_size"] = flags.pop("batch_per_rank", flags.get("global_batch_size"))
+        flags |= {"benchmark": False, "timeline": "", "autotune": False}
+        flags |= {"lr_scaling": "none", "reduce_backend": "auto"}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
     if not flags.get("eval_every", 1):
