@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elastic_run import HOSTS, Elastic
 from hosts import ROOT, run
 
-STEPS = 400
+STEPS = 300
 TEMPLATE = ROOT / "template"
-DISCOVER = str(ROOT / "launch" / "discover.sh")
+TRAIN = [sys.executable, "train.py"]
+HOSTS_SH, DISCOVER = (str(ROOT / "launch" / name) for name in ("hosts.sh", "discover.sh"))
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def quiet(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The summary of the run that nothing happened to."""
     folder = tmp_path_factory.mktemp("quiet") / "run"
-    words = [sys.executable, "train.py", *flags, f"--run_dir={folder}"]
-    ended = run(words, 200, cwd=TEMPLATE)
+    ended = run([*TRAIN, *flags, f"--run_dir={folder}"], 200, cwd=TEMPLATE)
     assert ended.code == 0, ended.output
     return json.loads((folder / "summary.json").read_text())
 
@@ -77,6 +76,87 @@ def test_a_rank_joins_then_rank_0_is_lost(elastic, quiet, record_property):
     it.after(len(it.steps) + 10)
     lost = it.lose(HOSTS[0])
     record_property("elastic", f"{grown:.1f} s from a new host, {lost:.1f} s from a lost rank 0")
+    assert lost < 30  # Gloo would wait so long for a rank that is not told
     assert it.rank_of(HOSTS[1]).pid == second.pid  # it was not started anew
     judge(it, quiet)
     assert it.summary()["ranks"] == 2
+
+
+def test_such_a_launcher_and_the_flag_need_each_other(flags, tmp_path):
+    ended = run([*TRAIN, *flags, "--elastic", f"--run_dir={tmp_path / 'run'}"], 60, cwd=TEMPLATE)
+    assert ended.code == 2
+    assert "error: --elastic needs a launcher that lets hosts come" in ended.output
+    launcher = ["--discover", "echo localhost:2", "--interface", "lo"]
+    words = [HOSTS_SH, *launcher, *TRAIN, *flags, f"--run_dir={tmp_path / 'run'}"]
+    ended = run(words, 120, cwd=TEMPLATE)
+    assert ended.code == 2, ended.output
+    assert ended.output.count("add --elastic") == 1 and "Traceback" not in ended.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["echo a:1", "--interface", "lo", "--mpi"], "--discover is for Gloo"),
+        (["echo a:1"], "--discover needs --interface"),
+        (["echo a:1", "-H", "a:1", "--interface", "lo"], "choose one"),
+        (["true", "--interface", "lo"], "prints no host"),
+        (["echo a", "--interface", "lo"], "'a' is not HOST:RANKS"),
+        (["echo a:1", "--interface", "lo", "--min-np", "x"], "--min-np 'x'"),
+        ([f"{DISCOVER} none.txt", "--interface", "lo"], "cannot read the hostfile none.txt"),
+    ],
+)
+def test_what_the_launcher_refuses(words, sentence):
+    ended = run([HOSTS_SH, "--discover", *words, "true"], 30)
+    assert ended.code == 2 and sentence in ended.output, ended.output
+
+
+def test_discovery_in_slurm_leaves_out_lost_nodes(tmp_path):
+    (tmp_path / "sinfo").write_text(
+        "#!/bin/sh\necho n1 alloc; echo n2 down; echo n3 mix*; echo n4 drng; echo n4 drng\n"
+    )
+    (tmp_path / "sinfo").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[1-4]"}
+    ended = run([DISCOVER, "--slurm"], 30, env | {"SLURM_NTASKS_PER_NODE": "8"})
+    assert ended.output.split() == ["n1:8", "n4:8"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_ended_and_the_others_go_on(elastic, quiet, record_property):
+    it = elastic(3)
+    it.until(20)
+    lost = it.lose(HOSTS[1], signal.SIGSTOP)
+    record_property("elastic", f"{lost:.1f} s from a stopped rank")
+    assert sum("a rank was stopped" in line for line in it.lines) == 1
+    judge(it, quiet)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_taken_away_costs_no_step(elastic, quiet, record_property):
+    it = elastic(3)
+    it.until(20)
+    away = it.change([HOSTS[1], HOSTS[2]])
+    record_property("elastic", f"{away:.1f} s from a host that is taken away")
+    assert any("this rank's host has left the run" in line for line in it.lines)
+    judge(it, quiet)
+    made = [step for step, _ in it.steps]
+    assert len(made) == len(set(made))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_virtual_ones_end_the_run_in_one_sentence(elastic):
+    it = elastic(2, "--virtual_ranks=2")
+    it.until(20)
+    it.offer(HOSTS[:3])
+    assert it.ended() == 2, it.tail()
+    assert sum("cannot be dealt to 3 ranks" in line for line in it.lines) == 1
+
+
+@pytest.mark.slow
+def test_a_stop_saves_and_a_rerun_goes_on(elastic, quiet):
+    it = elastic(2)
+    it.until(20)
+    it.change(HOSTS[:3])
+    it.process.terminate()
+    assert it.ended() == 75, it.tail()
+    judge(elastic(2), quiet)
