@@ -32,6 +32,8 @@ from typing import NamedTuple
 
 import psutil
 
+from hosts import Host
+
 ROOT = Path(__file__).resolve().parent.parent
 STEPS_AN_EVENT = 7  # of the whole run
 START, END = 180, 90  # seconds that a start, an end may take; the ranks share two cores
@@ -62,13 +64,17 @@ class Leg:
         self.ranks, self.via = ranks, via
         self.start(folder, [f"--{via}", "-np", ranks], [*USUAL, f"--num_steps={steps}"])
 
-    def start(self, folder: Path, launcher: list, flags: list[str]) -> None:
+    def start(
+        self, folder: Path, launcher: list, flags: list[str], host: Host | None = None
+    ) -> None:
+        """`host`: which it is started on, if not this machine itself."""
         Leg.number += 1
         self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
         words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
         words += [*flags, f"--run_dir={folder}"]
+        words = list(map(str, words))
         self.process = subprocess.Popen(
-            list(map(str, words)),
+            host.words(*words) if host else words,
             cwd=ROOT / "template",
             env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
             stdin=subprocess.DEVNULL,

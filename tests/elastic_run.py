@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from chaos import END, START, Leg, _send, _variables
+from chaos import END, ROOT, START, Leg, _send, _variables
+from hosts import PORT, Host
 
 # horovodrun leaves out the whole host of a rank that was lost, so each rank has one of its own.
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
@@ -19,12 +20,15 @@ HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 class Elastic(Leg):
     """For `with`: at its end nothing is left."""
 
-    def __init__(self, folder: Path, hosts: Sequence[str], flags: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, hosts: Sequence[str], flags: Sequence[str], launcher: Host | None = None
+    ) -> None:
+        """`launcher`: the host, of hosts.py, that horovodrun runs on and reaches others from."""
         self._file = folder.with_suffix(".hosts")
         self.offer(hosts)
-        launcher = ["--discover", f"launch/discover.sh {self._file}", "--interface", "lo"]
-        launcher[1] = str(Path(__file__).resolve().parent.parent / launcher[1])
-        self.start(folder, launcher, [*flags, "--elastic"])
+        words = ["--discover", f"{ROOT}/launch/discover.sh {self._file}", "--interface"]
+        words += ["eth0", "-p", PORT] if launcher else ["lo"]
+        self.start(folder, words, [*flags, "--elastic"], launcher)
 
     def __enter__(self) -> Elastic:
         return self
@@ -50,13 +54,13 @@ class Elastic(Leg):
     def lose(self, host: str, number: int = signal.SIGKILL) -> float:
         """Sends the signal to the host's rank; returns seconds to the next world's first step."""
         rank = self.rank_of(host)
-        return self._changed(lambda: _send(rank, number))
+        return self.until_next_world(lambda: _send(rank, number))
 
     def change(self, hosts: Sequence[str]) -> float:
         """Other hosts from now on; returns seconds to the next world's first step."""
-        return self._changed(lambda: self.offer(hosts))
+        return self.until_next_world(lambda: self.offer(hosts))
 
-    def _changed(self, how: Callable[[], None]) -> float:
+    def until_next_world(self, how: Callable[[], object]) -> float:
         worlds, start = self._worlds(), time.monotonic()
         how()
         self.wait_for("another world", lambda: self._worlds() > worlds, START)

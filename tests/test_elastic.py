@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from elastic_run import HOSTS, Elastic
-from hosts import ROOT, run
+from hosts import ROOT, hosts, run  # noqa: F401
 
-STEPS = 300
+STEPS, COPIES = 300, 40
 TEMPLATE = ROOT / "template"
 TRAIN = [sys.executable, "train.py"]
 HOSTS_SH, DISCOVER = (str(ROOT / "launch" / name) for name in ("hosts.sh", "discover.sh"))
@@ -29,8 +29,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         *("--flagfile=configs/demo.cfg", "--model=tiny", f"--data_dir={data}", "--image_size=32"),
         *("--eval_crop=32", "--virtual_ranks=6", "--global_batch_size=12", "--warmup_steps=0"),
-        *("--log_every=1", "--eval_every=0", "--checkpoint_every=50", "--keep=2"),
-        *(f"--num_steps={STEPS}", "--elastic_commit_every=7"),
+        *("--log_every=1", "--eval_every=0", "--checkpoint_every=120", "--keep=2"),
+        *(f"--num_steps={STEPS}", f"--elastic_commit_every={COPIES}"),
     ]
 
 
@@ -73,8 +73,9 @@ def test_a_rank_joins_then_rank_0_is_lost(elastic, quiet, record_property):
     second = it.rank_of(HOSTS[1])
     grown = it.change(HOSTS[:3])
     assert any("3 ranks on " in line for line in it.lines)
-    it.after(len(it.steps) + 10)
+    it.wait_for("steps after a copy", lambda: it.steps[-1][0] % COPIES in range(10, 20), 60)
     lost = it.lose(HOSTS[0])
+    assert len(it.steps) > len({step for step, _ in it.steps})  # some are made again
     record_property("elastic", f"{grown:.1f} s from a new host, {lost:.1f} s from a lost rank 0")
     assert lost < 30  # Gloo would wait so long for a rank that is not told
     assert it.rank_of(HOSTS[1]).pid == second.pid  # it was not started anew
@@ -160,3 +161,14 @@ def test_a_stop_saves_and_a_rerun_goes_on(elastic, quiet):
     it.process.terminate()
     assert it.ended() == 75, it.tail()
     judge(elastic(2), quiet)
+
+
+@pytest.mark.slow
+def test_a_host_is_cut_off_then_another_one_joins(flags, hosts, quiet, tmp_path, record_property):  # noqa: F811
+    with Elastic(tmp_path / "run", ["node2", "node3"], flags, hosts[1]) as it:
+        it.until(20)
+        cut = it.until_next_world(lambda: hosts[2].cut_off(hosts.switch))
+        grown = it.change(["node1", "node3"])
+        record_property("elastic", f"{cut:.1f} s from a cut, {grown:.1f} s from a new host")
+        judge(it, quiet)
+    assert it.summary()["ranks"] == 2

@@ -197,6 +197,8 @@ def valid_flags(draw):
         flags |= {"lr_scaling": "none", "reduce_backend": "auto"}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
+    if flags.get("jit") and flags.get("bn_sync") == "full":
+        flags |= {"jit": False}
     if not flags.get("eval_every", 1):
         flags |= {"early_stop_evals": 0}
     if not flags.get("init_from"):
