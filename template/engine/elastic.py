@@ -18,6 +18,7 @@ import http.client
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ _PLACE = (
     *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
 )
 LOCK_PATIENCE = 120.0  # seconds: a network disk forgets a host that was cut off after 90
+_PATIENCE = 60.0  # seconds until a rank of a new world has started Python and TensorFlow
 _TRIES = 5  # worlds in a row that could not be connected
 
 
@@ -120,10 +122,9 @@ def connect(knobs: Mapping[str, str], commits: Commits) -> World:
     # Else Horovod would ask the driver by itself, and give one error for all that goes wrong.
     del os.environ[_STARTED]
     guard.start()
-    try:
-        world = world_lib.connect(knobs)
-    except ValueError:  # whoever was there when this process was started has gone on without it
-        world = next_world(commits)
+    os.environ.update(knobs)
+    # Else whoever was there when this process was started has gone on without it.
+    world = world_lib.connect() if _all_there() else next_world(commits)
     notification_manager.init()
     notification_manager.register_listener(commits)
     return world
@@ -169,7 +170,7 @@ def next_world(commits: Commits) -> World:
             print("this rank's host has left the run: it ends here", flush=True)
             os._exit(0)  # at once: were the host to come back, its end would be taken for the run's
         os.environ.update(place)
-        with contextlib.suppress(ValueError):  # another rank was lost meanwhile
+        if _all_there():
             hvd.init()
             return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     complain(f"the ranks could not be connected {_TRIES} times in a row: Horovod's lines say why")
@@ -190,20 +191,43 @@ def _leave() -> None:
     os.environ.update(own)
 
 
+def _all_there() -> bool:
+    """Whether all ranks of this process's world are about to start Horovod; it waits for them.
+
+    A rank that does not come would end the others' processes: Gloo aborts them after 30 s. They ask
+    twice, for one of them may be lost while it waits for the last.
+    """
+    size, end = os.environ["HOROVOD_SIZE"], time.monotonic() + _PATIENCE
+    for call in ("there", "ready"):
+        _request("PUT", f"/{call}/{os.environ['HOROVOD_RANK']}", size)
+        for rank in range(int(size)):
+            # Who was started for another world, of another size, is none of this one.
+            while _request("GET", f"/{call}/{rank}") != size:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.05)
+    return True
+
+
 def _ask_for_place() -> dict[str, str]:
     """Horovod's variables for this process, once every rank of the last world asked or ended."""
+    slot = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
+    answer = _request("GET", f"/rank_and_size/{slot}")
+    return dict(zip(_PLACE, answer.split(","), strict=True))
+
+
+def _request(method: str, path: str, body: str | None = None) -> str:
+    """What horovodrun's store answers, "" where it has nothing; ends the process if it is gone."""
     address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     link = http.client.HTTPConnection(address, int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
-    slot = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
     try:
         link.connect()
         # The answer may take minutes; a driver whose host is gone gives none.
         link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("IDLE", 20), ("INTVL", 5), ("CNT", 5)):
             link.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{option}"), value)
-        link.request("GET", f"/rank_and_size/{slot}")
-        answer = link.getresponse().read().decode()
-        return dict(zip(_PLACE, answer.split(","), strict=True))
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        link.request(method, path, body)
+        return link.getresponse().read().decode()
+    except (OSError, http.client.HTTPException) as error:
         complain(f"horovodrun does not answer at {address} ({error}): this rank ends")
         sys.exit(BUG)
