@@ -43,6 +43,8 @@ _PLACE = (
 )
 LOCK_PATIENCE = 120.0  # seconds: a network disk forgets a host that was cut off after 90
 _PATIENCE = 60.0  # seconds until a rank of a new world has started Python and TensorFlow
+# Of a collective that fails; of Horovod's functions when it has noticed a moment before.
+_LOST = ("Horovod", "Process set does not exist")
 _TRIES = 5  # worlds in a row that could not be connected
 
 
@@ -124,7 +126,7 @@ def connect(knobs: Mapping[str, str], commits: Commits) -> World:
     guard.start()
     os.environ.update(knobs)
     # Else whoever was there when this process was started has gone on without it.
-    world = world_lib.connect() if _all_there() else next_world(commits)
+    world = _connected() or next_world(commits)
     notification_manager.init()
     notification_manager.register_listener(commits)
     return world
@@ -152,8 +154,8 @@ def _told() -> Iterator[None]:
     """Turns Horovod's error, where a rank was lost, into WorldChanged."""
     try:
         yield
-    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
-        if "Horovod" not in str(error):
+    except (tf.errors.UnknownError, tf.errors.AbortedError, ValueError) as error:
+        if not any(words in str(error) for words in _LOST):
             raise
         raise WorldChanged from error
 
@@ -170,9 +172,8 @@ def next_world(commits: Commits) -> World:
             print("this rank's host has left the run: it ends here", flush=True)
             os._exit(0)  # at once: were the host to come back, its end would be taken for the run's
         os.environ.update(place)
-        if _all_there():
-            hvd.init()
-            return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        if world := _connected():
+            return world
     complain(f"the ranks could not be connected {_TRIES} times in a row: Horovod's lines say why")
     sys.exit(BUG)
 
@@ -189,6 +190,14 @@ def _leave() -> None:
     hvd.init()  # alone
     hvd.shutdown()
     os.environ.update(own)
+
+
+def _connected() -> World | None:
+    """This process's world; None where a rank of it was lost meanwhile."""
+    if _all_there():
+        with contextlib.suppress(ValueError, RuntimeError):
+            return world_lib.connect()
+    return None
 
 
 def _all_there() -> bool:
