@@ -275,6 +275,16 @@ class Config:
         path=True,
         words=("auto", "never"),
     )
+    elastic: bool = setting(
+        False,
+        "go on with the ranks that are left when some are lost, and with hosts that join "
+        "(launch/hosts.sh --discover)",
+    )
+    elastic_commit_every: int = setting(
+        10,
+        "with --elastic: steps between copies in memory, which ranks that are left go back to",
+        low=1,
+    )
     init_from: str = setting(
         "",
         "weights of a new run: another run's folder, a checkpoint's, or a .keras file",

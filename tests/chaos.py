@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hosts import PORT, Hosts
+from hosts import PORT, Host, Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS_AN_EVENT = 7  # of the whole run
@@ -73,19 +73,25 @@ class Leg:
         hosts: Hosts | None = None,
     ) -> None:
         """`hosts`: where the ranks run, one on each; None: all here."""
-        Leg.number += 1
-        self.folder, self.ranks, self.via, self.hosts = folder, ranks, via, hosts
-        self.parts = parts
-        self._id = f"chaos-{os.getpid()}-{Leg.number}"
-        words = [ROOT / "launch/hosts.sh", f"--{via}", "-np", ranks]
+        self.ranks, self.via, self.parts, self.hosts = ranks, via, parts, hosts
+        launcher = [f"--{via}", "-np", ranks]
         if hosts:
             names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
-            words = hosts[1].words(*words, "-p", PORT, "-H", names)
-        words += [sys.executable, "train.py"]
-        words += [*USUAL, f"--num_steps={steps}", f"--run_dir={folder}"]
-        words += [f"--checkpoint_parts={parts}"]
+            launcher += ["-p", PORT, "-H", names]
+        flags = [*USUAL, f"--num_steps={steps}", f"--checkpoint_parts={parts}"]
+        self.start(folder, launcher, flags, hosts[1] if hosts else None)
+
+    def start(
+        self, folder: Path, launcher: list, flags: list[str], host: Host | None = None
+    ) -> None:
+        """`host`: which it is started on, if not this machine itself."""
+        Leg.number += 1
+        self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
+        words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
+        words += [*flags, f"--run_dir={folder}"]
+        words = list(map(str, words))
         self.process = subprocess.Popen(
-            list(map(str, words)),
+            host.words(*words) if host else words,
             cwd=ROOT / "template",
             env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
             stdin=subprocess.DEVNULL,

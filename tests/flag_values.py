@@ -101,6 +101,8 @@ VALUES: dict[str, list[str]] = {
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
     "benchmark": ["", "--benchmark"],
+    "elastic": ["", "--elastic"],
+    "elastic_commit_every": ["", "--elastic_commit_every=1"],
 }
 
 # The project's own tasks, whose models take longer: rows of their own.
@@ -186,6 +188,10 @@ KEEPS = [
     ),
     (
         "",
+        "--elastic --elastic_commit_every=1",
+    ),
+    (
+        "",
         "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
         "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
     ),
@@ -256,6 +262,10 @@ REFUSED = {
     "--timeline=3:4": "--num_steps=3",
     "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
+    "--elastic --benchmark": "--benchmark measures",
+    "--elastic --lr_scaling=linear": "--elastic makes the same run",
+    "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
+    "--elastic --checkpoint_parts=2": "is written by ranks that --elastic may lose",
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {

@@ -36,7 +36,7 @@ _HARMLESS = {
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
-    *("autotune", "timeline", "data_workers"),
+    *("autotune", "timeline", "data_workers", "elastic", "elastic_commit_every"),
 }
 
 
@@ -233,6 +233,10 @@ class Checkpoints:
             path, _ = checkpoint_files.newest_sound(self.folder, step)
             found = Found(path, checkpoint_files.read_manifest(path).step, True) if path else None
         return self.world.broadcast_object(found, "checkpoint.sound_before")
+
+    def of_memory(self, step: int) -> Found:
+        """Stands for what ranks kept in memory: as a checkpoint of this run's, on disk or not."""
+        return Found(self._path(step), step, asked=False)
 
     def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).

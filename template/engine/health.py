@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import pulse, virtual
+from engine.elastic import Commits
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.pace import Pace
@@ -31,8 +32,8 @@ MOST_SKIPS = 20
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED = range(5)
-NUM_VOTES = 5
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED, HOSTS_CHANGED = range(6)
+NUM_VOTES = 6
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -75,7 +76,11 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
+    """This rank's votes, and what the ranks' votes, totals and times say about the run.
+
+    Attributes:
+      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
+    """
 
     def __init__(
         self,
@@ -85,11 +90,13 @@ class Health:
         feed: Feed,
         stop_signal: StopSignal,
         saver: Saver,
+        commits: Commits,
     ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
+        self._commits, self.hosts_changed = commits, False
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
@@ -101,8 +108,14 @@ class Health:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
-        stop, failed = self._stop_signal.asked, self._saver.failed
-        return votes(self._feed.error is not None, stop, failed, late, self._saver.part_failed)
+        return votes(
+            self._feed.error is not None,
+            self._stop_signal.asked,
+            self._saver.failed,
+            late,
+            self._saver.part_failed,
+            self._commits.hosts_changed,
+        )
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
@@ -148,6 +161,7 @@ class Health:
             return Ending(BUG, "saves failed", message, save=False)
         if counted[SAVE_DUE]:
             self.save_clock.heard(int(result["step"]))
+        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -207,7 +221,8 @@ def votes(
     failed_saves: int = 0,
     save_due: bool = False,
     part_failed: bool = False,
+    hosts_changed: bool = False,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due, part_failed)
+    found = (data_failed, stop_asked, failed_saves, save_due, part_failed, hosts_changed)
     return tf.constant([float(vote) for vote in found], tf.float64)

@@ -36,9 +36,12 @@ class Saver:
       error: why the last of these could not; None where it could.
     """
 
-    def __init__(self, checkpoints: Checkpoints, most_failed: int) -> None:
-        """`most_failed`: after so many tries of the last save, the run ends without it."""
-        self._checkpoints, self._most_failed = checkpoints, most_failed
+    def __init__(self, checkpoints: Checkpoints, most_failed: int, elastic: bool = False) -> None:
+        """`most_failed`: after so many tries of the last save, the run ends without it.
+
+        `elastic`: this process outlives the loss of a rank.
+        """
+        self._checkpoints, self._most_failed, self._elastic = checkpoints, most_failed, elastic
         self._world = checkpoints.world
         self._in_parts = checkpoints.writers.parts > 1
         token = secrets.token_hex(4)
@@ -59,7 +62,7 @@ class Saver:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not error or isinstance(error, Stop):
+        if not error or isinstance(error, Stop) or self._elastic:
             self.wait()
             return
         if not self._thread:
