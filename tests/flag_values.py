@@ -187,7 +187,7 @@ KEEPS = [
         "--drift=repair --checkpoint_parts=2",
     ),
     (
-        "",
+        "--bn_sync_every=1",  # moving statistics are brought together where they are kept
         "--elastic --elastic_commit_every=1",
     ),
     (

@@ -173,10 +173,6 @@ class Host:
         _in_network(self.pid, f"tc qdisc replace dev eth0 {shaper}")
         _in_network(switch, f"tc qdisc replace dev port{self.name[4:]} {shaper}")
 
-    def cut_off(self, switch: int) -> None:
-        """From the others; what runs on it goes on."""
-        _in_network(switch, f"ip link set port{self.name[4:]} down")
-
     def end(self) -> None:
         """As if its power were cut."""
         with contextlib.suppress(ProcessLookupError):

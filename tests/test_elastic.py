@@ -167,7 +167,7 @@ def test_a_stop_saves_and_a_rerun_goes_on(elastic, quiet):
 def test_a_host_is_cut_off_then_another_one_joins(flags, hosts, quiet, tmp_path, record_property):  # noqa: F811
     with Elastic(tmp_path / "run", ["node2", "node3"], flags, hosts[1]) as it:
         it.until(20)
-        cut = it.until_next_world(lambda: hosts[2].cut_off(hosts.switch))
+        cut = it.until_next_world(lambda: hosts.cut(hosts[2]))
         grown = it.change(["node1", "node3"])
         record_property("elastic", f"{cut:.1f} s from a cut, {grown:.1f} s from a new host")
         judge(it, quiet)
