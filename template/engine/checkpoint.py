@@ -324,7 +324,8 @@ def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[
 
 
 def _load(path: Path, variables: Variables) -> None:
-    state = _NEWER | checkpoint_files.read(path)
+    newer = {name: value for name, value in _NEWER.items() if name in variables}
+    state = newer | checkpoint_files.read(path)
     other = "Use another --run_dir or --resume=never"
     missing = [n for n in variables if n not in state]
     unknown = [n for n in state if n not in variables]
