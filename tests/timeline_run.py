@@ -23,7 +23,8 @@ def main(run_dir: str) -> None:
     from engine import world as world_lib
     from small_runs import USUAL, fit_config
 
-    settings = {"timeline": "3:5", "num_steps": 6, "run_dir": run_dir}
+    # No step of these is logged, which would be one more exchange.
+    settings = {"timeline": "3:5", "num_steps": 6, "log_every": 6, "run_dir": run_dir}
     config = dataclasses.replace(Config(), **USUAL | settings)
     world = world_lib.connect(reduction.environment(config))
     read = TrainingFeed.next
