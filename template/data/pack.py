@@ -198,8 +198,11 @@ def _to_disk(path: Path) -> None:
 
 
 def progress(what: str, done: int, count: int) -> None:
-    """A bar on standard error, drawn anew for each two-hundredth of the work."""
-    if done % max(1, count // 200) == 0 or done == count:
+    """A bar on standard error, drawn anew for each two-hundredth; in a log one line at the end."""
+    if not sys.stderr.isatty():
+        if done == count:
+            print(f"{what}: {done}/{count}", file=sys.stderr, flush=True)
+    elif done % max(1, count // 200) == 0 or done == count:
         bar = "#" * (30 * done // count)
         end = "\n" if done == count else ""
         print(f"\r{what:>8} [{bar:<30}] {done}/{count}", end=end, file=sys.stderr, flush=True)
