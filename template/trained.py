@@ -7,15 +7,21 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import keras
+import tensorflow as tf
+
 import config as config_lib
 from config import Config
-from engine import checkpoint, checkpoint_files, reduction
+from engine import checkpoint, checkpoint_files, reduction, warm_start
 from engine import world as world_lib
 from engine.interrupt import StopSignal
 from engine.peers import Peers
 from engine.stop import DONE, WRONG_USE, Stop, complain, launch_rank
 from engine.world import World
 from run import Run, assemble
+from tasks import base as tasks
+from tasks import check
+from tasks.base import Task
 
 Work = Callable[[Config, World, StopSignal], None]
 
@@ -89,25 +95,54 @@ def restored(config: Config, world: World, which: str) -> tuple[Run, Path]:
     run, found = assemble(config, world), ""
     with world.together(f"--checkpoint={which}"):
         if world.is_chief:
-            found = str(_chosen(run, which))
+            found = str(chosen(run.checkpoints.folder, which))
             checkpoint.load(Path(found), run.state.variables)
     world.broadcast_variables(list(run.state.variables.values()))
     return run, Path(world.broadcast_object(found, "trained.restored"))
 
 
-def _chosen(run: Run, which: str) -> Path:
-    """Raises ValueError where there is no such checkpoint, or it is damaged."""
-    folder = run.checkpoints.folder
+def model_of(config: Config, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
+    """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model.
+    """
+    world_lib.set_numbers(config)
+    task = tasks.load(config)
+    with check.told("build_model"):
+        model = task.build_model()
+    path = chosen(Path(config.run_dir) / "checkpoints", which)
+    inputs_of = tasks.optional(task, "picture_inputs")
+    if inputs_of is None:
+        raise ValueError(
+            f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
+            "model is called with for a picture (tasks/base.py)"
+        )
+    example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
+    # A model that makes its variables at the first call has them then.
+    check.outputs(task, model, tf.nest.map_structure(lambda part: part[None], example))
+    warm_start.load(model, path, skip_mismatched=False, averages=averaged)
+    return task, model, path
+
+
+def chosen(folder: Path, which: str) -> Path:
+    """A sound checkpoint of a run; "best" is of the scores by its newest score's measure.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is damaged.
+    """
     there = checkpoint_files.candidates(folder)
-    names = f"{folder} holds {', '.join(path.name for path in there) or 'none'}"
+    names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
     if which == "best":
-        path = checkpoint_files.best(there, run.checkpoints.measure)
-        if path is None:
-            raise ValueError(f"{names}; of no score by this measure: say last, or a step")
+        scored = checkpoint_files.scored(there).values()
+        newest = max(scored, key=lambda about: about.step, default=None)
+        if newest is None:
+            raise ValueError(f"{names}, of no score: say --checkpoint=last, or a step")
+        path = checkpoint_files.best(there, newest.measure)
     elif which == "last":
         path, damaged = checkpoint_files.newest_sound(folder)
         if path is None:
-            raise ValueError(f"{names}; none is sound{': '.join(['', *damaged[:1]])}")
+            raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
     elif which.isdecimal():
         path = folder / f"step-{int(which):08d}"
         if not path.exists():

@@ -47,13 +47,16 @@ class Task:
             image = crops.random_resized(sample, key, size, self.mirror, self.smallest)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
+    def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        return self._centre({"image": image})
+
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        return {"inputs": self._centre(sample), "targets": self._label(sample)}
+
+    def _centre(self, sample: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         size = self.config.image_size
         image = crops.centred(sample, size, share=0.875 if size >= LARGE else 1.0)
-        return {
-            "inputs": self._inputs(image, tf.zeros([2], tf.int32)),
-            "targets": self._label(sample),
-        }
+        return self._inputs(image, tf.zeros([2], tf.int32))
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
