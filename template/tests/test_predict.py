@@ -148,7 +148,7 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
 
 
 def test_an_export_says_what_predict_says(digits, tmp_path):
-    (label,) = save_digits(tmp_path / "in", 1)
+    save_digits(tmp_path / "in", 1)
     picture = tmp_path / "in" / "000.png"
     ended = command("export", digits, f"--out={tmp_path}/out", f"--check={picture}")
     assert ended.code == 0, last_lines(ended.output)
