@@ -7,8 +7,23 @@ no Horovod built here to be without, and where one is, the ranks say so themselv
 import sys
 
 from horovod.runner import launch
+from horovod.runner.driver import driver_service
+from horovod.runner.util import remote
+
+# A host that is cut off is a lost one after half a minute, as for Gloo; else ssh waits for ever.
+_KEEPALIVE = " -o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=30"
+
+
+def let_hosts_come_and_go() -> None:
+    """Settings of an elastic run that horovodrun has no flags for."""
+    remote.SSH_COMMAND_PREFIX += _KEEPALIVE
+    # Where the first hosts are all this one, others may come that reach it by --interface only.
+    driver_service.get_local_interfaces = lambda settings: set(settings.nics)
+
 
 if __name__ == "__main__":
     launch.gloo_built = lambda verbose=False: True
     sys.argv[0] = "horovodrun"
+    if "--host-discovery-script" in sys.argv:
+        let_hosts_come_and_go()
     launch.run_commandline()

@@ -6,7 +6,10 @@
 #
 #   -H HOST:RANKS,...     hosts and how many ranks (GPUs) each
 #   --hostfile FILE       the same from a file: `node1 slots=8` or `node1:8`, a host a line
-#   -np N                 ranks in all, if not every slot
+#   --discover COMMAND    hosts may come and go (train.py --elastic): COMMAND, asked each second,
+#                         prints those there are, `node1:8` a line (discover.sh). Wants --interface
+#   -np N                 ranks in all, if not every slot; with --discover: at the start
+#   --min-np N, --max-np N  with --discover: the fewest that go on (1), and the most
 #   --gloo | --mpi        what starts and controls the ranks: horovodrun (default) or mpirun
 #   --interface NAME      network interface between the hosts
 #   -p PORT, -i FILE      ssh port and key
@@ -26,6 +29,7 @@ set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 via=gloo hosts='' np='' interface='' port='' key='' bind=() check='' dry=''
+discover='' least=1 most=''
 
 die() {
     echo "error: $*" >&2
@@ -34,10 +38,7 @@ die() {
 
 # A host a line, `node1 slots=8`, `node1:8` or `node1`; # starts a comment.
 read_hostfile() {
-    [ -r "$1" ] || die "cannot read the hostfile $1"
-    sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "$1" |
-        sed -E -e 's/[[:space:]]*max[-_]slots=[0-9]+//' -e 's/[[:space:]]+slots[[:space:]]*=[[:space:]]*/:/' \
-            -e 's/[[:space:]]+$//' -e '/:/!s/$/:1/' | paste -sd,
+    "$here/discover.sh" "$1" | paste -sd,
 }
 
 while [ $# -gt 0 ]; do
@@ -48,7 +49,10 @@ while [ $# -gt 0 ]; do
         [ -n "$hosts" ] || die "no host in the hostfile $2"
         shift
         ;;
+    --discover) discover=${2:?$1 wants a command} && shift ;;
     -np) np=${2:?$1 wants a number} && shift ;;
+    --min-np) least=${2:?$1 wants a number} && shift ;;
+    --max-np) most=${2:?$1 wants a number} && shift ;;
     --gloo | --mpi) via=${1#--} ;;
     --interface) interface=${2:?$1 wants a name} && shift ;;
     -p) port=${2:?$1 wants a port} && shift ;;
@@ -66,6 +70,14 @@ done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
 if [ -z "$hosts" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
     hosts=$(read_hostfile "$LAUNCH_HOSTFILE") || exit 2
+fi
+if [ -n "$discover" ]; then
+    [ -z "$hosts" ] || die "--discover, -H and --hostfile: choose one"
+    [ "$via" = gloo ] || die "--discover is for Gloo: leave out --mpi"
+    [ -n "$interface" ] || die "--discover needs --interface NAME, which hosts that come later have too" \
+        "(lo where all are this one)"
+    [[ $least$most =~ ^[1-9][0-9]*$ ]] || die "--min-np '$least' and --max-np '$most' are numbers of ranks"
+    hosts=$(sh -c "$discover" | paste -sd,) && [ -n "$hosts" ] || die "--discover '$discover' prints no host"
 fi
 
 slots=0 names=() entries=()
@@ -105,7 +117,12 @@ gloo_words() {
     words=(horovodrun)
     [ ! -x "$python" ] || words=("$python" "$here/gloo.py")
     words+=(--gloo -np "$np")
-    [ -z "$hosts" ] || words+=(-H "$hosts")
+    if [ -n "$discover" ]; then
+        words+=(--host-discovery-script "$discover" --min-np "$least")
+        [ -z "$most" ] || words+=(--max-np "$most")
+    elif [ -n "$hosts" ]; then
+        words+=(-H "$hosts")
+    fi
     [ -z "$port" ] || words+=(-p "$port")
     [ -z "$key" ] || words+=(-i "$key")
     [ -z "$interface" ] || words+=(--network-interfaces "$interface")
@@ -208,10 +225,18 @@ check_hosts() {
 
 told='' pressed='' checking=''
 
+# Hosts that came since the start are told, swept and ended too.
+# shellcheck disable=SC2329
+look_again() {
+    [ -n "$discover" ] || return 0
+    mapfile -t names < <({ printf '%s\n' "${names[@]}" && sh -c "$discover" | cut -d: -f1; } | awk '!seen[$0]++')
+}
+
 # The first host's ranks are told; they tell the others with their next step.
 # shellcheck disable=SC2329 # a signal calls it
 tell_ranks() {
     sh "$here/stop.sh" "$LAUNCH_ID" >/dev/null && return
+    look_again
     local name
     for name in "${names[@]}"; do
         "${reach[@]}" "$name" sh -s "$LAUNCH_ID" <"$here/stop.sh" >/dev/null 2>&1 && return
@@ -251,6 +276,7 @@ end_at_once() {
     exec 2>/dev/null
     kill -KILL -- "-$job" 2>/dev/null || true
     local name
+    look_again
     for name in "${names[@]}"; do
         "${reach[@]}" "$name" sh -s "$LAUNCH_ID" KILL <"$here/stop.sh" >/dev/null 2>&1 &
     done
@@ -264,6 +290,7 @@ end_at_once() {
 # shellcheck disable=SC2329
 sweep() {
     local name
+    look_again
     for name in "${names[@]}"; do
         if is_here "$name"; then continue; fi
         "${reach[@]}" "$name" sh -s "$LAUNCH_ID" LEFT <"$here/stop.sh" >/dev/null 2>&1 &
@@ -282,7 +309,9 @@ readable() {
         if [ -z "$trace" ]; then
             printf '%s\n' "$line" || true
         elif [[ $line == "Process name: "* ]]; then
-            echo "horovodrun: the first to fail was rank ${line#*: }" || true
+            line=${line#*: } # elastic: HOST[SLOT]
+            case $line in *]) ;; *) line="rank $line" ;; esac
+            echo "horovodrun: the first to fail was $line" || true
         elif [[ $line == "Exit code: "* ]]; then
             echo "${line#*: }" >"$1/code"
             trace='' held=''

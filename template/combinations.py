@@ -25,7 +25,8 @@ def implied(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raises ValueError for settings that contradict each other."""
-    for part in (_check_virtual, _check_batch, _check_reduction, _check_schedule, _check_start):
+    parts = (_check_virtual, _check_elastic, _check_batch, _check_reduction, _check_schedule)
+    for part in (*parts, _check_start):
         part(config)
     if config.jit and config.bn_sync == "full":
         raise ValueError(
@@ -66,12 +67,7 @@ def _check_virtual(config: Config) -> None:
             raise ValueError(
                 f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
             )
-    for name in ("batch_per_rank", "lr_scaling"):
-        if getattr(config, name) not in ("none", 0):
-            raise ValueError(
-                f"{flag} makes the same run on any number of ranks, and --{name} another one on "
-                "each: leave it out"
-            )
+    _check_same_run(config, flag)
     if config.bn_sync not in ("mean", "full"):
         raise ValueError(
             f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean instead "
@@ -82,6 +78,35 @@ def _check_virtual(config: Config) -> None:
         raise ValueError(
             f"{flag} needs a sample each in a micro-batch of {micro} (--global_batch_size / "
             "--accumulation_steps): make it larger or give fewer virtual ranks"
+        )
+
+
+def _check_same_run(config: Config, flag: str) -> None:
+    for name in ("batch_per_rank", "lr_scaling"):
+        if getattr(config, name) not in ("none", 0):
+            raise ValueError(
+                f"{flag} makes the same run on any number of ranks, and --{name} another one on "
+                "each: leave it out"
+            )
+
+
+def _check_elastic(config: Config) -> None:
+    if not config.elastic:
+        return
+    _check_same_run(config, "--elastic")
+    for name in ("benchmark", "timeline", "autotune"):
+        if getattr(config, name):
+            raise ValueError(
+                f"--{name} measures one number of ranks, which --elastic changes: leave one out"
+            )
+    if config.checkpoint_parts > 1:
+        raise ValueError(
+            f"--checkpoint_parts={config.checkpoint_parts} is written by ranks that --elastic may "
+            "lose: leave one out"
+        )
+    if config.reduce_backend in ("mpi", "nccl"):
+        raise ValueError(
+            f"--elastic is for Gloo: leave out --reduce_backend={config.reduce_backend}"
         )
 
 
@@ -302,6 +327,7 @@ def notes(config: Config) -> list[str]:
         "val_split": config.synthetic_data and "--synthetic_data",
         "warmup_from": not config.warmup_steps and "--warmup_steps=0",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
+        "elastic_commit_every": not config.elastic and "--noelastic",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")
             or (config.bn_sync in ("full", "none") and f"--bn_sync={config.bn_sync}")

@@ -241,6 +241,12 @@ class Config:
     checkpoint_minutes: float = setting(
         0.0, "a checkpoint too when the newest is older than this; 0: whatever its age", low=0
     )
+    checkpoint_parts: int = setting(
+        1,
+        "files of a checkpoint, each written by one rank, on as many hosts as there are; more than "
+        "1 needs a run_dir that they share",
+        low=1,
+    )
     max_failed_saves: int = setting(
         3, "checkpoints in a row that cannot be written until the run ends", low=1
     )
@@ -268,6 +274,16 @@ class Config:
         "or of a run's folder",
         path=True,
         words=("auto", "never"),
+    )
+    elastic: bool = setting(
+        False,
+        "go on with the ranks that are left when some are lost, and with hosts that join "
+        "(launch/hosts.sh --discover)",
+    )
+    elastic_commit_every: int = setting(
+        10,
+        "with --elastic: steps between copies in memory, which ranks that are left go back to",
+        low=1,
     )
     init_from: str = setting(
         "",

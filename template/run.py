@@ -11,7 +11,7 @@ from config import Config, scale_factor
 from data import once
 from data.pipeline import Reader
 from data.source import Source
-from engine import agreement, batch_norm, dropout, preprocessing
+from engine import agreement, batch_norm, checkpoint_parts, dropout, preprocessing
 from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints, check_types, measure
@@ -77,7 +77,8 @@ def assemble(config: Config, world: World) -> Run:
     with world.together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
-    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
+    writers = checkpoint_parts.choose(world, config.checkpoint_parts)
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured, writers)
     data = (train_source, val_source, train_reader)
     return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 

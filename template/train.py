@@ -26,7 +26,7 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
-from actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync, evaluation_due
+from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
 from data.open import trained_on_too
@@ -34,8 +34,10 @@ from data.pipeline import EvaluationFeed, TrainingFeed
 from engine import (
     agreement,
     batch_norm,
+    checkpoint_parts,
     dropout,
     early_stop,
+    elastic,
     health,
     optimizer,
     pretrained,
@@ -45,6 +47,7 @@ from engine import (
 )
 from engine import world as world_lib
 from engine.checkpoint import Found
+from engine.elastic import Commits
 from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.peers import Peers
@@ -62,10 +65,17 @@ from tasks import base as tasks
 from tasks import check
 
 
-def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | None = None) -> None:
+def fit(
+    given: Config,
+    world: World,
+    stop_signal: StopSignal,
+    commits: Commits,
+    back: GoBack | None = None,
+) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step.
 
-    Raises GoBack, on every rank, when it is to be called once more, with that.
+    Raises GoBack, on every rank, when it is to be called once more, with that. With --elastic it is
+    called anew for each world, where the ranks have changed.
     """
     # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
@@ -73,6 +83,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     say(world, world_lib.describe(world))
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
+        elastic.check_device(config)
 
     # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
@@ -81,13 +92,19 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     for note in notes(run):
         say(world, f"note: {note}")
 
-    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0.
+    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0; or
+    #    what ranks of the last world have in memory.
     run_dir = Path(config.run_dir)
+    kept = commits.newest(world) if config.elastic else None
     with world.together("locking the run folder"):
         if world.is_chief:
-            run_folder.lock(run_dir)
-    found = run.checkpoints.find(back.path if back else config.resume, config.num_steps)
-    if found:
+            run_folder.lock(run_dir, elastic.LOCK_PATIENCE if kept else 0)
+    resume = "auto" if kept else back.path if back else config.resume
+    on_disk = run.checkpoints.find(resume, config.num_steps)
+    found = run.checkpoints.of_memory(kept.step) if kept else on_disk
+    if kept:
+        commits.restore(state.variables, world, kept)
+    elif found:
         run.checkpoints.restore(found, state.variables, config)
         state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
@@ -96,8 +113,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
             if world.is_chief:
                 start(run.model, config)
 
-    # 4. Everything from rank 0, before the first step.
-    world.broadcast_variables(list(state.variables.values()))
+    # 4. Everything from one rank, before the first step.
+    world.broadcast_variables(list(state.variables.values()), kept.rank if kept else 0)
     first_step = int(state.step)
 
     # 5. This rank's share of the data, the step on all ranks together, and the evaluation.
@@ -129,8 +146,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
         val_batch, share = config.eval_batch_size, (world.rank, world.size)
         val_feed = EvaluationFeed(run.val_source, val_reader, val_batch, *share, workers)
     evaluator = Evaluator(run, val_feed)
-    saver = Saver(run.checkpoints, config.max_failed_saves)
-    monitor = health.Health(world, config, sampler, feed, stop_signal, saver)
+    saver = Saver(run.checkpoints, config.max_failed_saves, config.elastic)
+    monitor = health.Health(world, config, sampler, feed, stop_signal, saver, commits)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -140,6 +157,8 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     if more:
         with world.together("making the task's actions"), check.told("actions"):
             others = [Own(world, action) for action in check.actions(more(run))]
+    if not config.benchmark:
+        checkpoint_parts.check_shared(world, run.checkpoints.writers, run_dir)
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     make_up = found is not None and left_out(run, found)
@@ -149,14 +168,16 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
             if note:
                 say(world, note)
         telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
-    if found:
+    if kept:
+        say(world, f"going on from step {first_step}, which rank {kept.rank} has in memory")
+    elif found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
     # 7. What happens after a step, in this order: a checkpoint holds what the task's own actions
     #    did. A checkpoint of another folder is not here yet, nor are the scores before it;
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
-    saved_at = first_step if is_own else None
+    saved_at = first_step if is_own and on_disk and on_disk.step == first_step else None
     save = Save(run, saver, monitor.save_clock, sync, telemetry, saved_at)
     other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
@@ -166,12 +187,16 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     timeline = Timeline(config, world, telemetry, first_step)
     actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed, monitor.pace), *others]
+    if config.elastic:
+        commit = Commit(run, commits, save, sync, telemetry, monitor)
+        actions.append(commit)
+        commits.keep(first_step, state.variables)
     actions += [measured] if config.benchmark else [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
     # However it ends: nothing reads ahead any more, what is being written is written.
-    with feed, saver, timeline:
+    with feed, saver, timeline, telemetry:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
@@ -220,6 +245,12 @@ def notes(run: Run) -> list[str]:
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
         )
+    parts = run.checkpoints.writers.parts
+    if parts < config.checkpoint_parts:
+        found.append(
+            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
+            f"checkpoints are of {parts} file(s)"
+        )
     others = optimizer.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
@@ -255,7 +286,8 @@ def go_back(run: Run, telemetry: Telemetry, ending: Ending) -> None:
     """
     step = int(run.state.step)
     found = run.checkpoints.sound_before(ending.bad_since)
-    if found and not int(run.state.passed_over):
+    # What --elastic keeps in memory is of the steps in between.
+    if found and not int(run.state.passed_over) and not run.config.elastic:
         say(
             run.world,
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
@@ -303,12 +335,12 @@ def finish(
         print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
-def train(config: Config, world: World, stop_signal: StopSignal) -> None:
+def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
     back = None
     while True:
         try:
-            return fit(config, world, stop_signal, back)
+            return fit(config, world, stop_signal, commits, back)
         except GoBack as found:
             back = found.with_traceback(None)  # by which the model so far would be kept
 
@@ -317,24 +349,32 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
     # From here on: a run may be told to stop while it starts.
-    stop_signal = StopSignal(launch_rank())
+    stop_signal, commits = StopSignal(launch_rank()), Commits()
     try:
-        world, code = world_lib.connect(reduction.environment(config)), DONE
+        elastic.check(config)
+        knobs = reduction.environment(config)
+        world = elastic.connect(knobs, commits) if config.elastic else world_lib.connect(knobs)
     except Stop as stop:
         if launch_rank() == 0:
             complain(str(stop))
         return stop.code
-    try:
-        # One GPU a process, or a share of the cores.
-        world_lib.set_up(world, config)
-        with Peers(world, reduction.stall_seconds(config)):
-            train(config, world, stop_signal)
-    except Stop as stop:
-        code = stop.code
-        if world.is_chief:
-            complain(str(stop))
-    world_lib.finish(world)
-    return code
+
+    def in_world(world: World) -> int:
+        """The run with these ranks, to its end."""
+        code = DONE
+        try:
+            # One GPU a process, or a share of the cores.
+            world_lib.set_up(world, config)
+            with Peers(world, reduction.stall_seconds(config), config.elastic):
+                train(config, world, stop_signal, commits)
+        except Stop as stop:
+            code = stop.code
+            if world.is_chief:
+                complain(str(stop))
+        world_lib.finish(world)
+        return code
+
+    return elastic.run(in_world, world, commits) if config.elastic else in_world(world)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
 
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
 random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
-1, 2, 3, 4 or 6 ranks over Gloo or MPI; before a host is cut off the network, on three hosts in
-network namespaces (as root; else that event is left out). KINDs are names of EVENTS; by default
-each happens in turn, in random order. Printed are each event, how soon all of the run had ended and
-with which exit code, how many steps were made again, and the seconds from the event to the next
-step that is new.
+1, 2, 3, 4 or 6 ranks over Gloo or MPI, with checkpoints of 1, 2 or 3 files; before a host is cut
+off the network, on three hosts in network namespaces (as root; else that event is left out). KINDs
+are names of EVENTS; by default each happens in turn, in random order. Printed are each event, how
+soon all of the run had ended and with which exit code, how many steps were made again, and the
+seconds from the event to the next step that is new.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
@@ -34,12 +34,13 @@ from typing import NamedTuple
 
 import psutil
 
-from hosts import PORT, Hosts
+from hosts import PORT, Host, Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS_AN_EVENT = 7  # of the whole run
 START, END = 180, 90  # seconds that a start, an end may take; the ranks share two cores
 RANKS = (1, 2, 3, 4, 6)
+PARTS = (1, 2, 3)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
@@ -63,20 +64,34 @@ class Leg:
     number = 0
 
     def __init__(
-        self, folder: Path, steps: int, ranks: int, via: str, hosts: Hosts | None = None
+        self,
+        folder: Path,
+        steps: int,
+        ranks: int,
+        via: str,
+        parts: int = 1,
+        hosts: Hosts | None = None,
     ) -> None:
         """`hosts`: where the ranks run, one on each; None: all here."""
-        Leg.number += 1
-        self.folder, self.ranks, self.via, self.hosts = folder, ranks, via, hosts
-        self._id = f"chaos-{os.getpid()}-{Leg.number}"
-        words = [ROOT / "launch/hosts.sh", f"--{via}", "-np", ranks]
+        self.ranks, self.via, self.parts, self.hosts = ranks, via, parts, hosts
+        launcher = [f"--{via}", "-np", ranks]
         if hosts:
             names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
-            words = hosts[1].words(*words, "-p", PORT, "-H", names)
-        words += [sys.executable, "train.py"]
-        words += [*USUAL, f"--num_steps={steps}", f"--run_dir={folder}"]
+            launcher += ["-p", PORT, "-H", names]
+        flags = [*USUAL, f"--num_steps={steps}", f"--checkpoint_parts={parts}"]
+        self.start(folder, launcher, flags, hosts[1] if hosts else None)
+
+    def start(
+        self, folder: Path, launcher: list, flags: list[str], host: Host | None = None
+    ) -> None:
+        """`host`: which it is started on, if not this machine itself."""
+        Leg.number += 1
+        self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
+        words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
+        words += [*flags, f"--run_dir={folder}"]
+        words = list(map(str, words))
         self.process = subprocess.Popen(
-            list(map(str, words)),
+            host.words(*words) if host else words,
             cwd=ROOT / "template",
             env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
             stdin=subprocess.DEVNULL,
@@ -180,6 +195,11 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-*"))
 
 
+def _state(it: Context) -> Path:
+    """One of the newest checkpoint's files of variables."""
+    return it.rng.choice(sorted(_checkpoints(it.leg.folder)[-1].glob("state*.npz")))
+
+
 # What may happen. Each ends the run, one way or the other, and returns the exit codes that it may
 # have then; none: any but 0, 2, 3 and 75.
 
@@ -223,14 +243,14 @@ def kill_in_save(it: Context) -> tuple[int, ...]:
 
 def truncate(it: Context) -> tuple[int, ...]:
     it.leg.kill_all()
-    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
+    state = _state(it)
     os.truncate(state, it.rng.randrange(state.stat().st_size))
     return ()
 
 
 def flip_a_bit(it: Context) -> tuple[int, ...]:
     it.leg.kill_all()
-    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
+    state = _state(it)
     with state.open("r+b") as file:
         place = it.rng.randrange(state.stat().st_size)
         file.seek(place)
@@ -248,14 +268,14 @@ def empty_the_manifest(it: Context) -> tuple[int, ...]:
 
 def fill_the_disk(it: Context) -> tuple[int, ...]:
     """For files of a checkpoint's size, until two saves have failed; then the run is stopped."""
-    chief, enough = it.leg.pids()[0], psutil.RLIM_INFINITY
-    chief.rlimit(psutil.RLIMIT_FSIZE, (2**18, enough))
+    writer, enough = it.rng.choice(it.leg.pids()[: it.leg.parts]), psutil.RLIM_INFINITY
+    writer.rlimit(psutil.RLIMIT_FSIZE, (2**18, enough))
 
     def failed() -> bool:
         return sum("was not written" in line for line in it.leg.lines) >= 2
 
     it.leg.wait_for("a save that fails, twice", failed, START)
-    chief.rlimit(psutil.RLIMIT_FSIZE, (enough, enough))
+    writer.rlimit(psutil.RLIMIT_FSIZE, (enough, enough))
     before = set(_checkpoints(it.leg.folder))
     it.leg.wait_for("a save", lambda: set(_checkpoints(it.leg.folder)) - before, START)
     return terminate(it)
@@ -292,8 +312,8 @@ def interrupted(
     outcomes, newest, since = [], 0, 0.0
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
-        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")))
-        leg = Leg(folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", hosts)))
+        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")), rng.choice(PARTS))
+        leg = Leg(folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", how[2], hosts)))
         try:
             leg.after(1)
             begun = leg.steps[0][0]
@@ -314,7 +334,8 @@ def interrupted(
                 pending = kind, time.monotonic() - since
                 newest = max(newest, leg.steps[-1][0])
                 judge(kind, code, allowed, leg)
-                where = f"{leg.ranks} rank(s), {leg.via}, at step {leg.steps[-1][0]}"
+                where = f"{leg.ranks} rank(s), {leg.via}, {leg.parts} file(s) asked for, at step "
+                where += f"{leg.steps[-1][0]}"
                 print(
                     f"{kind}: {where}: all ended after {pending[1]:.1f} s, code {code}", flush=True
                 )

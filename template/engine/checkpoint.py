@@ -1,8 +1,9 @@
 """The checkpoints of a run: saved, scored, found and restored by all ranks together.
 
-Rank 0 writes and reads (engine/checkpoint_files.py has the format); what came of it is broadcast,
-so that all ranks go on or end together. Every method must be called on every rank, but for those
-that write (engine/saver.py calls them).
+Rank 0 writes and reads (engine/checkpoint_files.py has the format), and other ranks write their
+parts (engine/checkpoint_parts.py); what came of it is broadcast, so that all ranks go on or end
+together. Every method must be called on every rank, but for those that write (engine/saver.py calls
+them).
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint_files
+from engine import checkpoint_files, checkpoint_parts, checkpoint_writing
 from engine import fingerprint as fingerprints
 from engine.checkpoint_files import Damaged, Manifest, OtherFormat
+from engine.checkpoint_parts import Heard, Variables, Writers
 from engine.stop import WRONG_USE, Stop
 from engine.world import World, raw, say
-
-Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
 # Settings that may change without making it another run: where it is kept, what is watched and
 # kept of it, and how gradients travel, which changes the rounding of their sums at most. Every
@@ -32,12 +31,12 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # data may be others), accumulation_steps (batch norm sees micro-batches), compression,
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
-    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
+    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "checkpoint_parts"),
     *("checkpoint_minutes", "max_failed_saves", "max_bad_steps", "drift_every"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
-    *("autotune", "timeline", "data_workers"),
+    *("autotune", "timeline", "data_workers", "elastic", "elastic_commit_every"),
 }
 
 
@@ -67,11 +66,12 @@ class Best(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What a checkpoint is written of."""
+    """What a checkpoint, or this rank's part of it, is written of."""
 
     step: int
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
+    save: str  # its name, where it is in parts
 
 
 class Found(NamedTuple):
@@ -91,6 +91,7 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (engine/fingerprint.py), `measure`
     what its scores are of. A score of another measure is none; its best checkpoint stays.
+    `writers` are the ranks that write it.
     """
 
     folder: Path
@@ -98,11 +99,22 @@ class Checkpoints:
     world: World
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    writers: Writers = dataclasses.field(default_factory=Writers)
 
-    def copy(self, step: int, variables: Variables, config: Config) -> Copy:
-        """The values as they are now, in memory of their own; rank 0 calls it, between steps."""
-        arrays = {name: np.asarray(raw(v).numpy()) for name, v in variables.items()}
-        return Copy(step, arrays, dataclasses.asdict(config))
+    def copy(self, step: int, variables: Variables, config: Config, save: str = "") -> Copy:
+        """The values as they are now, in memory of their own; writers call it, between steps.
+
+        Args:
+          save: a name that no other save of any run has; for a checkpoint in parts.
+        """
+        own = checkpoint_parts.part(variables, self.writers.parts, self.part)
+        arrays = {name: np.asarray(raw(v).numpy()) for name, v in own.items()}
+        return Copy(step, arrays, dataclasses.asdict(config), save)
+
+    @property
+    def part(self) -> int | None:
+        """Which part of a checkpoint this rank writes, from 0; None: it writes none."""
+        return self.writers.part_of(self.world.rank)
 
     def write(self, copy: Copy) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept; on rank 0.
@@ -112,7 +124,19 @@ class Checkpoints:
         """
         about = (copy.config, self.world.size, tf.__version__, self.fingerprint)
         try:
-            return checkpoint_files.write(self.folder, copy.step, copy.arrays, *about)
+            return checkpoint_writing.write(self.folder, copy.step, copy.arrays, *about)
+        finally:
+            self._prune()
+
+    def write_part(self, copy: Copy, heard: Heard) -> None:
+        """As `write`, where there are several writers: each calls it, rank 0 waits for all."""
+        partial = checkpoint_parts.unfinished(self.folder, copy.step, copy.save)
+        about = (copy.step, copy.config, self.world.size, tf.__version__, self.fingerprint)
+        if not self.world.is_chief:
+            checkpoint_parts.write_part(partial, copy.arrays, self.writers.parts, self.part)
+            return
+        try:
+            checkpoint_parts.write_all(partial, copy.arrays, self.writers, heard, about)
         finally:
             self._prune()
 
@@ -126,7 +150,7 @@ class Checkpoints:
           OSError, ValueError: it cannot be written; the checkpoint is as it was.
         """
         try:
-            checkpoint_files.set_score(self._path(step), score, self.measure)
+            checkpoint_writing.set_score(self._path(step), score, self.measure)
         finally:
             self._prune()
 
@@ -210,6 +234,10 @@ class Checkpoints:
             found = Found(path, checkpoint_files.read_manifest(path).step, True) if path else None
         return self.world.broadcast_object(found, "checkpoint.sound_before")
 
+    def of_memory(self, step: int) -> Found:
+        """Stands for what ranks kept in memory: as a checkpoint of this run's, on disk or not."""
+        return Found(self._path(step), step, asked=False)
+
     def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
@@ -266,7 +294,7 @@ class Checkpoints:
 def check_types(variables: Variables) -> None:
     """Raises ValueError where a variable cannot be saved, before there is something to lose."""
     for name, variable in variables.items():
-        checkpoint_files.check_type(name, np.dtype(raw(variable).dtype.as_numpy_dtype))
+        checkpoint_writing.check_type(name, np.dtype(raw(variable).dtype.as_numpy_dtype))
 
 
 def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[str]:

@@ -1,8 +1,9 @@
-"""The format of a checkpoint on disk: written whole or not at all, verified before use.
+"""The format of a checkpoint on disk: verified before use, found, deleted.
 
 A checkpoint is a folder step-XXXXXXXX/ with state.npz (every variable by name) and manifest.json:
-format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. It is
-written under another name, flushed to disk and renamed. Folders that begin with a dot are
+format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. In parts
+it has state-1-of-4.npz and so on instead, each some of the variables. It is written under another
+name, flushed to disk and renamed (engine/checkpoint_writing.py). Folders that begin with a dot are
 checkpoints being written (.partial) or deleted (.deleted), and the one that another of the same
 step is about to replace (.old), which counts as long as the new one is not in its place.
 """
@@ -11,25 +12,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import io
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from engine import pulse
-
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see NUMBERS.md
-_STATE, _MANIFEST = "state.npz", "manifest.json"
+IN_PARTS = 4  # as 3, in several files, which versions that know one only must not take for damaged
+STATE, MANIFEST = "state.npz", "manifest.json"
 _NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")
+# A number of the run and one of the save tell apart the folders of saves in parts.
+_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old|\.[0-9a-f]{8}-\d+)?\.(partial|(partial\.)?deleted)")
 _LARGEST_MANIFEST = 1 << 26
 
 
@@ -49,6 +50,7 @@ class Manifest:
     `measure` says by name what the score is of; checkpoints of older versions have none.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings; checkpoints of older versions have none.
+    `parts` has the SHA-256 of each file by name where there are several; `sha256` is then theirs.
     """
 
     step: int
@@ -61,56 +63,16 @@ class Manifest:
     evaluated: bool = False
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def files(self) -> dict[str, str]:
+        """The SHA-256 of every file of variables, by name."""
+        return self.parts or {STATE: self.sha256}
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What is not the same in `measure`: what it was when this was scored, and what it is."""
         pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
-
-
-def write(
-    folder: Path,
-    step: int,
-    arrays: Mapping[str, np.ndarray],
-    config: Mapping[str, Any],
-    ranks: int,
-    tensorflow: str,
-    fingerprint: Mapping[str, str],
-) -> Path:
-    """Writes the checkpoint of this step and returns its folder.
-
-    It replaces one of the same step; the score of that one stays where the arrays are the same.
-
-    Raises:
-      OSError, ValueError: it cannot be written; nothing is left of it and nothing else changed.
-    """
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".{final.name}.partial"
-    try:
-        delete(partial)
-        partial.mkdir(parents=True)
-        sha256 = _write_state(partial / _STATE, arrays)
-        dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
-        about = (step, dict(config), ranks, tensorflow, sha256, dtypes)
-        manifest = Manifest(*about, fingerprint=dict(fingerprint))
-        with contextlib.suppress(Damaged, OtherFormat):
-            before = read_manifest(final)
-            if before.sha256 == sha256:
-                same = {n: getattr(before, n) for n in ("score", "evaluated", "measure")}
-                manifest = dataclasses.replace(manifest, **same)
-        _write_manifest(partial, manifest)
-        _install(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
-
-
-def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:
-    """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
-    known = float(score) if math.isfinite(score) else None
-    found = {"score": known, "evaluated": True, "measure": dict(measure)}
-    _write_manifest(path, dataclasses.replace(read_manifest(path), **found))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -119,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
       Damaged, OtherFormat: naming the file and what is wrong with it.
     """
-    return _guarded(path / _MANIFEST, lambda: _parse(path))
+    return _guarded(path / MANIFEST, lambda: _parse(path))
 
 
 def verify(path: Path) -> Manifest:
@@ -135,8 +97,10 @@ def verify(path: Path) -> Manifest:
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
     manifest = read_manifest(path)
-    if _guarded(path / _STATE, lambda: _sha256(path / _STATE)) != manifest.sha256:
-        raise Damaged(f"{path / _STATE} is damaged: its SHA-256 is not the one in {_MANIFEST}")
+    for name, sha256 in manifest.files().items():
+        file = path / name
+        if _guarded(file, functools.partial(_sha256, file)) != sha256:
+            raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
 
 
@@ -155,14 +119,22 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
     Raises:
       Damaged, OtherFormat: they cannot be read.
     """
-    dtypes = read_manifest(path).dtypes
+    manifest, arrays = read_manifest(path), {}
+    dtypes = manifest.dtypes
 
-    def load() -> dict[str, np.ndarray]:
-        with open(path / _STATE, "rb") as file, np.load(file, allow_pickle=False) as state:
+    def load(path: Path) -> dict[str, np.ndarray]:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as state:
             found = {n: state[n] for n in state.files if n.startswith(prefixes)}
         return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
 
-    return _guarded(path / _STATE, load)
+    for name in manifest.files():
+        arrays |= _guarded(path / name, functools.partial(load, path / name))
+    return arrays
+
+
+def part_names(parts: int) -> list[str]:
+    """The files of a checkpoint in so many parts."""
+    return [f"state-{part}-of-{parts}.npz" for part in range(1, parts + 1)]
 
 
 def step_of(path: Path) -> int | None:
@@ -174,7 +146,7 @@ def step_of(path: Path) -> int | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Rather than a run's folder. One that a person renamed is known by its manifest."""
-    return step_of(path) is not None or (path / _MANIFEST).exists()
+    return step_of(path) is not None or (path / MANIFEST).exists()
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -248,79 +220,8 @@ def tidy(folder: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.rename(final)
-        elif re.fullmatch(r"\.step-\d{8,}(\.old)?\.(partial|(partial\.)?deleted)", path.name):
+        elif _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path)
-
-
-def check_type(name: str, dtype: np.dtype) -> None:
-    """Raises ValueError for what is no number."""
-    if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
-        raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
-
-
-def _write_state(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """Writes the arrays, NumPy's or not, and returns the file's SHA-256."""
-    known = {
-        n: a if _is_numpys(a.dtype) else a.view(f"V{a.dtype.itemsize}") for n, a in arrays.items()
-    }
-    with open(path, "wb") as file:
-        hashed = _Hashed(file)
-        np.savez(hashed, **known)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashed.digest.hexdigest()
-
-
-class _Hashed(io.RawIOBase):
-    """A file that is hashed as it is written, from its first byte to its last.
-
-    So it says that it cannot go back; a zip archive then has its checksums behind the data.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        pulse.beat()  # a disk that is slow is not one that hangs
-        return self._file.write(data)
-
-
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    record = dataclasses.asdict(manifest)
-    about = {"format": FORMAT, **record, "checksum": _checksum(record, FORMAT)}
-    partial = folder / f".{_MANIFEST}.partial"
-    try:
-        with open(partial, "w") as file:
-            json.dump(about, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / _MANIFEST)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _flush_folder(folder)
-
-
-def _install(partial: Path, final: Path) -> None:
-    """Renames; one that is there already is set aside first, so that a kill never loses both."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        if not final.is_dir():
-            raise ValueError(f"{final} is in the way: it is no folder")
-        delete(old)
-        final.rename(old)
-    try:
-        partial.rename(final)
-    except BaseException:
-        if old.exists():
-            old.rename(final)
-        raise
-    _flush_folder(final.parent)
-    delete(old)
 
 
 def _guarded(file: Path, read: Callable[[], Any]) -> Any:
@@ -340,7 +241,7 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
 
 
 def _parse(path: Path) -> Manifest:
-    file = path / _MANIFEST
+    file = path / MANIFEST
     if file.stat().st_size > _LARGEST_MANIFEST:
         raise Damaged(f"{file} is damaged: it is larger than any manifest")
     record = json.loads(file.read_text())
@@ -349,17 +250,20 @@ def _parse(path: Path) -> Manifest:
     checksum, number = record.pop("checksum", None), record.pop("format", None)
     if checksum is None and number is None and {"step", "sha256", "config"} <= record.keys():
         raise _other_format(path, 1)
-    if checksum != _checksum(record, number):
+    if checksum != checksum_of(record, number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
-    if number != FORMAT:
+    if number not in (FORMAT, IN_PARTS):
         raise _other_format(path, number)
     manifest = Manifest(**record)
+    names = part_names(max(2, len(manifest.parts))) if number == IN_PARTS else []
+    if {*manifest.parts} != {*names}:
+        raise Damaged(f"{file} is damaged: it does not name its parts")
     if step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
     return manifest
 
 
-def _checksum(record: Mapping[str, Any], number: Any) -> str:
+def checksum_of(record: Mapping[str, Any], number: Any) -> str:
     """SHA-256 of the content in one spelling, so that it can be written with line breaks."""
     text = json.dumps({"format": number, **record}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -367,14 +271,10 @@ def _checksum(record: Mapping[str, Any], number: Any) -> str:
 
 def _other_format(path: Path, number: Any) -> OtherFormat:
     return OtherFormat(
-        f"{path} is of checkpoint format {number}, and this version reads format {FORMAT}: go on "
-        "with the version that wrote it, or start anew with another --run_dir or --resume=never"
+        f"{path} is of checkpoint format {number}, and this version reads {FORMAT} and {IN_PARTS}: "
+        "go on with the version that wrote it, or start anew with another --run_dir or "
+        "--resume=never"
     )
-
-
-def _is_numpys(dtype: np.dtype) -> bool:
-    """bfloat16 and its like come from ml_dtypes; a file does not say which of them it holds."""
-    return dtype.kind in "biufc"
 
 
 def _sha256(path: Path) -> str:
@@ -383,11 +283,3 @@ def _sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from config import Config
 from engine import pulse, virtual
+from engine.elastic import Commits
 from engine.gradients import LossScale
 from engine.interrupt import StopSignal
 from engine.pace import Pace
@@ -31,8 +32,8 @@ MOST_SKIPS = 20
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
-NUM_VOTES = 4
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED, HOSTS_CHANGED = range(6)
+NUM_VOTES = 6
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -75,7 +76,11 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
+    """This rank's votes, and what the ranks' votes, totals and times say about the run.
+
+    Attributes:
+      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
+    """
 
     def __init__(
         self,
@@ -85,11 +90,13 @@ class Health:
         feed: Feed,
         stop_signal: StopSignal,
         saver: Saver,
+        commits: Commits,
     ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
+        self._commits, self.hosts_changed = commits, False
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
@@ -102,7 +109,12 @@ class Health:
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
         return votes(
-            self._feed.error is not None, self._stop_signal.asked, self._saver.failed, late
+            self._feed.error is not None,
+            self._stop_signal.asked,
+            self._saver.failed,
+            late,
+            self._saver.part_failed,
+            self._commits.hosts_changed,
         )
 
     def verdict(self, *results: Result | None) -> Ending | None:
@@ -130,6 +142,8 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        if counted[PART_FAILED]:
+            self._saver.hear()
         note = virtual.too_small(result)
         if note and not self._told:
             say(self._world, note)
@@ -147,6 +161,7 @@ class Health:
             return Ending(BUG, "saves failed", message, save=False)
         if counted[SAVE_DUE]:
             self.save_clock.heard(int(result["step"]))
+        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -188,7 +203,8 @@ class Health:
 def _figures(result: Result) -> str:
     """What a person needs to see of a step whose gradients are not finite."""
     skipped = int(result["skipped_in_a_row"])
-    scale = f", loss scale {float(result['loss_scale']):g}" if skipped > 1 else ""
+    scale = float(result["loss_scale"])
+    scale = f", loss scale {scale:g}" if scale != 1 else ""
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])
     labels = ", and look for labels that are no class" if math.isnan(loss) else ""
@@ -200,8 +216,13 @@ def _figures(result: Result) -> str:
 
 
 def votes(
-    data_failed: bool, stop_asked: bool, failed_saves: int = 0, save_due: bool = False
+    data_failed: bool,
+    stop_asked: bool,
+    failed_saves: int = 0,
+    save_due: bool = False,
+    part_failed: bool = False,
+    hosts_changed: bool = False,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due)
+    found = (data_failed, stop_asked, failed_saves, save_due, part_failed, hosts_changed)
     return tf.constant([float(vote) for vote in found], tf.float64)

@@ -10,16 +10,18 @@ what comes before tells them apart.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from engine.world import World, hostname
 
 SLOW = 1.5  # times the median of all ranks
 _IN_A_ROW = 3  # logged intervals
-_SHARE = 0.1  # of a step's time: what is less is not worth a word
+_SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: what is less is not worth a word
 
 
 class Pace:
@@ -65,7 +67,7 @@ class Pace:
         own, a_sample, step = found[:, 0], found[:, 2], found[0, 3]
         # Also a sample: of uneven shares the larger one takes longer.
         slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
-        slow &= own - _middle(own) > _SHARE * step
+        slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
         self._slow = np.where(slow, self._slow + 1, 0)
         named = np.flatnonzero(self._slow == _IN_A_ROW)
         parts = [
@@ -84,6 +86,8 @@ class Pace:
 
 def moment(after: tf.Tensor) -> tf.Tensor:
     """When a tensor was there, also one that a GPU computes: seconds since 1970, float64."""
+    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
+        return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
     with tf.device("CPU:0"):
         # By its value: a control dependency would not wait for a GPU.
         there = tf.reduce_all(tf.equal(after, after))

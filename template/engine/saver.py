@@ -3,37 +3,53 @@
 A write that fails ends nothing at first. A person is told, older checkpoints are as they were, and
 the next save tries again. How many saves failed in a row is a vote of rank 0 (engine/health.py), so
 that all ranks end together when there are too many.
+
+Of a checkpoint in parts other ranks do the same with their part. That one of them could not write
+is a vote, too: the ranks then tell each other, between steps, since the disk may not take the news.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from types import TracebackType
 
 from config import Config
-from engine.checkpoint import Checkpoints, Copy, Variables, why_not
+from engine.checkpoint import Checkpoints, Copy, why_not
+from engine.checkpoint_parts import SEEN_WITHIN, Heard, Variables
 from engine.stop import BUG, Stop
-from engine.world import say
+from engine.words import some
+from engine.world import hostname, say
 
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
 _AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
 
 
 class Saver:
-    """The saves of one run; every rank makes one, rank 0's writes.
+    """The saves of one run; every rank makes one, rank 0's writes, and those of other writers.
 
     For `with`: it is left when the save that is being written is done.
 
     Attributes:
-      failed: saves in a row that could not be written, as far as it is known.
+      failed: saves in a row that could not be written, as far as it is known; on rank 0.
       error: why the last of these could not; None where it could.
     """
 
-    def __init__(self, checkpoints: Checkpoints, most_failed: int) -> None:
-        """`most_failed`: after so many tries of the last save, the run ends without it."""
-        self._checkpoints, self._most_failed = checkpoints, most_failed
+    def __init__(self, checkpoints: Checkpoints, most_failed: int, elastic: bool = False) -> None:
+        """`most_failed`: after so many tries of the last save, the run ends without it.
+
+        `elastic`: this process outlives the loss of a rank.
+        """
+        self._checkpoints, self._most_failed, self._elastic = checkpoints, most_failed, elastic
         self._world = checkpoints.world
+        self._in_parts = checkpoints.writers.parts > 1
+        token = secrets.token_hex(4)
+        self._run = self._world.broadcast_object(token, "saver.run") if self._in_parts else ""
+        self._saves = 0  # so far, on every rank
+        self._open = False  # whether ranks have yet to tell each other of the newest save's parts
+        self._heard = Heard()
+        self._untold: str | None = None  # why this rank's part of it could not be written
         self._thread: threading.Thread | None = None
         self._step: int | None = None  # of the newest save
         self._outcome: Exception | None = None  # of the newest save, once its thread has ended
@@ -46,8 +62,10 @@ class Saver:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._thread or not error or isinstance(error, Stop):
+        if not error or isinstance(error, Stop) or self._elastic:
             self.wait()
+            return
+        if not self._thread:
             return
         self._thread.join(_AFTER_FAILURE)
         if self._thread.is_alive():
@@ -56,18 +74,21 @@ class Saver:
                 f"note: the checkpoint of step {self._step} was still being written when the run "
                 "ended: a rerun goes on from the one before it",
             )
+            self._heard.failed = "the run has ended"
 
     def save(self, step: int, variables: Variables, config: Config) -> None:
-        """Copies the values as they are now, and begins to write them.
+        """Copies the values as they are now, and begins to write them; on every rank.
 
         It waits first for the save before it, if that is still being written.
         """
-        if not self._world.is_chief:
-            return
         self.wait()
-        self._step, self._outcome = step, None
+        self._step, self._outcome, self._heard = step, None, Heard()
+        self._saves, self._open = self._saves + 1, self._in_parts
+        if self._checkpoints.part is None:
+            return
         try:
-            copy = self._checkpoints.copy(step, variables, config)
+            name = f"{self._run}-{self._saves}"
+            copy = self._checkpoints.copy(step, variables, config, name)
         except MemoryError as error:
             self._outcome = error
             self._tell()
@@ -82,11 +103,9 @@ class Saver:
 
     def add_score(self, step: int, score: float) -> None:
         """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
-        if not self._world.is_chief:
-            return
         self.wait()
         self._score = step, score
-        if step == self._step and self.error:
+        if not self._world.is_chief or (step == self._step and self.error):
             return  # it was told already, and is scored if it is written after all
         try:
             self._checkpoints.add_score(step, score)
@@ -102,37 +121,58 @@ class Saver:
         Raises:
           Stop: on all ranks, when it cannot be written.
         """
-        if self._world.is_chief:
-            self.wait()
-            for _ in range(self._most_failed - 1):
-                if not self.error:
-                    break
+        for tries in range(self._most_failed):
+            if tries:
                 time.sleep(_BETWEEN_TRIES)
                 self.save(step, variables, config)
-                self.wait()
-                if not self.error:
-                    say(self._world, f"the checkpoint of step {step} is written now")
-                    if self._score and self._score[0] == step:
-                        self.add_score(*self._score)
-        error = self._world.broadcast_object(self.error, "saver.last")
-        if error:
+            self.wait()
+            error = self._world.broadcast_object(self.error, "saver.last")
+            if not error:
+                break
+        else:
             raise Stop(BUG, f"the last checkpoint, of step {step}, was not written: {error}")
+        if tries:
+            say(self._world, f"the checkpoint of step {step} is written now")
+            if self._score and self._score[0] == step:
+                self.add_score(*self._score)
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Until nothing is being written any more; in parts, all ranks must call it."""
+        if self._open:
+            if self._thread and not self._world.is_chief:
+                self._thread.join()
+                self.look()
+            self.hear()
+            self._heard.until = time.monotonic() + SEEN_WITHIN
+            self._open = False
         if self._thread:
             self._thread.join()
             self.look()
 
     def look(self) -> None:
-        """Tells, on rank 0, what came of a save whose thread has ended."""
+        """Learns what came of a save whose thread has ended; rank 0 tells it."""
         if self._thread and not self._thread.is_alive():
             self._thread = None
             self._tell()
 
+    @property
+    def part_failed(self) -> bool:
+        """Whether this rank's part could not be written, which the others do not know yet."""
+        return self._untold is not None
+
+    def hear(self) -> None:
+        """The ranks tell each other who could not write a part; every rank must call it."""
+        everyone = self._world.gather_objects(self._untold, "saver.parts")
+        self._untold = None
+        if failed := [f"rank {rank} on {why}" for rank, why in enumerate(everyone) if why]:
+            self._heard.failed = some(failed, most=1)
+
     def _write(self, copy: Copy) -> None:
         try:
-            self._checkpoints.write(copy)
+            if self._in_parts:
+                self._checkpoints.write_part(copy, self._heard)
+            else:
+                self._checkpoints.write(copy)
         except Exception as error:
             self._outcome = error
 
@@ -143,6 +183,9 @@ class Saver:
         if not isinstance(self._outcome, OSError | ValueError | MemoryError):
             raise self._outcome
         folder = self._checkpoints.folder
+        if not self._world.is_chief:
+            self._untold = f"{hostname()}: {why_not(self._outcome, folder)}"
+            return
         self.failed += 1
         self.error = f"{why_not(self._outcome, folder)}. {self._checkpoints.kept()}"
         say(

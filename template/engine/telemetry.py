@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
     A record that cannot be written (a full disk) is told once, and the run goes on: what counts
-    is in checkpoints.
+    is in checkpoints. For `with`: its files are closed at the end; a summary may come after it.
     """
 
     def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
@@ -44,6 +45,18 @@ class Telemetry:
                 self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
             except tf.errors.OpError as error:
                 raise ValueError(f"{run_dir / 'tensorboard'}: {error.message}") from None
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._world.is_chief:
+            with self._told_once("metrics.jsonl"):
+                self._lines.close()
+            with self._told_once("TensorBoard's files"):
+                self._board.close()
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:

@@ -146,16 +146,20 @@ class World:
                 BUG, f"rank {odd[0]} is at {names[odd[0]]!r} while rank 0 is at {names[0]!r}"
             )
 
-    def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
-        """Overwrites the variables with rank 0's; same variables in the same order on all ranks."""
+    def broadcast_variables(
+        self, variables: Sequence[keras.Variable | tf.Variable], root: int = 0
+    ) -> None:
+        """Overwrites the variables with those of rank `root`; same ones and order on all ranks."""
         if self.size == 1:
             return
         values = [raw(v) for v in variables]
         with unoptimized():
-            hvd.broadcast_variables([v for v in values if v.dtype not in _NOT_SENT], root_rank=0)
+            sent = [v for v in values if v.dtype not in _NOT_SENT]
+            hvd.broadcast_variables(sent, root_rank=root)
         others = [v for v in values if v.dtype in _NOT_SENT]
         if others:
-            known = self.broadcast_object([v.numpy() for v in others], "broadcast.others")
+            own = [v.numpy() for v in others] if self.rank == root else None
+            known = self.gather_objects(own, "broadcast.others")[root]
             for variable, value in zip(others, known):
                 variable.assign(value)
 
@@ -219,7 +223,9 @@ def set_up(world: World, config: Config) -> None:
       Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
     with world.together("choosing a device"):
-        _choose_device(world, config.device, config.cpu_threads or _share_of_cores(world))
+        # Once chosen, TensorFlow's number of threads stays as it is.
+        threads = config.cpu_threads or _threads() or _share_of_cores(world)
+        _choose_device(world, config.device, threads)
         reduction.check_backend(config)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from checks_runs import state
+from config import Config
 from data.arrays import Arrays
+from engine import world as world_lib
 from engine.sampler import Sampler
 from engine.stop import DIVERGED, DONE
 from small_runs import Small, fit, numbers
@@ -63,6 +65,7 @@ def plain_steps(start: dict, steps: list[int]) -> list[np.ndarray]:
 
 
 def check_a_bad_step_is_skipped_and_told(world):
+    world_lib.set_up(world, Config())  # before the first operation
     ids = batch_ids(3)
     wrong = ids[-1]  # the last share's
     ended, printed = told(world, bad([wrong]), num_steps=6, checkpoint_every=1)
@@ -86,6 +89,7 @@ def check_a_bad_step_is_skipped_and_told(world):
 
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
     """A bad stretch of data, steps 8 to 10: from step 6 on with the batch after it."""
+    world_lib.set_up(world, Config())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (7, 8, 9)])
     ended, printed = told(world, task, num_steps=12)
     assert ended.code == DONE, ended.message
@@ -110,6 +114,7 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
 
 
 def check_a_second_time_ends_the_run(world):
+    world_lib.set_up(world, Config())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (4, 5, 9, 10)])
     ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED, (ended.code, ended.message)
@@ -120,6 +125,7 @@ def check_a_second_time_ends_the_run(world):
 
 
 def check_without_a_checkpoint_before_it_the_run_ends(world):
+    world_lib.set_up(world, Config())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (0, 1)])
     ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED and "went back" not in ended.message, ended.message
@@ -127,6 +133,7 @@ def check_without_a_checkpoint_before_it_the_run_ends(world):
 
 
 def check_virtual_ranks_are_named(world):
+    world_lib.set_up(world, Config())  # before the first operation
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
     wrong = batch_ids(3)[3]  # of shares of 3 samples the second
     ended, printed = told(world, bad([wrong]), **settings)

@@ -254,5 +254,5 @@ def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
             train._arrays["id"] = np.arange(60)
             return train, val
 
-    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9)
+    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9, max_bad_steps=1)
     assert ended.code == DIVERGED and not ended.checkpoints, (ended.code, ended.message)

@@ -23,8 +23,8 @@ class Work(keras.layers.Layer):
     def call(self, x):
         if not self._much:
             return x
-        busy = tf.fill([700, 700], tf.stop_gradient(x[0, 0]))
-        return x + 0.0 * tf.reduce_mean(tf.sin(busy @ busy))
+        busy = tf.fill([1500, 1500], tf.stop_gradient(x[0, 0]))
+        return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
 
 
 def slow(rank: int | None) -> type:
@@ -57,8 +57,8 @@ def check_a_slow_rank_is_named_once(world):
 def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
     class Waits(Small):
         def training_example(self, sample, key):
-            busy = tf.fill([300, 300], sample["x"][0])
-            extra = 0.0 * tf.reduce_mean(tf.sin(busy @ busy)) if world.rank == 1 else 0.0
+            busy = tf.fill([700, 700], sample["x"][0])
+            extra = 1e-30 * tf.reduce_mean(tf.sin(busy @ busy)) if world.rank == 1 else 0.0
             return {"inputs": sample["x"] + extra, "targets": sample["y"]}
 
     ended, notes = told(world, Waits)

@@ -316,7 +316,7 @@ def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(wor
     class Broken(Scaled):
         factor = math.inf
 
-    told(world, Broken, DIVERGED, "diverged at step 1")
+    told(world, Broken, DIVERGED, "diverged at step 1", max_bad_steps=1)
 
 
 def check_gradients_that_round_to_nothing_are_told_once(world):

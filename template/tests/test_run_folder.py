@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import config as config_lib
 from config import Config
-from engine import checkpoint_files, run_folder
+from engine import checkpoint_files, checkpoint_writing, run_folder
 from engine.checkpoint import Checkpoints
 from engine.stop import Stop
 from engine.telemetry import Telemetry
@@ -272,7 +272,7 @@ def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
         arrays = {"w": np.float32(100 + step)}
-        checkpoint_files.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
+        checkpoint_writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
     config_lib.write(Config(seed=1), folder / "config.cfg")

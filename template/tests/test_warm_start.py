@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint, checkpoint_files, early_stop, ema, warm_start
+from engine import checkpoint, checkpoint_files, checkpoint_writing, early_stop, ema, warm_start
 from engine.state import State
 from engine.world import World
 from ranks import names_of_checks, run_checks
@@ -104,8 +104,8 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert starts(model) == {3.0}
     # Step 2 has the higher score, but of another measure than the newest that has one.
-    checkpoint_files.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
-    checkpoint_files.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
+    checkpoint_writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
+    checkpoint_writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
     warm_start.load(model, run_dir, False)
     assert starts(model) == {1.0}, "of an older version's: compared with all"
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
