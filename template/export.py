@@ -91,7 +91,8 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
         tf.saved_model.save(module, str(folder), signatures)
         model.save(own.out / "model.keras")
         data = own.check.read_bytes() if own.check else _some_picture()
-        wanted = module.of_files(tf.constant([data, data]))
+        # As a graph, as it is loaded: operations one by one round otherwise.
+        wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
     found = loaded_elsewhere(folder, data)
     for name, value in wanted.items():
