@@ -28,6 +28,7 @@ _DRAWN = 4  # batches, where one is a single example
 
 class Evaluation(NamedTuple):
     figures: dict[str, float]  # `loss` and what the task's `metrics` returns
+    sums: dict[str, np.ndarray]  # what they are of: the task's `sums` over all samples
     pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0 of a task that draws
 
 
@@ -45,6 +46,8 @@ class Evaluator:
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
+        # Called with each batch of this rank, its outputs, and the samples' numbers.
+        self.seen: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
         """One example through all of it: a mistake shows before the first training step.
@@ -74,6 +77,13 @@ class Evaluator:
         with unchanged(self._model):
             return self._evaluate(stop_asked)
 
+    def one(self, number: int) -> tuple[Example, Any]:
+        """A sample by itself, as a batch, and its outputs."""
+        example = self._feed.reader.read(tf.constant(number, tf.int64))
+        batch = tf.nest.map_structure(lambda part: part[None], example)
+        with unchanged(self._model):
+            return batch, self._step(batch)[0]
+
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         total, drawn, error = self._sums(self._world, metrics.zeros(self._step)), [], None
         batches, ballot = iter(self._feed), Ballot()
@@ -84,6 +94,7 @@ class Evaluator:
                 if batch is not None:
                     outputs, more = self._one(batch, place)
                     total.add(more)
+                    self.seen(batch, outputs, self._feed.ids(place))
                     if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
                         drawn.append(self._pictures(batch, outputs))
             except ValueError as caught:
@@ -105,7 +116,7 @@ class Evaluator:
             self._say_once(note)
         drawn = [part for part in drawn if part is not None]
         alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
-        return Evaluation(figures, np.concatenate(alike) if alike else None)
+        return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
 
     def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, np.ndarray]]:
         """Outputs and sums of this rank's batch number `place`.

@@ -7,7 +7,20 @@ from hosts import ROOT
 
 PROJECT = ROOT / "template"
 # From the top: a file may import what stands below it, or beside it in its own folder.
-FLOORS = ["compare", "train", "benchmark", "actions", "evaluation", "run", "step", "tasks"]
+FLOORS = [
+    "compare",
+    "train",
+    "evaluate",
+    "predict",
+    "export",
+    "trained",
+    "benchmark",
+    "actions",
+    "evaluation",
+    "run",
+    "step",
+    "tasks",
+]
 FLOORS += ["data", "engine", "config", "combinations", "settings", "flagfiles"]
 # Imports nothing of the project and nothing heavy, so that every floor can use it.
 GROUND = "engine.stop"

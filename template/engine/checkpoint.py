@@ -249,7 +249,7 @@ class Checkpoints:
         changed = []
         with self.world.together(f"restoring {found.path}"):
             if self.world.is_chief:
-                _load(found.path, variables)
+                load(found.path, variables)
                 before = checkpoint_files.read_manifest(found.path)
                 normed = any(name.endswith("/moving_mean") for name in variables)
                 changed = changes(before, config, self.world.size, normed)
@@ -323,7 +323,12 @@ def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[
     return found
 
 
-def _load(path: Path, variables: Variables) -> None:
+def load(path: Path, variables: Variables) -> None:
+    """Sets this rank's variables to those of a checkpoint.
+
+    Raises:
+      ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
+    """
     newer = {name: value for name, value in _NEWER.items() if name in variables}
     state = newer | checkpoint_files.read(path)
     other = "Use another --run_dir or --resume=never"

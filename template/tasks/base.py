@@ -24,7 +24,7 @@ from engine import schedule
 # Settings that only some tasks read; a task says which in `uses`.
 _OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range", "crop_area")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
-_OPTIONAL = ("prepare", "predict", "notes", "draw", "actions", "schedule")
+_OPTIONAL = ("prepare", "predict", "picture_inputs", "notes", "draw", "actions", "schedule")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
@@ -89,6 +89,13 @@ class Task(Protocol):
         """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
 
         By default model(inputs, training=False).
+        """
+        ...
+
+    def picture_inputs(self, image: tf.Tensor) -> Any:
+        """What `evaluation_example` has as "inputs", of a picture alone, uint8 [H, W, 3]. Optional.
+
+        It is what predict.py and export.py need; TensorFlow ops only.
         """
         ...
 

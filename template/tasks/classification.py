@@ -16,6 +16,7 @@ from tasks.base import Example
 from tasks.classification_models import MODELS
 
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
+MOST_CONFUSED = 1000  # classes, of which all pairs are counted
 LARGE = 64  # pixels, from which pictures are taken as photographs of things at any distance
 
 
@@ -46,13 +47,16 @@ class Task:
             image = crops.random_resized(sample, key, size, self.mirror, self.smallest)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
+    def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        return self._centre({"image": image})
+
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        return {"inputs": self._centre(sample), "targets": self._label(sample)}
+
+    def _centre(self, sample: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         size = self.config.image_size
         image = crops.centred(sample, size, share=0.875 if size >= LARGE else 1.0)
-        return {
-            "inputs": self._inputs(image, tf.zeros([2], tf.int32)),
-            "targets": self._label(sample),
-        }
+        return self._inputs(image, tf.zeros([2], tf.int32))
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
@@ -76,6 +80,12 @@ class Task:
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
         hits = metrics.in_top(targets, outputs, k=1)
         sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        if self.config.num_classes <= MOST_CONFUSED:
+            # Of equal scores the last class, as in_top has it.
+            classes = outputs.shape[-1]
+            predicted = classes - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
+            counted = tf.ones_like(targets, tf.bool)
+            sums["confusion"] = metrics.confusion_matrix(targets, predicted, counted, classes)
         if self.config.num_classes > 5:
             sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
         return sums

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import dataclasses
 import math
 from pathlib import Path
@@ -17,6 +16,7 @@ from data import augment
 from data.demo import scenes
 from data.labels import IGNORE
 from data.open import open_sources
+from data.palette import COLOURS
 from data.source import Source
 from engine import losses, metrics
 from tasks import whole_pictures
@@ -92,6 +92,9 @@ class Task:
         image, label = augment.training_pair(sample, key, self.how)
         return {"inputs": self._inputs(image, key), "targets": {"label": label}}
 
+    def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        return self._inputs(image, tf.zeros([2], tf.int32))
+
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         """The whole picture at its own size; with --eval_crop its centre, and its pixels."""
         image, label, side = sample["image"], sample["label"], self.config.eval_crop
@@ -102,8 +105,7 @@ class Task:
             targets = {"seen_pixels": seen, "all_pixels": height * width}
             how = dataclasses.replace(self.how, size=(side, side))
             image, label = augment.evaluation_pair(sample, how)
-        inputs = self._inputs(image, tf.zeros([2], tf.int32))
-        return {"inputs": inputs, "targets": {"label": label} | targets}
+        return {"inputs": self.picture_inputs(image), "targets": {"label": label} | targets}
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
@@ -178,7 +180,7 @@ class Task:
         labels = np.squeeze(targets["label"][:PICTURES], -1)
         predictions = tf.argmax(outputs[:PICTURES], axis=-1).numpy()
         side = self.config.eval_crop or max(self.config.image_size, SIDE)
-        parts = zip(images, _COLOURS[labels], _COLOURS[predictions])
+        parts = zip(images, COLOURS[labels], COLOURS[predictions])
         return np.stack([np.hstack([_fitted(part, side) for part in row]) for row in parts])
 
 
@@ -197,14 +199,3 @@ def _fitted(picture: np.ndarray, side: int) -> np.ndarray:
     # Colours of classes must not be mixed: between two of them may lie a third's.
     square.paste(Image.fromarray(picture).resize(size, Image.Resampling.NEAREST), corner)
     return np.asarray(square)
-
-
-def _colours() -> np.ndarray:
-    """A colour a class, uint8 [256, 3]: background grey, neighbours far apart in hue."""
-    turns = (np.arange(256) * 0.618034) % 1.0
-    colours = [colorsys.hsv_to_rgb(t, 0.75, 1.0 - 0.35 * (i % 2)) for i, t in enumerate(turns)]
-    colours[0], colours[IGNORE] = (0.25, 0.25, 0.25), (1.0, 1.0, 1.0)
-    return (np.array(colours) * 255).astype(np.uint8)
-
-
-_COLOURS = _colours()

@@ -145,7 +145,8 @@ def test_accuracy_and_top_5():
         sums = task.sums(tf.fill([4, 10], value), tf.zeros([4], tf.int64))
         assert int(sums["hits"]) == int(sums["hits_of_5"]) == 0, value
     few = classification.Task(dataclasses.replace(CONFIG, num_classes=5))
-    assert list(few.sums(logits[:, :5], tf.constant([0, 4, 3, 3], tf.int64))) == ["hits", "samples"]
+    names = list(few.sums(logits[:, :5], tf.constant([0, 4, 3, 3], tf.int64)))
+    assert names == ["hits", "samples", "confusion"]
 
 
 def test_the_sheet_has_a_tile_for_each_picture():

@@ -77,7 +77,7 @@ def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
     telemetry = Telemetry(tmp_path, World(0, 1, 0, 1), 0, 100)
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
-        telemetry.step(step, 8, figures, [1.0], waited)
+        telemetry.step(step, 8, figures, [1.0], waited, {})
         said = capsys.readouterr().out
         assert ("input-bound: rank 0 waited for data 100% of the time" in said) == (step == 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -1,0 +1,141 @@
+"""A trained run's model as files that need none of this code: SavedModel, and .keras.
+
+    python export.py --run_dir=runs/demo --out=exported [--check=photo.jpg]
+
+OUT/saved_model has two signatures, for batches of any size of pictures of one size:
+    serving_default   "image": JPEG or PNG files, text [B]
+    pictures          "image": uint8 [B, height, width, 3]
+Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
+int64, the most probable one. All that evaluation does to a picture is in it. OUT/model.keras is the
+model alone, for what Keras can do with it. What was written is loaded in a new process without this
+code and given a picture; what comes out must equal what predict.py makes of it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import engine.quiet  # noqa: F401
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+import trained
+from config import Config
+from data.readers import pictures
+from engine.interrupt import StopSignal
+from engine.stop import BUG, WRONG_USE, Stop
+from engine.world import World
+from tasks import check
+from tasks.base import Task
+
+# Run without the project: what it loads is all that it has.
+_LOADED = """
+import sys
+import numpy as np
+import tensorflow as tf
+tf.config.set_visible_devices([], "GPU")
+folder, file, found = sys.argv[1:]
+data = open(file, "rb").read()
+loaded = tf.saved_model.load(folder)
+outputs = loaded.signatures["serving_default"](image=tf.constant([data, data]))
+np.savez(found, **{name: value.numpy() for name, value in outputs.items()})
+"""
+
+
+class Exported(tf.Module):
+    """What is saved: the model, and what the task does to pictures before and after it."""
+
+    def __init__(self, task: Task, model: keras.Model) -> None:
+        super().__init__()
+        self.model, self._task = model, task
+
+    def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Of pictures of one size, uint8 [B, height, width, 3]."""
+        example = self._task.picture_inputs(tf.zeros([8, 8, 3], tf.uint8))
+        kinds = tf.nest.map_structure(lambda t: tf.TensorSpec(None, t.dtype), example)
+        inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
+        inputs = tf.nest.map_structure(
+            lambda part, one: tf.ensure_shape(part, [None, *[None] * one.shape.rank]),
+            inputs, example,
+        )  # fmt: skip
+        outputs = check.outputs(self._task, self.model, inputs)
+        found = tf.nn.softmax(tf.cast(outputs, tf.float32))
+        return {"probabilities": found, "classes": tf.argmax(outputs, -1)}
+
+    def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Of JPEG or PNG files, text [B], whose pictures are of one size."""
+        kind = tf.TensorSpec([None, None, 3], tf.uint8)
+        return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
+
+
+def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+    """Raises Stop where it cannot be done, or where what was written gives other outputs."""
+    if world.size > 1:
+        raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
+    with world.together("exporting"):
+        averaged = own.ema and config.ema_decay > 0
+        task, model, path = trained.model_of(config, own.checkpoint, averaged)
+        module = Exported(task, model)
+        signatures = {
+            "serving_default": _function(module.of_files, [None], tf.string),
+            "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
+        }
+        folder = own.out / "saved_model"
+        tf.saved_model.save(module, str(folder), signatures)
+        model.save(own.out / "model.keras")
+        data = own.check.read_bytes() if own.check else _some_picture()
+        # As a graph, as it is loaded: operations one by one round otherwise.
+        wanted = signatures["serving_default"](tf.constant([data, data]))
+    print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
+    found = loaded_elsewhere(folder, data)
+    for name, value in wanted.items():
+        if not np.array_equal(value.numpy(), found[name]):
+            least = np.max(np.abs(value.numpy().astype(float) - found[name]))
+            raise Stop(BUG, f"loaded in a new process {name} differ by {least:g}: do not use it")
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
+    print(f"loaded in a new process without this code: equal outputs ({shapes})")
+
+
+def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
+    """What the SavedModel makes of a batch of the picture, twice, in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        picture, found = Path(scratch) / "picture", Path(scratch) / "found.npz"
+        picture.write_bytes(data)
+        words = [sys.executable, "-I", "-c", _LOADED, str(folder.absolute()), picture, found]
+        ended = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+            raise Stop(BUG, f"{folder} cannot be loaded in a new process: {last}")
+        with np.load(found) as file:
+            return {name: file[name] for name in file.files}
+
+
+def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
+    spec = tf.TensorSpec(shape, dtype, name="image")
+    return tf.function(call, input_signature=[spec], autograph=False)
+
+
+def _some_picture() -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
+    return tf.io.encode_png(noise).numpy()
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
+    made = trained.parser(__doc__)
+    made.add_argument("--out", type=Path, required=True, help="folder for what is written")
+    made.add_argument("--check", type=Path, help="JPEG or PNG to compare by; by default noise")
+    own, flags = made.parse_known_args(argv[1:])
+    config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
+    return trained.on_ranks(config, lambda *world: export(*world, own))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

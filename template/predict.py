@@ -1,0 +1,188 @@
+"""What a trained run's model says of pictures.
+
+    python predict.py --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
+
+Segmentation: OUT/labels has a PNG of classes for each picture, at its own size, OUT/overlays the
+picture with them. Classification: OUT/predictions.csv has the five most probable classes of each.
+All that Pillow reads is read; what it cannot read is named and passed over, and the exit code is 1.
+On several ranks (horovodrun) each takes a share. Flags of train.py may follow (--eval_flip, ...).
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import engine.quiet  # noqa: F401
+
+# isort: split
+import numpy as np
+import tensorflow as tf
+from PIL import Image, ImageOps
+
+import trained
+from config import Config
+from data import pack
+from data.palette import COLOURS
+from data.readers import pictures
+from engine.interrupt import StopSignal
+from engine.stop import BUG, PREEMPTED, Stop
+from engine.world import World, say
+from tasks import check
+
+SHOWN = 5  # classes of a picture
+Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
+
+
+class Unreadable(ValueError):
+    """A file that holds no picture that can be predicted on; the message names it."""
+
+
+def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+    """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
+    with world.together("making the model"):
+        task, model, path = trained.model_of(
+            config, own.checkpoint, own.ema and config.ema_decay > 0
+        )
+        files = listed(own.pictures)
+        own.out.mkdir(parents=True, exist_ok=True)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
+    def outputs_of(image: tf.Tensor) -> tf.Tensor:
+        inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
+        return check.outputs(task, model, inputs)[0]
+
+    say(world, f"{len(files)} pictures, by {path}")
+    rows: list[Row] = []
+    faults: list[str] = []
+    stopped = False
+    mine = list(files.items())[world.rank :: world.size]
+    for done, (name, file) in enumerate(mine, start=1):
+        if stopped := stop_signal.asked:
+            break
+        try:
+            image = load(file)
+            rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
+        except (Unreadable, OSError) as error:
+            faults.append(str(error))
+        except tf.errors.ResourceExhaustedError:
+            faults.append(
+                f"{file}: it does not fit into memory; for segmentation say --eval_window"
+            )
+        if world.is_chief:
+            pack.progress("pictures", done, len(mine))
+    everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
+    rows = sorted(row for theirs, _, _ in everyone for row in theirs)
+    faults = [fault for _, theirs, _ in everyone for fault in theirs]
+    with world.together(f"writing {own.out}"):
+        if world.is_chief and rows:
+            table(own.out / "predictions.csv", rows)
+    for fault in faults:
+        say(world, f"passed over: {fault}")
+    say(world, f"written: {own.out}")
+    if any(stopped for _, _, stopped in everyone):
+        raise Stop(PREEMPTED, "stopped before the end")
+    if faults:
+        raise Stop(BUG, f"{len(faults)} of {len(files)} files were passed over, named above")
+
+
+def listed(named: Sequence[Path]) -> dict[str, Path]:
+    """The files to predict on, by the name of what is written; of folders all that is in them.
+
+    Raises:
+      ValueError: there is none, or a name does not exist.
+    """
+    found: dict[str, Path] = {}
+    for path in named:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in inside:
+            name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
+            if found.setdefault(name, file) != file:
+                raise ValueError(f"{found[name]} and {file} would both be written as {name}")
+    if not found:
+        raise ValueError(f"no files in {', '.join(map(str, named))}")
+    return found
+
+
+def load(file: Path) -> np.ndarray:
+    """The picture as viewers show it, uint8 [H, W, 3]; raises Unreadable.
+
+    PNG and JPEG are decoded as in training and evaluation.
+    """
+    data = file.read_bytes()
+    if fault := pictures.too_deep(data):
+        raise Unreadable(f"{file} {fault}")
+    try:
+        if tf.io.is_jpeg(data) or data[:4] == b"\x89PNG":
+            return pictures.decode_image(tf.constant(data)).numpy()
+        with Image.open(file) as picture:
+            if picture.mode[0] in "IF":
+                raise Unreadable(f"{file} has more than 8 bits a channel: convert it to 8 bits")
+            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+    except tf.errors.OpError:
+        raise Unreadable(f"{file} is damaged: it cannot be decoded") from None
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Unreadable(f"{file} cannot be read: {error}") from None
+
+
+def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
+    """Writes what a picture's outputs are to look at; returns its row of the table, if it has one.
+
+    Args:
+      outputs: logits [classes], or [height, width, classes].
+    """
+    if outputs.ndim == 1:
+        chances = _softmax(outputs.astype(np.float64))
+        first = np.argsort(-chances, kind="stable")[:SHOWN]
+        return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
+    if outputs.ndim != 3 or outputs.shape[-1] > len(COLOURS):
+        raise Unreadable(
+            f"{name}: the model's outputs are {list(outputs.shape)}: predict.py shows logits "
+            "[classes], or [height, width, classes] of at most 256 classes"
+        )
+    classes = Image.fromarray(outputs.argmax(-1).astype(np.uint8), "P")
+    classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
+    classes.putpalette(COLOURS.tobytes())
+    over = Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
+    for folder, picture in (("labels", classes), ("overlays", over)):
+        file = out / folder / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(file)
+    return []
+
+
+def table(file: Path, rows: Sequence[Row]) -> None:
+    """To the file, and printed."""
+    shown = (len(rows[0]) - 1) // 2
+    with file.open("w", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])
+        writer.writerows(rows)
+    for name, *pairs in rows:
+        said = "  ".join(f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
+        print(f"{name}: {said}")
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 files were passed over, 2 wrong use, 75 stopped."""
+    made = trained.parser(__doc__)
+    made.add_argument("--out", type=Path, required=True, help="folder for what is written")
+    made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
+    own, flags = made.parse_known_args(argv[1:])
+
+    config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
+    return trained.on_ranks(config, lambda *world: predict(*world, own))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

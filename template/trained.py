@@ -1,0 +1,153 @@
+"""A run that was trained: its settings, and its model with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+import config as config_lib
+from config import Config
+from engine import checkpoint, checkpoint_files, reduction, warm_start
+from engine import world as world_lib
+from engine.interrupt import StopSignal
+from engine.peers import Peers
+from engine.stop import DONE, WRONG_USE, Stop, complain, launch_rank
+from engine.world import World
+from run import Run, assemble
+from tasks import base as tasks
+from tasks import check
+from tasks.base import Task
+
+Work = Callable[[Config, World, StopSignal], None]
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """What all commands on a trained run take; `about` is the module's docstring."""
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
+    made.add_argument(
+        "--checkpoint",
+        default="best",
+        help="best (the highest score), last, a step, or the path of a checkpoint",
+    )
+    made.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="averaged weights, where the run kept them (--ema_decay): its scores are theirs",
+    )
+    return made
+
+
+def settings(run_dir: Path, flags: Sequence[str]) -> Config:
+    """The run's settings, then `flags`, as on train.py's command line.
+
+    On every rank; where something is wrong rank 0 says it, and all exit with 2.
+    """
+    file = run_dir / "config.cfg"
+    own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
+    try:
+        if not file.is_file():
+            raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
+        return config_lib.parse(["", *own, "--init_from=", "--backbone_weights=", *flags])
+    except ValueError as error:
+        if launch_rank() == 0:
+            complain(str(error))
+        sys.exit(WRONG_USE)
+
+
+def on_ranks(config: Config, work: Work) -> int:
+    """Does the work on the ranks that were launched; returns the exit code."""
+    stop_signal = StopSignal(launch_rank())
+    try:
+        world, code = world_lib.connect(reduction.environment(config)), DONE
+    except Stop as stop:
+        if launch_rank() == 0:
+            complain(str(stop))
+        return stop.code
+    try:
+        world_lib.set_up(world, config)
+        with Peers(world, reduction.stall_seconds(config)):
+            with world.together("reading the settings"):
+                config = config_lib.for_ranks(config, world.size)
+            work(config, world, stop_signal)
+    except Stop as stop:
+        code = stop.code
+        if world.is_chief:
+            complain(str(stop))
+    world_lib.finish(world)
+    return code
+
+
+def restored(config: Config, world: World, which: str) -> tuple[Run, Path]:
+    """The run with the weights of one of its checkpoints, on all ranks, and its path.
+
+    Raises:
+      Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
+    """
+    run, found = assemble(config, world), ""
+    with world.together(f"--checkpoint={which}"):
+        if world.is_chief:
+            found = str(chosen(run.checkpoints.folder, which))
+            checkpoint.load(Path(found), run.state.variables)
+    world.broadcast_variables(list(run.state.variables.values()))
+    return run, Path(world.broadcast_object(found, "trained.restored"))
+
+
+def model_of(config: Config, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
+    """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model.
+    """
+    world_lib.set_numbers(config)
+    task = tasks.load(config)
+    with check.told("build_model"):
+        model = task.build_model()
+    path = chosen(Path(config.run_dir) / "checkpoints", which)
+    inputs_of = tasks.optional(task, "picture_inputs")
+    if inputs_of is None:
+        raise ValueError(
+            f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
+            "model is called with for a picture (tasks/base.py)"
+        )
+    example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
+    # A model that makes its variables at the first call has them then.
+    check.outputs(task, model, tf.nest.map_structure(lambda part: part[None], example))
+    warm_start.load(model, path, skip_mismatched=False, averages=averaged)
+    return task, model, path
+
+
+def chosen(folder: Path, which: str) -> Path:
+    """A sound checkpoint of a run; "best" is of the scores by its newest score's measure.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is damaged.
+    """
+    there = checkpoint_files.candidates(folder)
+    names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
+    if which == "best":
+        scored = checkpoint_files.scored(there).values()
+        newest = max(scored, key=lambda about: about.step, default=None)
+        if newest is None:
+            raise ValueError(f"{names}, of no score: say --checkpoint=last, or a step")
+        path = checkpoint_files.best(there, newest.measure)
+    elif which == "last":
+        path, damaged = checkpoint_files.newest_sound(folder)
+        if path is None:
+            raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
+    elif which.isdecimal():
+        path = folder / f"step-{int(which):08d}"
+        if not path.exists():
+            raise ValueError(f"{names}, and none of step {which}")
+    else:
+        path = Path(which)
+    checkpoint_files.verify(path)
+    return path
