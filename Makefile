@@ -47,7 +47,7 @@ lint: setup ## Python and shell
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 
-bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, its stages, cost; 35 minutes
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, its stages, cost; 38 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
 # PyTorch, which nothing here runs on, stays out of .venv.

@@ -3,7 +3,7 @@
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
 NAMEs are equivalence, peers, input, stages and cost; without any, all of them, with the flags in
-PARTS: 35 minutes on two idle cores. Figures are as good as the machine is idle: the file says what
+PARTS: 38 minutes on two cores. Figures are as good as the machine is idle: the file says what
 its load was at the start. The file is written anew after each part; one that fails is in it with
 what it printed, the others run all the same, and the exit code is 1. --torch is the Python of an
 environment with requirements-peers.txt; without it PyTorch's rows are missing.

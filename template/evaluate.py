@@ -160,7 +160,8 @@ def pictures(run: Run, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) 
         old.unlink()
     for place, (loss, number) in enumerate(worst, start=1):
         batch, outputs = evaluator.one(number)
-        sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
+        with check.told("draw"):
+            sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
         Image.fromarray(sheet).save(out / name)
 

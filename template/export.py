@@ -82,14 +82,14 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
     with world.together("exporting"):
         averaged = own.ema and config.ema_decay > 0
         task, model, path = trained.model_of(config, own.checkpoint, averaged)
-        module = Exported(task, model)
+        module, folder = Exported(task, model), own.out / "saved_model"
         signatures = {
             "serving_default": _function(module.of_files, [None], tf.string),
             "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
         }
-        folder = own.out / "saved_model"
-        tf.saved_model.save(module, str(folder), signatures)
-        model.save(own.out / "model.keras")
+        with check.told("saving the model"):
+            tf.saved_model.save(module, str(folder), signatures)
+            model.save(own.out / "model.keras")
         data = own.check.read_bytes() if own.check else _some_picture()
         # As a graph, as it is loaded: operations one by one round otherwise.
         wanted = signatures["serving_default"](tf.constant([data, data]))

@@ -27,6 +27,7 @@ import trained
 from config import Config
 from data import pack
 from data.palette import COLOURS
+from data.pipeline import said
 from data.readers import pictures
 from engine.interrupt import StopSignal
 from engine.stop import BUG, PREEMPTED, Stop
@@ -66,12 +67,12 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         try:
             image = load(file)
             rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
-        except (Unreadable, OSError) as error:
-            faults.append(str(error))
         except tf.errors.ResourceExhaustedError:
-            faults.append(
-                f"{file}: it does not fit into memory; for segmentation say --eval_window"
-            )
+            faults.append(f"{file} does not fit into memory; for segmentation say --eval_window")
+        except tf.errors.OpError as error:  # all ranks meet below, whatever one of them met here
+            faults.append(f"{file}: {said(error)}")
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
         if world.is_chief:
             pack.progress("pictures", done, len(mine))
     everyone = world.gather_objects((rows, faults, stopped), "predict.rows")

@@ -226,7 +226,7 @@ def fit(
         if (ending is None or ending.save) and not config.benchmark:
             save.last(int(state.step))
     if ending and ending.bad_since and not config.benchmark:
-        go_back(run, telemetry, ending)
+        go_back(run, ending)
     sync()
     finish(run, telemetry, evaluate.figures, ending)
 
@@ -277,7 +277,7 @@ def left_out(run: Run, found: Found) -> bool:
     return not run.checkpoints.has_score(found.path) or last
 
 
-def go_back(run: Run, telemetry: Telemetry, ending: Ending) -> None:
+def go_back(run: Run, ending: Ending) -> None:
     """Raises GoBack, on all ranks, where there is a checkpoint before the bad steps; once a run.
 
     From the same weights the same batches would lead to the same steps. So the batches between are
@@ -293,7 +293,6 @@ def go_back(run: Run, telemetry: Telemetry, ending: Ending) -> None:
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
             f"{found.step + 1} to {step} are left out from here on. It happens once",
         )
-        telemetry.close()
         raise GoBack(str(found.path), step)
 
 

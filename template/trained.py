@@ -134,11 +134,9 @@ def chosen(folder: Path, which: str) -> Path:
     there = checkpoint_files.candidates(folder)
     names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
     if which == "best":
-        scored = checkpoint_files.scored(there).values()
-        newest = max(scored, key=lambda about: about.step, default=None)
-        if newest is None:
+        path = checkpoint_files.best_by_newest(there)
+        if path is None:
             raise ValueError(f"{names}, of no score: say --checkpoint=last, or a step")
-        path = checkpoint_files.best(there, newest.measure)
     elif which == "last":
         path, damaged = checkpoint_files.newest_sound(folder)
         if path is None:

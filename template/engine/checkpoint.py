@@ -229,9 +229,11 @@ class Checkpoints:
     def sound_before(self, step: int) -> Found | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
         found = None
-        if self.world.is_chief:
-            path, _ = checkpoint_files.newest_sound(self.folder, step)
-            found = Found(path, checkpoint_files.read_manifest(path).step, True) if path else None
+        with self.world.together("looking for a checkpoint to go back to"):
+            if self.world.is_chief:
+                path, _ = checkpoint_files.newest_sound(self.folder, step)
+                if path:
+                    found = Found(path, checkpoint_files.read_manifest(path).step, asked=True)
         return self.world.broadcast_object(found, "checkpoint.sound_before")
 
     def of_memory(self, step: int) -> Found:

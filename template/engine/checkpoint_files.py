@@ -190,6 +190,13 @@ def best(paths: list[Path], measure: Mapping[str, Any]) -> Path | None:
     return _best_of(scored(paths), measure)
 
 
+def best_by_newest(paths: list[Path]) -> Path | None:
+    """The best by the measure of the newest score, if there is a score."""
+    there = scored(paths)
+    newest = max(there.values(), key=lambda about: about.step, default=None)
+    return _best_of(there, newest.measure) if newest else None
+
+
 def best_of_each(paths: list[Path]) -> set[Path]:
     """The best by every measure that one of them is scored by."""
     there = scored(paths)  # one look at each: as many again for each measure would take seconds

@@ -169,14 +169,6 @@ class Telemetry:
             self._dir / "predictions.png"
         )
 
-    def close(self) -> None:
-        """Nothing more is written. `summary` does it too."""
-        if self._world.is_chief:
-            with self._told_once("metrics.jsonl"):
-                self._lines.close()
-            with self._told_once("TensorBoard's files"):
-                self._board.close()
-
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
             text = json.dumps(_finite(record), indent=1) + "\n"
@@ -184,7 +176,6 @@ class Telemetry:
             with self._told_once("summary.json"):
                 partial.write_text(text)
                 partial.rename(self._dir / "summary.json")
-            self.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._told_once("metrics.jsonl"):

@@ -121,9 +121,7 @@ def _best(run_dir: Path) -> Path:
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
             f"folder of a run with a sound checkpoint in checkpoints/{example}"
         )
-    scored = checkpoint_files.scored(sound).values()
-    newest = max(scored, key=lambda about: about.step, default=None)
-    return checkpoint_files.best(sound, newest.measure) if newest else sound[-1]
+    return checkpoint_files.best_by_newest(sound) or sound[-1]
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
