@@ -142,8 +142,29 @@ def test_two_ctrl_c_while_a_run_starts_end_it(tiny):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
-    """Steps and saves take milliseconds here: horovodrun and mpirun give ranks a few seconds."""
-    train = [sys.executable, "train.py", "--flagfile=configs/demo.cfg", *tiny]
+    """Steps and saves take milliseconds here: horovodrun and mpirun give ranks a few seconds.
+
+    Over MPI horovodrun kills mpirun five seconds after Ctrl-C, whatever its ranks do (hosts.sh does
+    not). On a busy machine that can be too few: of three tries one has to do.
+    """
+    tries = 3 if launcher == "mpi" else 1
+    for left in reversed(range(tries)):
+        shown, code = ended_by_ctrl_c(launcher, [*tiny, f"--run_dir={tmp_path}/run{left}"])
+        step = re.search(r"saved at step (\d+)", shown)
+        if step:
+            break
+    assert step, shown
+    assert shown.count(SAYS) == 1, shown
+    assert (PROMISE in shown) == (launcher == "alone")  # elsewhere it comes as SIGTERM
+    assert code == CODES[launcher], shown
+    saved = list((tmp_path / f"run{left}" / "checkpoints").iterdir())
+    assert [path.name for path in saved] == [f"step-{int(step[1]):08}"]
+    assert checkpoint_files.fault(saved[0]) is None
+
+
+def ended_by_ctrl_c(launcher: str, flags: list[str]) -> tuple[str, int]:
+    """What a run in a terminal showed that got Ctrl-C after 200 steps, and its exit code."""
+    train = [sys.executable, "train.py", "--flagfile=configs/demo.cfg", *flags]
     # mpirun reads nothing while it waits: a rank that goes on printing would stand still.
     words = [*LAUNCHERS[launcher], *train, "--num_steps=100000", "--log_every=200"]
     # mpirun waits so long before SIGTERM, and again before SIGKILL; one second if not told. But
@@ -154,13 +175,5 @@ def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
         terminal.wait_for("step 200/", 240)
         terminal.press(CTRL_C)
         code = terminal.wait(60)
-        shown = terminal.shown
-        assert shown.count(SAYS) == 1, shown
-        assert (PROMISE in shown) == (launcher == "alone")  # elsewhere it comes as SIGTERM
-        step = re.search(r"saved at step (\d+)", shown)
-        assert step, shown
-        assert code == CODES[launcher], shown
         assert not terminal.left_after(10)
-    saved = list((tmp_path / "run" / "checkpoints").iterdir())
-    assert [path.name for path in saved] == [f"step-{int(step[1]):08}"]
-    assert checkpoint_files.fault(saved[0]) is None
+        return terminal.shown, code

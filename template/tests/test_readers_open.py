@@ -117,7 +117,8 @@ def said(train_split: str, train_source, val_source) -> list[str]:
     parts = {"config": config, "train_source": train_source, "val_source": val_source}
     world = SimpleNamespace(is_chief=True, size=1)
     model = SimpleNamespace(compiled=False, trainable_variables=[])
-    notes = train.notes(SimpleNamespace(**parts, world=world, model=model))
+    writers = SimpleNamespace(writers=SimpleNamespace(parts=1))
+    notes = train.notes(SimpleNamespace(**parts, world=world, model=model, checkpoints=writers))
     return [note for note in notes if "validation pictures" in note]
 
 
