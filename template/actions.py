@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from config import Config
 from data.pipeline import TrainingFeed
-from engine import agreement, batch_norm, early_stop, ema
+from engine import agreement, batch_norm, confusion, early_stop, ema
 from engine.checkpoint import Best
 from engine.drift import Drift
 from engine.elastic import Commits, WorldChanged
@@ -267,6 +267,9 @@ class Evaluate:
             score = self.figures[run.task.main_metric]
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
+            if (counts := found.confusion()) is not None:
+                names = confusion.class_names(run.val_source, len(counts))
+                self._telemetry.confusion(names, counts)
             self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)

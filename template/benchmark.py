@@ -70,7 +70,7 @@ class Benchmark:
             )
             return
         with run.world.together("counting the model's operations"), check.told("the model"):
-            self._flops = _count(run, feed.spec) if run.world.is_chief else {}
+            self._flops = count_operations(run, feed.spec) if run.world.is_chief else {}
 
     def step(self, batch: Any, votes: tf.Tensor) -> Result:
         """The train step, timed."""
@@ -99,8 +99,7 @@ class Benchmark:
 
     def _own(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
-        gpu = bool(tf.config.get_visible_devices("GPU"))
-        memory = tf.config.experimental.get_memory_info("GPU:0") if gpu else {"peak": None}
+        on_host, on_gpu = peak_bytes()
         _, per_step, *_ = tf.nest.flatten(self._feed.spec)[0].shape
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
         first, last = self._clocks[0], self._clocks[-1]
@@ -108,13 +107,13 @@ class Benchmark:
         times = np.diff([clocks.now for clocks in self._clocks])
         return {
             "host": world_lib.hostname(),
-            "device": _device_name() if gpu else "CPU",
+            "device": _device_name() if on_gpu else "CPU",
             "samples_per_second": (samples / times).tolist(),
             "seconds_a_step": whole / WINDOWS / self._ends.step,
             "input": waited / whole,
             "bookkeeping": (whole - waited - in_step) / whole,
-            "host_peak_bytes": _host_peak(),
-            "gpu_peak_bytes": memory["peak"],
+            "host_peak_bytes": on_host,
+            "gpu_peak_bytes": on_gpu or None,
             "seconds_of_reduction": reduction_alone(self._run, self._train_step),
         }
 
@@ -216,7 +215,7 @@ class _Zeros:
         return self._gradients
 
 
-def _count(run: Run, spec: Any) -> dict[str, Any]:
+def count_operations(run: Run, spec: Any) -> dict[str, Any]:
     """Operations a sample; or why they are not counted."""
     config = run.config
     micro = config.global_batch_size // config.accumulation_steps
@@ -238,7 +237,10 @@ def _device_name() -> str:
     return tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
 
 
-def _host_peak() -> int:
-    """Bytes of memory that this process held at most. (getrusage's also counts its parent's.)"""
+def peak_bytes() -> tuple[int, int]:
+    """Bytes of memory that this process held at most, and of its GPU's (0: it has none)."""
+    # getrusage's also counts its parent's.
     [line] = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
-    return int(line.split()[1]) * 1024
+    gpu = bool(tf.config.get_visible_devices("GPU"))
+    peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if gpu else 0
+    return int(line.split()[1]) * 1024, peak

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from config import Config
 
 _LARGEST_SCALE = 8  # of an evaluation: 64 times the pixels
+TRACKERS = ("tensorboard", "csv", "mlflow", "wandb")
 _MOST_RECORDED = 100  # steps: a profile is held in memory until its last one
 
 
@@ -33,10 +34,13 @@ def check(config: Config) -> None:
             "--jit compiles what one rank computes, and --bn_sync=full exchanges between ranks "
             "within it: use another --bn_sync or leave out --jit"
         )
+    if config.dry_run and config.benchmark:
+        raise ValueError("--dry_run tries what --benchmark leaves out: leave out one of them")
     class_weights(config)
     _check_evaluation(config)
     scale_range(config)
     timeline_steps(config)
+    tracker_names(config)
 
 
 def check_ranks(config: Config, size: int) -> None:
@@ -55,6 +59,18 @@ def check_ranks(config: Config, size: int) -> None:
             f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} rank(s) "
             f"compute them one after the other: start {virtual} ranks or use --bn_sync=mean"
         )
+
+
+def tracker_names(config: Config) -> list[str]:
+    """Of --trackers, in order. Raises ValueError for one that there is not."""
+    names = [name.strip() for name in config.trackers.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in TRACKERS]:
+        raise ValueError(
+            f"--trackers={config.trackers}: {unknown[0]} is none of {', '.join(TRACKERS)}"
+        )
+    if len({*names}) < len(names):
+        raise ValueError(f"--trackers={config.trackers} names one twice")
+    return names
 
 
 def _check_virtual(config: Config) -> None:
@@ -94,10 +110,10 @@ def _check_elastic(config: Config) -> None:
     if not config.elastic:
         return
     _check_same_run(config, "--elastic")
-    for name in ("benchmark", "timeline", "autotune"):
+    for name in ("benchmark", "timeline", "autotune", "dry_run"):
         if getattr(config, name):
             raise ValueError(
-                f"--{name} measures one number of ranks, which --elastic changes: leave one out"
+                f"--{name} looks at one number of ranks, which --elastic changes: leave one out"
             )
     if config.checkpoint_parts > 1:
         raise ValueError(

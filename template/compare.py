@@ -1,22 +1,31 @@
-"""Says whether runs are the same to the last bit: weights, and every figure but times.
+"""Puts runs side by side, and says whether they are the same to the last bit.
 
     python compare.py runs/one runs/other ...
+    python compare.py runs/one runs/other --html=compared.html --score=0.8
 
-Runs that computed on other devices, or with other builds of TensorFlow, Keras or Horovod, are told
-so and not compared. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
+A table: how each ended, its scores, the time to a score, and the settings in which they differ.
+--html writes it with the curves of all runs on one picture, as a file that needs no other.
+
+Then the first run is compared with each other one: weights, and every figure but times. Runs that
+computed on other devices, or with other builds of TensorFlow, Keras or Horovod, are not, because
+bits tell nothing then. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine import records
 from engine.fingerprint import differences
-
-# Of a record in metrics.jsonl: what the clock says, not the run.
-_TIMES = ("samples_per_second", "data_wait", "own_seconds_", "input_wait_")
+from engine.records import TIMES, Records, column
+from engine.stop import WRONG_USE, complain
 
 
 class Ended(NamedTuple):
@@ -37,7 +46,7 @@ def read(folder: str) -> Ended:
             raise ValueError(f"{summary} is no summary of a run")
         if not all(isinstance(line, dict) and "step" in line for line in lines):
             raise ValueError(f"{records} holds other lines than a run's")
-        figures = [{k: v for k, v in line.items() if not k.startswith(_TIMES)} for line in lines]
+        figures = [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
         return Ended(folder, dict(about), figures)
     except (OSError, ValueError, TypeError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else error
@@ -71,22 +80,131 @@ def verdict(one: Ended, other: Ended) -> tuple[int, str]:
     return 0, f"{both} are the same to the last bit: weights, and {count} lines of metrics.jsonl"
 
 
-def main(folders: list[str]) -> int:
-    if len(folders) < 2 or any(name.startswith("-") for name in folders):
-        print(__doc__, file=sys.stderr)
-        return 2
+def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
+    """Rows of a table: a name, then what it is of each run; first how they went, then settings.
+
+    Args:
+      score: the time to it is told; None: the lowest of the runs' best scores.
+    """
+    measures = [run.starts[-1].get("score", "") if run.starts else "" for run in runs]
+    bests = [_scored(run, measure) for run, measure in zip(runs, measures)]
+    goal = score
+    if goal is None:
+        goal = min((max(s for s, _, _ in found) for found in bests if found), default=math.nan)
+    rows = [
+        ["ended", *(str(run.summary.get("exit_reason", "not yet")) for run in runs)],
+        ["step", *(f"{run.last_step():,}" for run in runs)],
+        ["ranks", *(str(run.starts[-1].get("ranks", "?")) if run.starts else "?" for run in runs)],
+        ["starts", *(str(len(run.starts)) for run in runs)],
+    ]
+    keys = dict.fromkeys(n for run in runs for n in run.scores())
+    rows += [[f"{n}, last", *(_text(run.scores().get(n)) for run in runs)] for n in keys]
+    rows.append(["best score", *(_best(*pair) for pair in zip(measures, bests))])
+    if not math.isnan(goal):
+        reached = [next((x for x in found if x[0] >= goal), None) for found in bests]
+        told = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
+        rows.append([f"to a score of {goal:.4g}", *told])
+    speeds = [run.summary.get("samples_per_second") for run in runs]
+    rows.append(["samples/s, median", *map(_text, speeds)])
+    rows.append(["weights", *(str(run.summary.get("weights_sha256", ""))[:12] for run in runs)])
+    flags = dict.fromkeys(name for run in runs for name in run.settings)
+    for name in flags:
+        values = [run.settings.get(name, "(none)") for run in runs]
+        if len(set(values)) > 1 and name != "run_dir":
+            rows.append([f"--{name}", *values])
+    return rows
+
+
+def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
+    """The table for a terminal; of long values the end, in which paths differ."""
+    cut = [[c if len(c) <= most else f"...{c[3 - most :]}" for c in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*cut)]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cut)
+    return "\n".join(lines)
+
+
+def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table, and curves of all runs on one picture each."""
+    import page  # here: pictures need a library that takes half a second to load
+    import plots
+
+    wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
+    wanted |= {"samples_per_second": "Samples a second, all ranks"}
+    scores = dict.fromkeys(n for run in runs for n in run.scores())
+    wanted |= {"eval_loss": "Validation loss"} | {f"eval_{n}": f"Validation: {n}" for n in scores}
+    found = []
+    for key, title in wanted.items():
+        lines = {}
+        for run, name in zip(runs, names):
+            held = run.evaluations if key.startswith("eval_") else run.steps
+            x, y = column(held, "step"), column(held, key)
+            if not all(map(math.isnan, y)):
+                lines[name] = (x, y)
+        if lines:
+            found.append(plots.curves(title, lines))
+    parts = [page.table(rows, ["", *names]), page.section("Curves", page.cards(found))]
+    return page.page(f"{len(runs)} runs compared", parts)
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """As short as they can be and differ: without the folders that all paths begin with."""
+    paths = [folder.resolve() for folder in folders]
+    shared = Path(os.path.commonpath([path.parent for path in paths]))
+    return [str(path.relative_to(shared)) for path in paths]
+
+
+def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
+    """Each evaluation that has the score: it, its step, seconds since the run's first start."""
+    begin = run.starts[0].get("time", math.nan) if run.starts else math.nan
+    rows = zip(column(run.evaluations, f"eval_{measure}"), column(run.evaluations, "time"))
+    found = ((score, time - begin) for score, time in rows)
+    steps = (line["step"] for line in run.evaluations)
+    return [(score, step, s) for (score, s), step in zip(found, steps) if not math.isnan(score)]
+
+
+def _best(measure: str, found: Sequence[tuple[float, int, float]]) -> str:
+    if not found:
+        return "none"
+    score, step, _ = max(found, key=lambda one: one[0])
+    return f"{measure} {score:.4f}, step {step:,}"
+
+
+def _text(value: object) -> str:
+    return f"{value:,.4f}" if isinstance(value, int | float) else "none"
+
+
+def main(argv: list[str]) -> int:
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=as_it_is, allow_abbrev=False
+    )
+    made.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
+    made.add_argument("--html", type=Path, help="file for the page")
+    made.add_argument("--score", type=float, help="of which the time to it is told")
+    own = made.parse_args(argv[1:])
+    if len(own.folders) < 2:
+        complain("give two runs or more: python compare.py runs/one runs/other")
+        return WRONG_USE
     try:
-        runs = [read(folder) for folder in folders]
+        runs = [records.read(folder) for folder in own.folders]
+        rows, names = side_by_side(runs, own.score), labels(own.folders)
+        if own.html:
+            own.html.write_text(html(runs, names, rows), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        complain(str(error))
+        return WRONG_USE
+    print(printed([["", *names], *rows]))
+    if own.html:
+        print(f"page: {own.html}")
+    try:
+        ended = [read(str(folder)) for folder in own.folders]
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    for run in runs:
-        about = run.summary
-        print(f"{about['weights_sha256'][:12]}  step {about['step']:>8}  {run.folder}")
-    found = [verdict(runs[0], run) for run in runs[1:]]
+        complain(str(error))
+        return WRONG_USE
+    found = [verdict(ended[0], run) for run in ended[1:]]
     print("\n".join(sentence for _, sentence in found))
     return max(code for code, _ in found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv))

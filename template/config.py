@@ -28,6 +28,7 @@ from combinations import (
     scale_factor,
     scale_range,
     timeline_steps,
+    tracker_names,
 )
 from engine.stop import WRONG_USE, complain, launch_rank
 from settings import setting
@@ -45,6 +46,7 @@ __all__ = [
     "scale_factor",
     "scale_range",
     "timeline_steps",
+    "tracker_names",
     "write",
 ]
 
@@ -93,6 +95,10 @@ class Config:
         False,
         "only steps, no evaluation, no checkpoint: says the speed and where time goes, "
         "benchmark.json",
+    )
+
+    dry_run: bool = setting(
+        False, "show what the run would be, try two steps, an evaluation and a save, keep nothing"
     )
 
     global_batch_size: int = setting(
@@ -234,6 +240,11 @@ class Config:
     timeline: str = setting(
         "",
         "steps FIRST:LAST of which rank 0 records Horovod's timeline and TensorFlow's profile",
+    )
+    trackers: str = setting(
+        "tensorboard",
+        "where figures go besides metrics.jsonl, with commas: tensorboard, csv (a table at the "
+        "end), mlflow, wandb (if installed); empty: nowhere",
     )
     log_every: int = setting(20, "steps between log lines", low=1)
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)

@@ -29,9 +29,9 @@ from PIL import Image
 
 import trained
 from config import Config
-from data import pack
 from data.pipeline import EvaluationFeed
-from engine import ema, metrics
+from engine import confusion as confusion_lib
+from engine import ema, live
 from engine import world as world_lib
 from engine.interrupt import StopSignal
 from engine.stop import PREEMPTED, Stop
@@ -62,7 +62,7 @@ class Worst:
         self._found = heapq.nlargest(self._most, self._found)
         self._done += 1
         if self._run.world.is_chief:
-            pack.progress("batches", self._done, self._rounds)
+            live.progress("batches", self._done, self._rounds)
 
     def of_all_ranks(self) -> list[tuple[float, int]]:
         """Loss and number of each, the worst first; every rank must call it."""
@@ -112,15 +112,12 @@ def write(
     for name, value in found.figures.items():
         if not name.startswith("iou_"):
             print(f"{name:>16}  {value:.6g}")
-    confusion = found.sums.get("confusion")
+    confusion = found.confusion()
     if confusion is None:
         return
-    names = _class_names(run, len(confusion))
-    with (out / "confusion.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label \\ prediction", *names])
-        writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
-    columns = classes(confusion)
+    names = confusion_lib.class_names(run.val_source, len(confusion))
+    confusion_lib.write(out / "confusion.csv", names, confusion)
+    columns = confusion_lib.classes(confusion)
     with (out / "classes.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["class", *columns])
@@ -129,16 +126,6 @@ def write(
     for name, row in zip(names, zip(*columns.values())):
         print(f"{name[:16]:>16}  {'  '.join(f'{value:9.4g}' for value in row)}")
     Image.fromarray(drawn(confusion)).save(out / "confusion.png")
-
-
-def classes(confusion: np.ndarray) -> dict[str, list[float]]:
-    """Figures of each class from a confusion matrix (row: label), NaN where there is none."""
-    hits = np.diag(confusion).astype(np.float64)
-    labels, predictions = confusion.sum(1), confusion.sum(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = {"labels": labels, "recall": hits / labels, "precision": hits / predictions}
-    found["iou"] = metrics.intersection_over_union(confusion)
-    return {name: values.tolist() for name, values in found.items()}
 
 
 def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
@@ -164,11 +151,6 @@ def pictures(run: Run, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) 
             sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
         Image.fromarray(sheet).save(out / name)
-
-
-def _class_names(run: Run, count: int) -> list[str]:
-    names = list(getattr(run.val_source, "class_names", None) or [])
-    return [str(n) for n in names] if len(names) == count else [str(n) for n in range(count)]
 
 
 def _without_nan(value: Any) -> Any:

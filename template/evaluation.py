@@ -31,6 +31,12 @@ class Evaluation(NamedTuple):
     sums: dict[str, np.ndarray]  # what they are of: the task's `sums` over all samples
     pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0 of a task that draws
 
+    def confusion(self) -> np.ndarray | None:
+        """What was taken for what, integer [n, n], row: label; None of a task that counts none."""
+        counts = self.sums.get("confusion")
+        square = counts is not None and counts.ndim == 2 and counts.shape[0] == counts.shape[1]
+        return counts.astype(np.int64) if square else None
+
 
 class Evaluator:
     """Holds what does not change from one evaluation to the next."""

@@ -25,10 +25,10 @@ from PIL import Image, ImageOps
 
 import trained
 from config import Config
-from data import pack
 from data.palette import COLOURS
 from data.pipeline import said
 from data.readers import pictures
+from engine import live
 from engine.interrupt import StopSignal
 from engine.stop import BUG, PREEMPTED, Stop
 from engine.world import World, say
@@ -74,7 +74,7 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         except (ValueError, OSError) as error:
             faults.append(str(error))
         if world.is_chief:
-            pack.progress("pictures", done, len(mine))
+            live.progress("pictures", done, len(mine))
     everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
     rows = sorted(row for theirs, _, _ in everyone for row in theirs)
     faults = [fault for _, theirs, _ in everyone for fault in theirs]

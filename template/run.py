@@ -7,8 +7,10 @@ from pathlib import Path
 
 import keras
 
+import config as config_lib
 from config import Config, scale_factor
 from data import once
+from data.open import trained_on_too
 from data.pipeline import Reader
 from data.source import Source
 from engine import agreement, batch_norm, checkpoint_parts, dropout, preprocessing
@@ -16,6 +18,7 @@ from engine import optimizer as optimizers
 from engine import world as world_lib
 from engine.checkpoint import Checkpoints, check_types, measure
 from engine.state import State
+from engine.words import some
 from engine.world import World, say
 from tasks import base as tasks
 from tasks import check
@@ -120,3 +123,36 @@ def describe(run: Run) -> str:
         f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
         f"{config.global_batch_size}, {config.optimizer}, {config.lr_policy} from {rate:g}{scaling}"
     )
+
+
+def notes(run: Run) -> list[str]:
+    """What a person may not expect of these settings."""
+    config, found = run.config, config_lib.notes(run.config)
+    if run.model.compiled:
+        found.append(
+            "what the model was compiled with is not used: --optimizer and the task's loss are"
+        )
+    # Rank 0 tells it; of equal splits it is told already.
+    chosen = run.world.is_chief and config.train_split != config.val_split
+    if chosen and (twice := trained_on_too(run.train_source, run.val_source)):
+        found.append(
+            f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
+            f"(--train_split={config.train_split}, --val_split={config.val_split})"
+        )
+    parts = run.checkpoints.writers.parts
+    if parts < config.checkpoint_parts:
+        found.append(
+            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
+            f"checkpoints are of {parts} file(s)"
+        )
+    others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
+    if others:
+        found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
+    by_rank = run.world.size > 1 and not config.virtual_ranks
+    random = dropout.drawing_layers(run.model) if by_rank else []
+    if random:
+        found.append(
+            f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "
+            "ranks (with engine.dropout.SampleDropout they do not)"
+        )
+    return found

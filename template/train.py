@@ -26,20 +26,18 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
+import dry_run
 from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
-from data.open import trained_on_too
 from data.pipeline import EvaluationFeed, TrainingFeed
 from engine import (
     agreement,
     batch_norm,
     checkpoint_parts,
-    dropout,
     early_stop,
     elastic,
     health,
-    optimizer,
     pretrained,
     reduction,
     run_folder,
@@ -56,10 +54,9 @@ from engine.saver import Saver
 from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
 from engine.timeline import Timeline
-from engine.words import some
 from engine.world import World, say
 from evaluation import Evaluator
-from run import Run, assemble, describe
+from run import Run, assemble, describe, notes
 from step import make_train_step
 from tasks import base as tasks
 from tasks import check
@@ -80,7 +77,8 @@ def fit(
     # 1. Settings that depend on the ranks.
     agreement.check_settings(world, given)
     agreement.check_code(world, config_lib.PROJECT)
-    say(world, world_lib.describe(world))
+    where = world_lib.describe(world)
+    say(world, where)
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
         elastic.check_device(config)
@@ -88,7 +86,8 @@ def fit(
     # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
     state = run.state
-    say(world, describe(run))
+    what = describe(run)
+    say(world, what)
     for note in notes(run):
         say(world, f"note: {note}")
 
@@ -144,8 +143,11 @@ def fit(
     with world.together("reading the validation data"):
         val_reader = check.reader(run.task, run.val_source, training=False)
         val_batch, share = config.eval_batch_size, (world.rank, world.size)
-        val_feed = EvaluationFeed(run.val_source, val_reader, val_batch, *share, workers)
+        scored = dry_run.Few(run.val_source, config, world) if config.dry_run else run.val_source
+        val_feed = EvaluationFeed(scored, val_reader, val_batch, *share, workers)
     evaluator = Evaluator(run, val_feed)
+    if config.dry_run:
+        dry_run.describe(run, given, sampler, feed)
     saver = Saver(run.checkpoints, config.max_failed_saves, config.elastic)
     monitor = health.Health(world, config, sampler, feed, stop_signal, saver, commits)
     if config.benchmark:
@@ -167,7 +169,9 @@ def fit(
             note = run_folder.begin(run_dir, found, config, make_up, given)
             if note:
                 say(world, note)
-        telemetry = Telemetry(run_dir, world, first_step, config.num_steps)
+        telemetry = Telemetry(config, world, first_step, len(run.train_source))
+        about = {"what": what, "where": where, "score": run.task.main_metric}
+        telemetry.started(first_step, about)
     if kept:
         say(world, f"going on from step {first_step}, which rank {kept.rank} has in memory")
     elif found:
@@ -191,7 +195,12 @@ def fit(
         commit = Commit(run, commits, save, sync, telemetry, monitor)
         actions.append(commit)
         commits.keep(first_step, state.variables)
-    actions += [measured] if config.benchmark else [save, evaluate]
+    if config.benchmark:
+        actions.append(measured)
+    elif config.dry_run:
+        actions.append(dry_run.DryRun(run, first_step, save, evaluate))
+    else:
+        actions += [save, evaluate]
 
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
@@ -229,39 +238,6 @@ def fit(
         go_back(run, ending)
     sync()
     finish(run, telemetry, evaluate.figures, ending)
-
-
-def notes(run: Run) -> list[str]:
-    """What a person may not expect of these settings."""
-    config, found = run.config, config_lib.notes(run.config)
-    if run.model.compiled:
-        found.append(
-            "what the model was compiled with is not used: --optimizer and the task's loss are"
-        )
-    # Rank 0 tells it; of equal splits it is told already.
-    chosen = run.world.is_chief and config.train_split != config.val_split
-    if chosen and (twice := trained_on_too(run.train_source, run.val_source)):
-        found.append(
-            f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
-            f"(--train_split={config.train_split}, --val_split={config.val_split})"
-        )
-    parts = run.checkpoints.writers.parts
-    if parts < config.checkpoint_parts:
-        found.append(
-            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
-            f"checkpoints are of {parts} file(s)"
-        )
-    others = optimizer.not_decayed(run.model.trainable_variables) if config.weight_decay else []
-    if others:
-        found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
-    by_rank = run.world.size > 1 and not config.virtual_ranks
-    random = dropout.drawing_layers(run.model) if by_rank else []
-    if random:
-        found.append(
-            f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "
-            "ranks (with engine.dropout.SampleDropout they do not)"
-        )
-    return found
 
 
 def left_out(run: Run, found: Found) -> bool:
@@ -317,6 +293,8 @@ def finish(
         | {"batches_passed_over": int(state.passed_over)}
         | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
     )
+    if not (config.benchmark or config.dry_run):
+        write_report(world, Path(config.run_dir))
     if ending and ending.code != DONE:
         gone_back = ending.bad_since and int(state.passed_over)
         before = f" It went back once, and left out {gone_back} batches." if gone_back else ""
@@ -326,16 +304,27 @@ def finish(
         raise Stop(ending.code, ending.message + before + saved)
     if ending:
         say(world, ending.message)
-    drawn = Path(config.run_dir) / "predictions.png"
-    if drawn.exists() and not config.benchmark:
-        say(world, f"predictions, drawn: {drawn}")
     if config.autotune and world.is_chief:
         best = reduction.write_autotuned(config)
         print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
+def write_report(world: World, run_dir: Path) -> None:
+    """For a person to look at: whatever goes wrong with it, the run is what it is."""
+    if world.is_chief:
+        try:
+            import report  # here: it takes half a second, which no rank needs before its end
+
+            print(f"report: {report.write(run_dir)}", flush=True)
+        except Exception as error:
+            print(f"note: no report: {type(error).__name__}: {error}", flush=True)
+
+
 def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
+    if config.dry_run:
+        with dry_run.throwaway(config, world) as config:
+            return fit(config, world, stop_signal, commits)
     back = None
     while True:
         try:

@@ -100,6 +100,7 @@ VALUES: dict[str, list[str]] = {
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
+    "trackers": ["", "--trackers=csv", "--trackers="],
     "benchmark": ["", "--benchmark"],
     "elastic": ["", "--elastic"],
     "elastic_commit_every": ["", "--elastic_commit_every=1"],
@@ -130,6 +131,7 @@ LEFT_OUT = {
     "train_split": "names files: test_readers_open.py",
     "val_split": "names files: test_readers_open.py",
     "run_dir": "every run here has one of its own",
+    "dry_run": "keeps nothing: test_dry_run.py",
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
@@ -198,7 +200,8 @@ KEEPS = [
     ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
     (
         "",
-        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3",
+        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3 "
+        "--trackers=csv",
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
@@ -262,7 +265,11 @@ REFUSED = {
     "--timeline=3:4": "--num_steps=3",
     "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
-    "--elastic --benchmark": "--benchmark measures",
+    "--elastic --benchmark": "--benchmark looks at",
+    "--trackers=csv,paper": "paper is none of",
+    "--trackers=csv,csv": "names one twice",
+    "--elastic --dry_run": "--dry_run looks at",
+    "--dry_run --benchmark": "leave out one of them",
     "--elastic --lr_scaling=linear": "--elastic makes the same run",
     "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
     "--elastic --checkpoint_parts=2": "is written by ranks that --elastic may lose",

@@ -28,6 +28,7 @@ from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
 from data.readers.records import Records
 from data.source import Source, unshared_classes
+from engine import live
 from engine.words import some
 
 READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
@@ -108,7 +109,7 @@ def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
     with ThreadPoolExecutor(4) as pool:
         sums = pool.map(records.sha256, [shard.path for shard in hashed])
         for number, (shard, sha256) in enumerate(zip(hashed, sums)):
-            pack.progress("shards", number + 1, len(hashed))
+            live.progress("shards", number + 1, len(hashed))
             if sha256 != shard.sha256:
                 tell(f"{shard.path} does not match its SHA-256 in {records.META}; copy it again")
     return not problems
@@ -141,7 +142,7 @@ def _labels(source: Source) -> Iterator[tuple[int, int] | str]:
         except tf.errors.OpError as error:
             reason = source.explain(index)
             yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"
-        pack.progress("samples", index + 1, len(source))
+        live.progress("samples", index + 1, len(source))
 
 
 def _place(source: Source, folder: Path, index: int) -> str:

@@ -35,6 +35,7 @@ from data.readers.folders import ImageLabelFolder
 from data.readers.voc import Voc
 from data.smaller import Smaller
 from data.source import Source
+from engine import live
 
 READERS: dict[str, Callable[[Path, str], Source]] = {
     "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
@@ -98,7 +99,7 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
                 offset += len(sample.data) + records.FRAMING
                 pixels.append(sample.pixels)
                 highest = max(highest, sample.label)
-                progress("packed", len(index), len(source))
+                live.progress("packed", len(index), len(source))
         listed.append({"name": path.name, "records": len(index) - first})
     _mark(folder, listed, content.hexdigest())
     meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
@@ -158,7 +159,7 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
                 f"sample {index} reads back from {packed.folder} other than it was packed: its "
                 "file changed meanwhile, or the disk does not keep what it is given; pack again"
             )
-        progress("verified", index + 1, len(packed))
+        live.progress("verified", index + 1, len(packed))
 
 
 def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
@@ -195,14 +196,6 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def progress(what: str, done: int, count: int) -> None:
-    """A bar on standard error, drawn anew for each two-hundredth of the work."""
-    if done % max(1, count // 200) == 0 or done == count:
-        bar = "#" * (30 * done // count)
-        end = "\n" if done == count else ""
-        print(f"\r{what:>8} [{bar:<30}] {done}/{count}", end=end, file=sys.stderr, flush=True)
 
 
 def main() -> None:

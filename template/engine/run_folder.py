@@ -22,10 +22,13 @@ from engine import checkpoint_files
 from engine.checkpoint import Found
 
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
-_RESULTS = ("summary.json", "report.html", "predictions.png", "benchmark.json")
+# A start that made no step leaves these too, and no run that is worth keeping.
+_STARTS = ("starts.jsonl", "trackers.json")
+_RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv")
+_RESULTS += ("metrics.csv", "benchmark.json")
 _BOARD = "tensorboard"
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
-_RECORDS = (*_LOGS, *_RESULTS, "config.cfg", _BOARD, "timeline")
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD, "timeline")
 
 
 def begin(
@@ -74,6 +77,7 @@ def begin(
         if ahead or any(_has_content(run_dir / name) for name in (*_LOGS, *_RESULTS)):
             note = set_aside(run_dir, ahead, _RECORDS)
             _remove(run_dir, _RECORDS)
+        _remove(run_dir, _STARTS)
     elif ahead:
         note = set_aside(run_dir, ahead, _RECORDS if found.asked else ())
         _remove(run_dir, _RESULTS if found.asked else ())
@@ -205,7 +209,7 @@ def _next_free(run_dir: Path) -> Path:
 
 def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
     """Lines and events of steps after `step`; with `evaluates_first` its evaluation's too."""
-    for name in _LOGS:
+    for name in (*_LOGS, _STARTS[0]):
         if (run_dir / name).exists():
             _drop_lines(run_dir / name, step, evaluates_first)
 

@@ -1,12 +1,13 @@
 """What a person and their tools see of a run; only rank 0 writes any of it.
 
-One progress line a logged step, metrics.jsonl (an object a line), TensorBoard scalars and
-pictures, summary.json at the end.
+One progress line a logged step, metrics.jsonl (an object a line), starts.jsonl (likewise),
+confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import statistics
@@ -17,9 +18,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from PIL import Image
 
+from config import Config, tracker_names
+from engine import confusion, live, trackers
 from engine.world import World, say
 
 _MUCH_WAITING = 0.1  # share of a step's time
@@ -32,19 +34,23 @@ class Telemetry:
     is in checkpoints. For `with`: its files are closed at the end; a summary may come after it.
     """
 
-    def __init__(self, run_dir: Path, world: World, first_step: int, num_steps: int) -> None:
-        """Raises OSError or ValueError, on rank 0, when the records cannot be opened."""
-        self._dir, self._world, self._num_steps = run_dir, world, num_steps
-        self._clock = _Clock(first_step)
+    def __init__(self, config: Config, world: World, first_step: int, epoch: int) -> None:
+        """Raises OSError or ValueError, on rank 0, when the records cannot be opened.
+
+        Args:
+          epoch: samples of the training set.
+        """
+        run_dir = Path(config.run_dir)
+        self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
+        self._clock, self._epoch, self._score = _Clock(first_step), epoch, ""
         self._rates: list[float] = []
         self._failed: set[str] = set()
         self._told_of_waiting = False
+        self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             self._lines = (run_dir / "metrics.jsonl").open("a")
-            try:
-                self._board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
-            except tf.errors.OpError as error:
-                raise ValueError(f"{run_dir / 'tensorboard'}: {error.message}") from None
+            names = tracker_names(config)
+            self._trackers = trackers.make(names, run_dir, dataclasses.asdict(config))
 
     def __enter__(self) -> Telemetry:
         return self
@@ -53,10 +59,19 @@ class Telemetry:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._world.is_chief:
+            live.leave()
             with self._told_once("metrics.jsonl"):
                 self._lines.close()
-            with self._told_once("TensorBoard's files"):
-                self._board.close()
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.close()
+
+    def started(self, step: int, about: Mapping[str, Any]) -> None:
+        """The run begins, or goes on, at `step`; what and where is for a person."""
+        if self._world.is_chief:
+            line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
+            with self._told_once("starts.jsonl"), (self._dir / "starts.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:
@@ -97,11 +112,15 @@ class Telemetry:
         self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = _minutes((self._num_steps - step) * samples / rate)
-        say(
-            self._world,
+        line = (
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
-            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}",
+            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
         )
+        if live.possible():
+            epochs = f"epoch {step * samples / self._epoch:.1f}"
+            live.show(f"{live.bar(step, self._num_steps)} {line}  {epochs}{self._score}")
+        else:
+            say(self._world, line)
         # Not at the first step that is logged, for which nothing could be read ahead.
         if wait > _MUCH_WAITING and len(self._rates) > 1 and not self._told_of_waiting:
             self._told_of_waiting = True
@@ -148,8 +167,9 @@ class Telemetry:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
-        with self._told_once("TensorBoard's files"):
-            self._board.flush()
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.flush()
         if pictures is not None:
             with self._told_once("predictions.png"):
                 self._pictures(step, pictures)
@@ -158,11 +178,12 @@ class Telemetry:
             f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
             f"{main_metric} {figures[main_metric]:.4f}",
         )
+        self._score = f"  {main_metric} {figures[main_metric]:.4f}"
 
     def _pictures(self, step: int, pictures: np.ndarray) -> None:
-        """Pictures, uint8 [n, height, width, 3], to TensorBoard and, below each other, to a PNG."""
-        with self._board.as_default(step):
-            tf.summary.image("predictions", pictures, max_outputs=len(pictures))
+        """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
+        for tracker in self._trackers:
+            tracker.pictures(step, pictures)
         sheet = Image.fromarray(np.concatenate(list(pictures)))
         scale = max(1, 640 // sheet.width)
         sheet.resize((sheet.width * scale, sheet.height * scale), Image.NEAREST).save(
@@ -177,24 +198,36 @@ class Telemetry:
                 partial.write_text(text)
                 partial.rename(self._dir / "summary.json")
 
+    def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
+        """What the newest evaluation took for what, integer [n, n], row: label."""
+        if self._world.is_chief:
+            with self._told_once("confusion.csv"):
+                confusion.write(self._dir / "confusion.csv", names, counts)
+
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._told_once("metrics.jsonl"):
-            self._lines.write(json.dumps(_finite(record)) + "\n")
+            self._lines.write(json.dumps(_finite(record) | {"time": _now()}) + "\n")
             self._lines.flush()
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self._told_once("TensorBoard's files"), self._board.as_default(step):
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.scalars(step, scalars)
 
     @contextlib.contextmanager
     def _told_once(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, tf.errors.OpError) as error:
+        except Exception as error:  # of a tracker it may be anything
             if what not in self._failed:
-                say(self._world, f"note: {what} cannot be written, the run goes on: {error}")
+                reason = str(error) or type(error).__name__
+                say(self._world, f"note: {what} cannot be written, the run goes on: {reason}")
             self._failed.add(what)
+
+
+def _now() -> float:
+    """Seconds since 1970: what a start and a record on two hosts have in common."""
+    return round(time.time(), 2)
 
 
 class _Clock:

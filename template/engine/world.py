@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import devices, pulse, reduction
+from engine import devices, live, pulse, reduction
 from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
@@ -343,6 +343,7 @@ def say(world: World, text: str) -> None:
     """A line for the person watching, from rank 0 only; the run outlives who reads it."""
     if not world.is_chief:
         return
+    live.leave()
     try:
         print(text, flush=True)
     except OSError as error:  # `| head`, a log on a full disk

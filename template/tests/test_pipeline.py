@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from config import Config
 from data.arrays import Arrays
 from data.pipeline import EvaluationFeed, TrainingFeed, reader
 from engine.sampler import Sampler
@@ -74,7 +75,7 @@ def test_batches_are_the_same_on_a_device_of_their_own():
 
 def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
     figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
-    telemetry = Telemetry(tmp_path, World(0, 1, 0, 1), 0, 100)
+    telemetry = Telemetry(Config(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), 0, 50)
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
         telemetry.step(step, 8, figures, [1.0], waited, {})

@@ -11,7 +11,7 @@ import pytest
 
 import config as config_lib
 import readers
-import train
+import run as run_lib
 from data import check, pack
 from data import open as open_lib
 from data.readers import records
@@ -118,7 +118,7 @@ def said(train_split: str, train_source, val_source) -> list[str]:
     world = SimpleNamespace(is_chief=True, size=1)
     model = SimpleNamespace(compiled=False, trainable_variables=[])
     writers = SimpleNamespace(writers=SimpleNamespace(parts=1))
-    notes = train.notes(SimpleNamespace(**parts, world=world, model=model, checkpoints=writers))
+    notes = run_lib.notes(SimpleNamespace(**parts, world=world, model=model, checkpoints=writers))
     return [note for note in notes if "validation pictures" in note]
 
 

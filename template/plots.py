@@ -1,0 +1,139 @@
+"""Plots for a page, as SVG in the page's own text colour, so that light and dark both suit."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+Curve = tuple[Sequence[float], Sequence[float]]  # x and y; NaN leaves a gap
+
+SIZE = (4.6, 2.7)  # inches: as wide as a telephone shows without zooming
+_MOST_POINTS = 400  # of a curve: what a screen shows
+_COLOURS = ("#2f7fd6", "#dd7a2c", "#2a9d74", "#b8559c", "#8a8f27", "#7d6bd0")
+# Replaced in the SVG: Matplotlib itself knows no colour of the page around it.
+_INK, _FAINT = "#010203", "#010204"
+_LOOK = {
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": _FAINT,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+}
+_SPACES = {"xmlns": "2000/svg", "xmlns:xlink": "1999/xlink"}
+_numbers = itertools.count()
+
+
+def curves(
+    title: str,
+    lines: Mapping[str, Curve],
+    xlabel: str = "step",
+    log_x: bool = False,
+    marks: Sequence[float] = (),
+) -> str:
+    """Lines over one axis, as SVG; long ones are drawn by the means of neighbouring points.
+
+    Args:
+      lines: by the name in the legend.
+      marks: places on the x axis that get an upright line.
+    """
+    with matplotlib.rc_context(_LOOK):
+        figure = Figure(SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        for (name, (x, y)), colour in zip(lines.items(), itertools.cycle(_COLOURS)):
+            x, y = thinned(x, y)
+            alone = np.isfinite(y).sum() < 2
+            axes.plot(x, y, label=name, color=colour, marker="o" if alone else None)
+        for place in marks:
+            axes.axvline(place, color=_COLOURS[1], linestyle=":")
+        axes.set_xlabel(xlabel)
+        if log_x:
+            axes.set_xscale("log")
+        if len(lines) > 1:
+            figure.legend(loc="outside lower center", ncols=min(len(lines), 4))
+        return _svg(figure, title)
+
+
+def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -> str:
+    """A bar from 0 to 1 for each name, the first on top; NaN draws none and says so."""
+    shown = [0.0 if math.isnan(value) else value for value in values.values()]
+    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
+        figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
+        axes = figure.add_subplot()
+        names = [name if len(name) < 24 else f"{name[:21]}..." for name in values]
+        places = range(len(names))
+        axes.barh(places, shown, color=list(colours) or _COLOURS[0], height=0.7)
+        axes.set_yticks(places, names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(0, 1.12)
+        axes.set_xticks([0, 0.5, 1])
+        for place, value in enumerate(values.values()):
+            text = "none" if math.isnan(value) else f"{value:.3f}"
+            axes.text(shown[place] + 0.01, place, text, va="center", fontsize=8)
+        return _svg(figure, title)
+
+
+def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
+    """A confusion matrix, integer [n, n], row: label; a cell's strength is its share of the row."""
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    size, count = SIZE[0], len(names)
+    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
+        figure = Figure((size, size), layout="constrained")
+        axes = figure.add_subplot()
+        cells = np.zeros((count, count, 4))
+        cells[..., :3] = np.array([0x2F, 0x7F, 0xD6]) / 255
+        cells[..., 3] = shares  # no share is the page's own background
+        axes.imshow(cells, interpolation="nearest")
+        axes.set_xlabel("prediction")
+        axes.set_ylabel("label")
+        if count <= 30:
+            axes.set_xticks(range(count), names, rotation=90)
+            axes.set_yticks(range(count), names)
+        if count <= 12:
+            for row, column in itertools.product(range(count), repeat=2):
+                text = f"{shares[row, column]:.2f}".lstrip("0") if counts[row, column] else ""
+                axes.text(column, row, text, ha="center", va="center", fontsize=7)
+        return _svg(figure, title)
+
+
+def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """At most `_MOST_POINTS` points: means of neighbours, of what is a number."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if len(x) <= _MOST_POINTS:
+        return x, y
+    groups = np.arange(len(x)) * _MOST_POINTS // len(x)
+    counts = np.bincount(groups, np.isfinite(y))
+    with np.errstate(invalid="ignore"):
+        means = np.bincount(groups, np.where(np.isfinite(y), y, 0.0)) / counts
+    return np.bincount(groups, x) / np.bincount(groups), means
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """For a page: no XML head, ids of its own, the page's colours, as wide as its place."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": f"plot-{next(_numbers)}"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    head, rest = text.split(">", 1)
+    width, height = (round(72 * inches) for inches in figure.get_size_inches())
+    view = f'viewBox="0 0 {width} {height}"'
+    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    spaces = " ".join(f'{name}="http://www.w3.org/{end}"' for name, end in _SPACES.items())
+    head = f'<svg {spaces} {view} role="img" aria-label="{label}"'
+    text = f"{head}>{rest}".replace(_INK, "currentColor").replace(_FAINT, "var(--line)")
+    return f"<figure><figcaption>{label}</figcaption>{text}</figure>"

@@ -1,0 +1,32 @@
+"""The progress line of a terminal, and plain lines in a log."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from engine import live
+from ranks import ENVIRONMENT, PROJECT
+from terminal import Terminal
+
+
+def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):
+    flags = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
+    words = [sys.executable, "train.py", *flags, f"--run_dir={tmp_path}/run"]
+    with Terminal(words, PROJECT, ENVIRONMENT | {"TERM": "xterm"}) as terminal:
+        assert terminal.wait(200) == 0, terminal.shown
+        shown = terminal.shown
+    steps = re.findall(r"\r\x1b\[K(\[[#-]{20}\] step (\d)/6 [^\r\n]*)", shown)
+    assert [int(step) for _, step in steps] == [1, 2, 3, 4, 5, 6], shown
+    assert all(len(line) < 80 for line, _ in steps)
+    stays = shown.replace("\r\n", "\n").splitlines()
+    assert any(line.startswith("step 3/6  evaluated: loss") for line in stays), shown
+
+
+def test_progress_in_a_log_is_a_line_each_tenth(capsys):
+    for done in range(1, 251):
+        live.progress("samples", done, 250)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"samples: {25 * n}/250" for n in range(1, 11)]
+    live.progress("samples", 1, 3)
+    assert capsys.readouterr().err == "samples: 1/3\n"
