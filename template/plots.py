@@ -21,7 +21,7 @@ _INK, _FAINT = "#010203", "#010204"
 _LOOK = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
     "font.family": "sans-serif",
-    "font.size": 9.0,
+    "font.size": 10.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -83,7 +83,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
         axes.set_xticks([0, 0.5, 1])
         for place, value in enumerate(values.values()):
             text = "none" if math.isnan(value) else f"{value:.3f}"
-            axes.text(shown[place] + 0.01, place, text, va="center", fontsize=8)
+            axes.text(shown[place] + 0.01, place, text, va="center", fontsize=9)
         return _svg(figure, title)
 
 
@@ -106,7 +106,8 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
         if count <= 12:
             for row, column in itertools.product(range(count), repeat=2):
                 text = f"{shares[row, column]:.2f}".lstrip("0") if counts[row, column] else ""
-                axes.text(column, row, text, ha="center", va="center", fontsize=7)
+                colour = "white" if shares[row, column] > 0.5 else _INK
+                axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
         return _svg(figure, title)
 
 

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import engine.quiet  # noqa: F401
+
+# isort: split
 import numpy as np
 
 import page
@@ -115,7 +118,7 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
     colours = [_colour(int(n)) for n in order] if measure == "iou" else []
     shown = {_unique(names, int(n)): float(values[n]) for n in order}
     found.append(plots.bars(title, shown, colours))
-    found.append(plots.matrix("Confusion: share of a label's", counts, names))
+    found.append(plots.matrix("Confusion matrix: shares of each label", counts, names))
     return found
 
 

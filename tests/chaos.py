@@ -5,8 +5,9 @@
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
 random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
 1, 2, 3, 4 or 6 ranks over Gloo or MPI, with checkpoints of 1, 2 or 3 files; before a host is cut
-off the network, on three hosts in network namespaces (as root; else that event is left out). KINDs
-are names of EVENTS; by default each happens in turn, in random order. Printed are each event, how
+off the network, on three hosts in network namespaces (as root; else that event is left out). One
+event happens to an elastic run, which goes on with the ranks that are left and one that joins.
+KINDs are names of EVENTS; by default each happens in turn, in random order. Printed are each event, how
 soon all of the run had ended and with which exit code, how many steps were made again, and the
 seconds from the event to the next step that is new.
 
@@ -19,49 +20,35 @@ import argparse
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from hosts import PORT, Host, Hosts
+from elastic_run import HOSTS, Elastic
+from hosts import PORT, Hosts
+from legs import ROOT, START, Failed, Leg, send
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS_AN_EVENT = 7  # of the whole run
-START, END = 180, 90  # seconds that a start, an end may take; the ranks share two cores
+STEPS_OF_GROWTH = 400  # that it makes while a host joins
 RANKS = (1, 2, 3, 4, 6)
 PARTS = (1, 2, 3)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
 ]
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
 
 
-class Failed(Exception):
-    """What was promised did not come; the message ends with the run's last lines."""
-
-
-class Leg:
-    """The run, from one start to its next end."""
-
-    number = 0
+class Usual(Leg):
+    """The demo on some ranks of this machine, or of others."""
 
     def __init__(
         self,
@@ -81,114 +68,13 @@ class Leg:
         flags = [*USUAL, f"--num_steps={steps}", f"--checkpoint_parts={parts}"]
         self.start(folder, launcher, flags, hosts[1] if hosts else None)
 
-    def start(
-        self, folder: Path, launcher: list, flags: list[str], host: Host | None = None
-    ) -> None:
-        """`host`: which it is started on, if not this machine itself."""
-        Leg.number += 1
-        self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
-        words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
-        words += [*flags, f"--run_dir={folder}"]
-        words = list(map(str, words))
-        self.process = subprocess.Popen(
-            host.words(*words) if host else words,
-            cwd=ROOT / "template",
-            env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self.after_end = lambda: None
-        self.lines: list[str] = []
-        self.steps: list[tuple[int, float]] = []  # as they were logged, and when
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.lines.append(line)
-            # Over MPI two ranks' words may stand in one line.
-            for step in re.findall(r"step (\d+)/\d+  loss", line):
-                self.steps.append((int(step), time.monotonic()))
-
-    def has_said(self, words: str) -> bool:
-        return any(words in line for line in self.lines)
-
-    def wait_for(self, what: str, there: Callable[[], object], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while not there():
-            if time.monotonic() > end:
-                raise Failed(f"{what}: not within {seconds} s{self.tail()}")
-            if self.process.poll() is not None and not there():
-                raise Failed(f"{what}: ended before, with {self.process.returncode}{self.tail()}")
-            time.sleep(0.01)
-
-    def after(self, steps: int) -> None:
-        """Until so many steps were made in this leg."""
-        self.wait_for(f"{steps} steps", lambda: len(self.steps) >= steps, START)
-
-    def until(self, step: int) -> None:
-        """Until this step was made."""
-        self.wait_for(f"step {step}", lambda: self.steps and self.steps[-1][0] >= step, START)
-
-    def pids(self) -> list[psutil.Process]:
-        """Ranks, by rank."""
-        found = []
-        for process in self._mine():
-            variables = _variables(process)
-            rank = variables.get("HOROVOD_RANK", variables.get("OMPI_COMM_WORLD_RANK"))
-            if rank is not None and "train.py" in " ".join(process.cmdline()[:3]):
-                found.append((int(rank), process))
-        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
-
-    def _mine(self) -> Iterable[psutil.Process]:
-        for process in psutil.process_iter():
-            if _variables(process).get("LAUNCH_ID") == self._id:
-                yield process
-
-    def kill_all(self) -> None:
-        for process in list(self._mine()):
-            _send(process, signal.SIGKILL)
-
-    def ended(self) -> int:
-        """The exit code, when all of it has ended."""
-        try:
-            code = self.process.wait(END)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"still there {END} s later{self.tail()}") from None
-        self.after_end()
-        self._reader.join(10)
-        left = [p for p in self._mine() if p.is_running()]
-        if left:
-            time.sleep(2)  # a process that was killed may take its time
-            left = [p for p in self._mine() if p.is_running()]
-        if left:
-            names = [" ".join(p.cmdline())[:80] for p in left]
-            raise Failed(f"left behind: {names}{self.tail()}")
-        return code
-
-    def tail(self) -> str:
-        return "\n" + "".join(self.lines[-25:])
+    def about(self) -> str:
+        return f"{self.ranks} rank(s), {self.via}, {self.parts} file(s) asked for"
 
 
 class Context(NamedTuple):
     leg: Leg
     rng: random.Random
-
-
-def _variables(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
-
-
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):  # it has ended
-        process.send_signal(number)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -205,7 +91,7 @@ def _state(it: Context) -> Path:
 
 
 def kill_one(it: Context) -> tuple[int, ...]:
-    _send(it.rng.choice(it.leg.pids()), signal.SIGKILL)
+    send(it.rng.choice(it.leg.pids()), signal.SIGKILL)
     return ()
 
 
@@ -221,7 +107,7 @@ def terminate(it: Context) -> tuple[int, ...]:
 
 def tell_one(it: Context) -> tuple[int, ...]:
     """As a scheduler, before a time limit."""
-    _send(it.rng.choice(it.leg.pids()), signal.SIGUSR1)
+    send(it.rng.choice(it.leg.pids()), signal.SIGUSR1)
     return (75,)
 
 
@@ -230,7 +116,7 @@ def freeze_one(it: Context) -> tuple[int, ...]:
     ranks = it.leg.pids()
     if len(ranks) == 1:  # nobody else is there to see it
         return kill_one(it)
-    _send(it.rng.choice(ranks), signal.SIGSTOP)
+    send(it.rng.choice(ranks), signal.SIGSTOP)
     return ()
 
 
@@ -289,11 +175,22 @@ def cut_a_host(it: Context) -> tuple[int, ...]:
     return ()
 
 
+def shrink_and_grow(it: Context) -> tuple[int, ...]:
+    """Of an elastic run: a rank is killed and its host does not come back, then another joins."""
+    lost, there = it.rng.sample(HOSTS[:3], 2)
+    shrunk = it.leg.lose(lost)
+    grown = it.leg.change([there, HOSTS[3]])
+    print(
+        f"    {shrunk:.1f} s from a lost rank to a step, {grown:.1f} s from a new host", flush=True
+    )
+    return terminate(it)
+
+
 EVENTS = {
     event.__name__: event
     for event in (
         *(kill_one, kill_all, terminate, tell_one, freeze_one, kill_in_save),
-        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host),
+        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host, shrink_and_grow),
     )
 }
 
@@ -313,7 +210,12 @@ def interrupted(
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
         how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")), rng.choice(PARTS))
-        leg = Leg(folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", how[2], hosts)))
+        if kind == "shrink_and_grow":
+            leg = Elastic(folder, HOSTS[:3], [*USUAL, f"--num_steps={steps}"])
+        else:
+            leg = Usual(
+                folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", how[2], hosts))
+            )
         try:
             leg.after(1)
             begun = leg.steps[0][0]
@@ -334,11 +236,9 @@ def interrupted(
                 pending = kind, time.monotonic() - since
                 newest = max(newest, leg.steps[-1][0])
                 judge(kind, code, allowed, leg)
-                where = f"{leg.ranks} rank(s), {leg.via}, {leg.parts} file(s) asked for, at step "
-                where += f"{leg.steps[-1][0]}"
-                print(
-                    f"{kind}: {where}: all ended after {pending[1]:.1f} s, code {code}", flush=True
-                )
+                where = f"{leg.about()}, at step {leg.steps[-1][0]}"
+                ended = f"all ended after {pending[1]:.1f} s, code {code}"
+                print(f"{kind}: {where}: {ended}", flush=True)
             elif code := leg.process.wait(600):
                 raise Failed(f"the last leg ended with {code}{leg.tail()}")
         finally:
@@ -389,8 +289,9 @@ def main() -> int:
         order += rng.sample(again, len(again))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     steps = STEPS_AN_EVENT * args.events + 10
+    steps += STEPS_OF_GROWTH * order[: args.events].count("shrink_and_grow")
     try:
-        whole = Leg(folder / "whole", steps, 2, "gloo")
+        whole = Usual(folder / "whole", steps, 2, "gloo")
         try:
             if code := whole.process.wait(1200):
                 raise Failed(f"without any event: exit code {code}{whole.tail()}")

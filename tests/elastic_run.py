@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from chaos import END, ROOT, START, Leg, _send, _variables
 from hosts import PORT, Host
+from legs import END, ROOT, START, Leg, send, variables_of
 
 # horovodrun leaves out the whole host of a rank that was lost, so each rank has one of its own.
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
@@ -30,6 +30,9 @@ class Elastic(Leg):
         words += ["eth0", "-p", PORT] if launcher else ["lo"]
         self.start(folder, words, [*flags, "--elastic"], launcher)
 
+    def about(self) -> str:
+        return "an elastic run"
+
     def __enter__(self) -> Elastic:
         return self
 
@@ -47,14 +50,14 @@ class Elastic(Leg):
         return next(
             process
             for process in self._mine()
-            if _variables(process).get("HOROVOD_HOSTNAME") == host
+            if variables_of(process).get("HOROVOD_HOSTNAME") == host
             and "train.py" in " ".join(process.cmdline()[:3])
         )
 
     def lose(self, host: str, number: int = signal.SIGKILL) -> float:
         """Sends the signal to the host's rank; returns seconds to the next world's first step."""
         rank = self.rank_of(host)
-        return self.until_next_world(lambda: _send(rank, number))
+        return self.until_next_world(lambda: send(rank, number))
 
     def change(self, hosts: Sequence[str]) -> float:
         """Other hosts from now on; returns seconds to the next world's first step."""

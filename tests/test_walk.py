@@ -59,7 +59,9 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     assert float(re.findall(r"miou ([\d.]+)", printed)[-1]) > 0.8
     project = clone / "template"
     report = (project / "runs/demo/report.html").read_text()
-    assert "IoU of each class" in report and "http://" not in re.sub(r"http://www.w3.org", "", report)
+    assert "IoU of each class" in report and "http://" not in re.sub(
+        r"http://www.w3.org", "", report
+    )
 
     own = block("Your own pictures")
     own_pictures(project / "mine")
@@ -77,7 +79,9 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
         shell(f"PATH={clone}/.venv/bin:$PATH\n{line.split('  #')[0]}{ending}", project)
     assert (project / "predicted/overlays/photo.jpg.png").exists()
     assert (project / "predicted/overlays/one.webp.png").exists()
-    assert (project / "compared.html").exists() and list(project.glob("runs/demo/evaluation/*/*.csv"))
+    assert (project / "compared.html").exists() and list(
+        project.glob("runs/demo/evaluation/*/*.csv")
+    )
 
     served = block("After training", "python").replace("exported/", f"{project}/exported/")
     (tmp_path / "serve.py").write_text(served.replace("photo.jpg", f"{project}/photo.jpg"))

@@ -123,3 +123,20 @@ def test_a_tracker_that_fails_is_told_once_and_a_resumption_goes_on_with_its_run
     logged = [step for step, _ in lines if step != "init"]
     assert logged[:2] == [2, 4] and "train/loss" in lines[1][1]
     assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_mlflow_against_a_folder_and_a_resumption(tmp_path):
+    store = f"file://{tmp_path}/store"
+    env = {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    run = [*FLAGS, "--trackers=mlflow", f"--run_dir={tmp_path}/run"]
+    for steps in (4, 6):
+        ended = launch(2, [*run, f"--num_steps={steps}"], "mpirun", env=env)
+        assert ended.code == 0, last_lines(ended.output)
+        assert "cannot be written" not in ended.output, last_lines(ended.output)
+    (folder,) = (path.parent for path in (tmp_path / "store").glob("*/*/meta.yaml"))
+    rows = (folder / "metrics" / "train" / "loss").read_text().splitlines()
+    assert [int(row.split()[2]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert [float(row.split()[1]) for row in rows] == logged
+    assert (folder / "params" / "optimizer").read_text() == "adam"
