@@ -7,9 +7,9 @@ random moments something happens to it (EVENTS), and each time it goes on, by th
 1, 2, 3, 4 or 6 ranks over Gloo or MPI, with checkpoints of 1, 2 or 3 files; before a host is cut
 off the network, on three hosts in network namespaces (as root; else that event is left out). One
 event happens to an elastic run, which goes on with the ranks that are left and one that joins.
-KINDs are names of EVENTS; by default each happens in turn, in random order. Printed are each event, how
-soon all of the run had ended and with which exit code, how many steps were made again, and the
-seconds from the event to the next step that is new.
+KINDs are names of EVENTS; by default each happens in turn, in random order. Printed are each
+event, how soon all of the run had ended and with which exit code, how many steps were made again,
+and the seconds from the event to the next step that is new.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """

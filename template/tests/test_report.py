@@ -162,7 +162,8 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
 
 def test_two_runs_side_by_side(trained, tmp_path):
     other, page = tmp_path / "other", tmp_path / "compared.html"
-    ended = launch(1, ["train.py", *FLAGS, "--base_lr=0.5", "--cpu_threads=1", f"--run_dir={other}"])
+    more = ["--base_lr=0.5", "--cpu_threads=1", f"--run_dir={other}"]
+    ended = launch(1, ["train.py", *FLAGS, *more])
     assert ended.code == 0, last_lines(ended.output)
     found = call("compare.py", trained, other, f"--html={page}", "--score=0.01")
     assert found.returncode == 1, found.stderr

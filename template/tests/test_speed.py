@@ -146,7 +146,7 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
     now = data = end = 0.0
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
     monkeypatch.setattr(benchmark, "reduction_alone", lambda run, step: 0.5)
-    monkeypatch.setattr(benchmark, "_count", lambda run, spec: FLOPS)
+    monkeypatch.setattr(benchmark, "count_operations", lambda run, spec: FLOPS)
 
     def train_step(batch, votes):
         nonlocal now
@@ -189,6 +189,6 @@ def test_operations_of_a_model_with_frozen_layers_are_not_told():
         config=Config(global_batch_size=4), model=model, world=World(0, 1, 0, 1)
     )
     spec = {"inputs": tf.TensorSpec([1, 4, 6])}
-    assert benchmark._count(run, spec)["training_a_sample"] == 3 * 2 * (6 * 5 + 5 * 3)
+    assert benchmark.count_operations(run, spec)["training_a_sample"] == 3 * 2 * (6 * 5 + 5 * 3)
     body.trainable = False
-    assert set(benchmark._count(run, spec)) == {"not_counted"}
+    assert set(benchmark.count_operations(run, spec)) == {"not_counted"}
