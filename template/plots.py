@@ -105,7 +105,8 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
             axes.set_yticks(range(count), names)
         if count <= 12:
             for row, column in itertools.product(range(count), repeat=2):
-                text = f"{shares[row, column]:.2f}".lstrip("0") if counts[row, column] else ""
+                shown = shares[row, column] >= 0.005
+                text = f"{shares[row, column]:.2f}".lstrip("0") if shown else ""
                 colour = "white" if shares[row, column] > 0.5 else _INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
         return _svg(figure, title)
