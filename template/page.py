@@ -19,8 +19,8 @@ body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back);
 h1 { font-size: 1.5rem; margin: 0.5rem 0 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
 p { margin: 0.3rem 0; } .soft { color: var(--soft); }
-.cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit,
-         minmax(min(100%, 21rem), 1fr)); align-items: start; }
+.cards { display: grid; gap: 1rem; align-items: start;
+         grid: auto-flow / repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 figure { margin: 0; padding: 0.6rem; background: var(--card); border-radius: 8px; }
 figcaption { font-weight: 600; font-size: 0.9rem; }
 figure svg { display: block; width: 100%; height: auto; color: var(--text); }
