@@ -100,6 +100,9 @@ def test_runs_that_are_not_the_same_are_told_how(whole, tmp_path, name, old, new
 
 def test_what_has_not_ended_is_named(whole, tmp_path):
     found = compare(whole, tmp_path)
+    assert found.returncode == 2 and f"{tmp_path} is no run's folder" in found.stderr
+    (tmp_path / "config.cfg").write_text("--seed=2\n")
+    found = compare(whole, tmp_path)
     assert found.returncode == 2 and f"{tmp_path}/metrics.jsonl: there is none" in found.stderr
 
 

@@ -9,12 +9,18 @@ import contextlib
 import os
 import sys
 
+from engine.stop import RANK_VARIABLES
+
 _there = False  # a line that the next one is written over
 
 
 def possible() -> bool:
-    """Whether standard output is a terminal that understands what `show` writes."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    """Whether standard output is a terminal that understands what `show` writes.
+
+    Never under a launcher: mpirun gives its ranks a terminal, and writes what comes out to a log.
+    """
+    launched = any(name in os.environ for name in RANK_VARIABLES)
+    return not launched and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def show(text: str) -> None:

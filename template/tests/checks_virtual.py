@@ -20,12 +20,12 @@ import tensorflow as tf
 from config import Config
 from engine import metrics
 from engine import world as world_lib
+from engine.records import TIMES
 from engine.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
-TIMES = ("samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 VIRTUAL = {
     "virtual_ranks": 4,
