@@ -195,7 +195,7 @@ class Config:
         "auto",
         "what must carry them",
         choices=("auto", "gloo", "mpi", "nccl"),
-        heading="How gradients travel (NUMBERS.md says which knob of Horovod each one turns)",
+        heading="How gradients travel (docs/gradients.md: Horovod's own names)",
     )
     gradient_groups: int = setting(
         0, "merge them into this many messages; 0: Horovod fuses by arrival", low=0

@@ -25,7 +25,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see NUMBERS.md
+FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
 IN_PARTS = 4  # as 3, in several files, which versions that know one only must not take for damaged
 STATE, MANIFEST = "state.npz", "manifest.json"
 _NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")

@@ -1,7 +1,7 @@
 """Sums that do not depend on their order: floats as whole numbers (int64) of a power of two.
 
 Integer addition is exact, so neither the number of ranks nor fusion, ring, tree or backend changes
-a bit of a sum. NUMBERS.md, "Virtual ranks", has the analysis of the grids.
+a bit of a sum. docs/same-weights.md has the analysis of the grids.
 
 What is done to each gradient of a step is compiled by XLA: one loop that reads and writes each
 number once. TensorFlow's own operations would go over the memory a dozen times.

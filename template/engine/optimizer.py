@@ -21,7 +21,7 @@ def build(config: Config, model: keras.Model) -> keras.optimizers.Optimizer:
 
     Its learning rate is a variable that the step sets from the schedule, float64 in a float64 run.
     With --ema_decay it keeps a moving average of the weights among its variables (engine/ema.py).
-    NUMBERS.md, "Optimizers", has the formulas.
+    docs/optimizer-and-schedule.md has the formulas.
 
     Raises:
       ValueError: nothing to train or, with --weight_decay, to decay; --ema_decay with a weight
