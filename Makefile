@@ -43,9 +43,11 @@ setup-test: setup ## set-ups for real: offline, two at once, a path with a space
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
-lint: setup ## Python and shell
+lint: setup ## Python, shell, spelling and links
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
+	@git ls-files | grep -v '^docker/locks/\|\.png$$' | $(IN_VENV) xargs codespell
+	@$(IN_VENV) python tests/links.py
 
 bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, its stages, cost; 38 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
