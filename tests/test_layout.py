@@ -12,6 +12,7 @@ FLOORS = [
     "train",
     "evaluate",
     "predict",
+    "browse",
     "export",
     "trained",
     "dry_run",
