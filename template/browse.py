@@ -32,7 +32,7 @@ from engine.stop import DONE, WRONG_USE, complain
 from tasks import base as tasks
 from tasks import check
 
-_COLUMNS, _SIDE, _TEXT = 8, 96, 18  # tiles in a row; pixels a side, at least; pixels of words
+_COLUMNS, _SIDE, _TEXT = 16, 96, 18  # tiles in a row, at most; pixels a side, at least; pixels of words
 
 
 def samples(config: Config, count: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -118,9 +118,7 @@ def _picture(inputs: Any) -> np.ndarray:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     kind = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=as_it_is, allow_abbrev=False
-    )
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
     made.add_argument("--out", type=Path, required=True, help="PNG for the sheet")
     made.add_argument("--count", type=int, default=32, help="samples")
     own, flags = made.parse_known_args(argv[1:])
