@@ -32,7 +32,8 @@ from engine.stop import DONE, WRONG_USE, complain
 from tasks import base as tasks
 from tasks import check
 
-_COLUMNS, _SIDE, _TEXT = 16, 96, 18  # tiles in a row, at most; pixels a side, at least; pixels of words
+_COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
+_TEXT = 18  # pixels of words
 
 
 def samples(config: Config, count: int) -> tuple[list[dict[str, Any]], list[str]]:
