@@ -1,6 +1,6 @@
 """How gradients travel: grouping and packing, and the knobs of Horovod that flags turn.
 
-Flag by flag what tf_cnn_benchmarks' all-reduce offered on one machine; docs/gradients.md has the table.
+docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
 Knobs are environment variables that Horovod reads when it starts.
 """
 
