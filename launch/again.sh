@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# Starts a run again until it is done: after a crash, after a stop, on the hosts that are left.
-# mpijob.yaml does so too: Kubernetes would start a wrong flag again like a preempted run.
+# Restarts a run until it is done: after a crash, after a stop, on the remaining hosts.
+# mpijob.yaml uses it too: Kubernetes itself would restart a wrong flag like a preempted run.
 #
 #   launch/again.sh [OPTIONS] launch/hosts.sh ... python train.py ...
 #   launch/again.sh --hostfile hosts.txt --fewer 2 launch/hosts.sh python train.py ...
 #
-#   --hostfile FILE   before each start wait until these hosts answer ssh, for 30 minutes at most;
-#                     a hosts.sh without -H and --hostfile takes them
-#   --hosts-from CMD  the same with the hosts that CMD prints, `node1:8` a line; it is asked each time
-#   --fewer N         go on without the hosts that do not answer for a minute, where N or more do
-#   --crashes N       so many crashes are followed by another start (10)
-#   --ended FILE      the exit code of an end for good is kept there, and given back at once to
-#                     whoever starts this again
+#   --hostfile FILE   before each start, wait until these hosts answer ssh, at most 30 minutes;
+#                     hosts.sh without -H and --hostfile uses them
+#   --hosts-from CMD  the same with the hosts that CMD prints before each start, `node1:8` per line
+#   --fewer N         leave out hosts that do not answer for a minute, if N or more do answer
+#   --crashes N       restart after at most this many crashes (10)
+#   --ended FILE      save the final exit code in FILE; started again, this script returns it at once
 #
-#   75 told to stop, saved                   starts again; not after ten in a row, each within a
-#                                            minute of its start: something stops every run
-#   0 done, 2 wrong use, 3 diverged, 126 and 127 no such command      ends for good
-#   anything else, a crash                   starts again, after 10, 20, 40, ... 300 seconds; not
-#                                            after three in a row, each within a minute of its start
+#   75 stopped, saved                        restarts; not after ten in a row, each within a minute
+#                                            of its start: something stops every run
+#   0 done, 2 wrong use, 3 diverged, 126 and 127 no such command      ends
+#   anything else, a crash                   restarts after 10, 20, 40, ... 300 seconds; not after
+#                                            three in a row, each within a minute of its start
 #
 # SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this script makes the ranks save; it then ends with their
 # exit code.

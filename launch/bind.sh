@@ -2,12 +2,12 @@
 # Runs a rank on its own share of the cores, those near its GPU where there is one.
 #
 #   horovodrun -np 8 launch/bind.sh python train.py ...
-#   BIND_SHOW=1: says which cores, in one line a rank
+#   BIND_SHOW=1: prints the cores, one line per rank
 #
-# Ranks whose GPUs hang on one NUMA node share that node's cores evenly; without GPUs all ranks
-# of the host share all cores. Memory comes from the same node where numactl is there and allowed
-# (a container may not set it). A rank that mpirun or Slurm has bound already, that has no core to
-# itself, or that may not be bound, runs as it is.
+# Ranks whose GPUs belong to one NUMA node share that node's cores evenly. Without GPUs, all ranks
+# of the host share all cores. Memory is bound to the same node if numactl is installed and allowed
+# (a container may not set it). A rank runs unchanged if mpirun or Slurm has bound it already, if
+# there is no core for it alone, or if binding is not allowed.
 set -euo pipefail
 
 sys=${SYS:-/sys} # tests bring their own

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Prints the hosts there are now, `node1:8` a line, for launch/hosts.sh --discover, which asks each
-# second.
+# Prints the present hosts, `node1:8` per line. launch/hosts.sh --discover runs it every second.
 #
-#   launch/discover.sh FILE             of a hostfile, which may change: `node1 slots=8` or `node1:8`
-#   launch/discover.sh --slurm          of this job, without nodes that Slurm takes for lost
-#   launch/discover.sh --kubernetes N   of an MPIJob: workers that run, N ranks each
+#   launch/discover.sh FILE             hosts of a hostfile, which may change: `node1 slots=8` or
+#                                       `node1:8`
+#   launch/discover.sh --slurm          nodes of this job, except those that Slurm considers lost
+#   launch/discover.sh --kubernetes N   running workers of an MPIJob, N ranks each
 set -eu
 
 die() {

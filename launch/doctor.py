@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Preflight: looks at every host before hours are spent on it, and names the culprit.
+"""Preflight: checks every host before a long run, and names host, rank and fix of each problem.
 
-Run it as training is run, with the same launcher, hosts and folders:
+Run it like the training, with the same launcher, hosts and folders:
 
     launch/hosts.sh -H node1:4,node2:4 python launch/doctor.py --data_dir=DATA --run_dir=RUN
     horovodrun -np 8 -H node1:4,node2:4 python launch/doctor.py --full
 
-Exit code 0: nothing is wrong (notes may remain); 1: something is, and the last lines say which
-host, which rank, what, and what to do. What would keep Horovod from starting is found before
-Horovod is started, and nothing here waits for ever.
+Exit code 0: no problem (notes may remain); 1: the last lines say which host, which rank, what is
+wrong and how to fix it. Problems that would keep Horovod from starting are found before Horovod is
+started. Every check has a time limit.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ MB = 1 << 20
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--data_dir", default="", help="data folder, as each host will open it")
-    add("--run_dir", default="", help="run folder, as training will get it")
+    add("--data_dir", default="", help="data folder of the run; each host opens it")
+    add("--run_dir", default="", help="run folder of the run")
     add("--interface", default="", help="network interface between hosts; default: Horovod's")
-    add("--device", default="auto", choices=("auto", "gpu", "cpu"), help="as training will have it")
-    add("--json", default="", metavar="FILE", help="write everything there as JSON; - is stdout")
+    add("--device", default="auto", choices=("auto", "gpu", "cpu"), help="as in training")
+    add("--json", default="", metavar="FILE", help="write all findings as JSON; -: standard output")
     add("--full", action="store_true", help="also allgather and broadcast, sizes up to 256 MB")
-    add("--max_mb", type=int, default=16, help="largest allreduce that is timed (default 16)")
+    add("--max_mb", type=int, default=16, help="largest allreduce to time, MB (default 16)")
     add(
         "--min_busbw",
         type=float,
         default=0.0,
-        help="least bus bandwidth of the largest allreduce, GB/s; 0: not judged",
+        help="smallest acceptable bus bandwidth of the largest allreduce, GB/s; 0: any",
     )
-    add("--no_collectives", action="store_true", help="stop before Horovod is started")
-    add("--min_free_gb", type=float, default=1.0, help="free space wanted in the run folder")
-    add("--max_clock_s", type=float, default=1.0, help="clock difference that is still fine")
-    add("--slow_factor", type=float, default=4.0, help="a link this many times slower is wrong")
+    add("--no_collectives", action="store_true", help="stop before starting Horovod")
+    add("--min_free_gb", type=float, default=1.0, help="free space that the run folder needs")
+    add("--max_clock_s", type=float, default=1.0, help="largest acceptable clock difference")
+    add("--slow_factor", type=float, default=4.0, help="report links this many times slower")
     add(
         "--link_seconds",
         type=float,
         default=0.3,
-        help="time for each try of each direction of each link",
+        help="seconds for each measurement of each direction of a link",
     )
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     options = parser.parse_args(argv)

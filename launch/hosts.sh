@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Runs a training command on hosts that are reached by ssh, or on this one.
+# Runs a training command on several hosts over ssh, or on this host.
 #
 #   launch/hosts.sh -H node1:8,node2:8 python train.py --flagfile=configs/demo.cfg
 #   launch/hosts.sh --hostfile hosts.txt --mpi --interface ib0 --check python train.py ...
 #
-#   -H HOST:RANKS,...     hosts and how many ranks (GPUs) each
-#   --hostfile FILE       the same from a file: `node1 slots=8` or `node1:8`, a host a line
-#   --discover COMMAND    hosts may come and go (train.py --elastic): COMMAND, asked each second,
-#                         prints those there are, `node1:8` a line (discover.sh). Wants --interface
-#   -np N                 ranks in all, if not every slot; with --discover: at the start
-#   --min-np N, --max-np N  with --discover: the fewest that go on (1), and the most
-#   --gloo | --mpi        what starts and controls the ranks: horovodrun (default) or mpirun
+#   -H HOST:RANKS,...     hosts, and the number of ranks (GPUs) on each
+#   --hostfile FILE       the same from a file: one host per line, `node1 slots=8` or `node1:8`
+#   --discover COMMAND    for train.py --elastic: COMMAND prints the present hosts, `node1:8` per
+#                         line; it is run every second (see discover.sh). Needs --interface
+#   -np N                 total number of ranks, if not every slot; with --discover: at the start
+#   --min-np N, --max-np N  with --discover: smallest (1) and largest number of ranks
+#   --gloo | --mpi        start and control the ranks with horovodrun (default) or mpirun
 #   --interface NAME      network interface between the hosts
 #   -p PORT, -i FILE      ssh port and key
 #   --bind                each rank on its own cores (bind.sh)
-#   --check               first doctor.py on the same hosts; nothing is trained if that fails
+#   --check               run doctor.py on the same hosts first; if it fails, nothing is trained
 #   --dry-run             print the command, run nothing
 #
-# The command, Python and the data are at the same paths on every host. The ranks get the
-# environment that this script has, but for CUDA_VISIBLE_DEVICES, which is each host's own.
+# The command, Python and the data must be at the same paths on every host. The ranks get this
+# script's environment, except CUDA_VISIBLE_DEVICES: each host keeps its own.
 #
-# Stopping: Ctrl-C makes the ranks save after their step and end, and so does SIGTERM or SIGUSR1
-# to this script, as schedulers send them, and the loss of its terminal (SIGHUP). The exit code is
-# then 75; run the same command again to resume. A second Ctrl-C ends all ranks at once, exit code
-# 130.
+# Stopping: after Ctrl-C, the ranks finish their step, save and end. SIGTERM or SIGUSR1 to this
+# script, as schedulers send them, and the loss of its terminal (SIGHUP) do the same. The exit code
+# is then 75; run the same command again to resume. A second Ctrl-C ends all ranks at once, exit
+# code 130.
 # Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else.
 set -euo pipefail
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prints the newest step that a run's folder has saved, or has made (as far as it was logged).
+"""Prints the newest step that a run has saved, or has made (as far as it was logged).
 
     progress.py saved|made python train.py --flagfile=configs/demo.cfg ...
 
-slurm.sbatch asks it before and after a start: a job that gets nowhere is not started again. Exit
-code 1 where the command is no training command, or its folder is not there: nothing is known.
+slurm.sbatch runs it before and after a start, and does not requeue a job that makes no progress.
+Exit code 1: the step is unknown, because the command does not train or its folder does not exist.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Copies a data set to every host's local disk; one rank a host copies, the others wait.
+"""Copies a data set to every host's local disk; one rank per host copies, the others wait.
 
     launch/hosts.sh -H node1:8,node2:8 python launch/stage.py /shared/data /local/data
     launch/hosts.sh -H node1:8,node2:8 python train.py --data_dir=/local/data ...
 
-Each file is copied under another name, read back and compared (SHA-256) before it gets its own,
-so one that has its name is whole. Typed again it looks at every file's size and time and copies
-what is missing or differs. Links in the source are followed; in the target they are refused, and
-so is all that the source does not hold. TARGET/.staging holds what is being copied, and is gone
-afterwards; what a kill left in it goes at that user's next start. A second staging into the same
+Each file is copied under a temporary name, read back and compared (SHA-256), then renamed. So a
+file with its final name is complete. Run again, it compares every file's size and time, and copies
+what is missing or different. Links in the source are followed; in the target they are refused, and
+so is everything that the source does not have. Files being copied are in TARGET/.staging, which is
+removed at the end; after a kill, that user's next start removes it. A second staging into the same
 target waits for the first.
 """
 
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source", type=_folder)
     parser.add_argument("target", type=_folder)
-    parser.add_argument("--workers", type=_count, default=8, help="files copied at a time")
+    parser.add_argument("--workers", type=_count, default=8, help="files to copy at a time")
     options = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     ranks = _ranks_of_this_host()

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Tells the ranks on this host to save and end (SIGUSR1): one that hears it is enough, all ranks
-# learn of it at their next step. They exit with code 75; the same command goes on from there.
+# Tells the ranks on this host to save and end (SIGUSR1). One rank is enough: all ranks learn of it
+# at their next step. They exit with code 75; the same command resumes the run.
 #
 #   stop.sh            the ranks of every run on this host
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
-#   stop.sh ID KILL    ends them at once, with all that they started; nothing is saved
-#   stop.sh ID LEFT    what is left of it after its launcher has ended: 20 s to save, then the end
+#   stop.sh ID KILL    ends them at once, with all processes that they started; nothing is saved
+#   stop.sh ID LEFT    ends what is left after the launcher has ended: 20 s to save, then SIGKILL
 #   ssh HOST sh -s ID <stop.sh
 
 signal=${2:-USR1}

@@ -1,7 +1,7 @@
-"""--benchmark: samples a second, and where a step's time goes, over ten windows of steps.
+"""--benchmark: measures samples a second, and where a step's time goes, over ten windows of steps.
 
-Before them the first tenth of the steps, at least 5 and at most 100, warms up; so do those that do
-not fill ten windows. Figures go to RUN_DIR/benchmark.json and, as a table, to the screen.
+The first tenth of the steps (5 to 100) is warm-up, and so are steps that do not fill ten windows.
+The figures are printed as a table and written to RUN_DIR/benchmark.json.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Puts runs side by side, and says whether they are the same to the last bit.
+"""Compares runs side by side, and says whether they are the same to the last bit.
 
     python compare.py runs/one runs/other ...
     python compare.py runs/one runs/other --html=compared.html --score=0.8
 
-A table: how each ended, its scores, the time to a score, and the settings in which they differ.
---html writes it with the curves of all runs on one picture, as a file that needs no other.
+It prints a table: how each run ended, its scores, the time to a score, the settings that differ.
+--html also writes the table and the curves of all runs as one page that needs no other file.
 
-Then the first run is compared with each other one: weights, and every figure but times. Runs that
-computed on other devices, or with other builds of TensorFlow, Keras or Horovod, are not, because
-bits tell nothing then. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
+Then it compares the first run with each other one: weights, and every figure except times. Runs on
+different devices, or with different builds of TensorFlow, Keras or Horovod, cannot be compared bit
+by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=as_it_is, allow_abbrev=False
     )
     made.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
-    made.add_argument("--html", type=Path, help="file for the page")
-    made.add_argument("--score", type=float, help="of which the time to it is told")
+    made.add_argument("--html", type=Path, help="write the comparison as a page to this file")
+    made.add_argument("--score", type=float, help="also show each run's time to this score")
     own = made.parse_args(argv[1:])
     if len(own.folders) < 2:
         complain("give two runs or more: python compare.py runs/one runs/other")

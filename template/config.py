@@ -60,13 +60,13 @@ class Config:
     task: str = setting(
         "segmentation",
         "name of a file in tasks/",
-        heading="What is trained, on what, and where results go",
+        heading="Task, model, data, results",
     )
-    model: str = setting("", "which of the task's models; empty: the task's first")
+    model: str = setting("", "one of the task's models; empty: the first")
     data_dir: str = setting("datasets/demo", "folder of the data set", path=True)
     data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
-    train_split: str = setting("train", "split of data_dir that is trained on")
-    val_split: str = setting("val", "split of data_dir that is scored")
+    train_split: str = setting("train", "split of data_dir to train on")
+    val_split: str = setting("val", "split of data_dir to evaluate")
     run_dir: str = setting(
         "runs/default", "folder for checkpoints, metrics and the report", path=True
     )
@@ -74,26 +74,26 @@ class Config:
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
     mirror: str = setting(
         "auto",
-        "left-right, half of the training pictures; auto: on but for digits and the demo "
-        "(segmentation, classification)",
+        "mirror half of the training pictures, left-right; auto: on, except for digits and the "
+        "demo (segmentation, classification)",
         choices=("auto", "on", "off"),
     )
     scale_range: str = setting(
         "",
-        "least and largest random factor on the pixels of a training picture; empty: 0.5,2 or the "
-        "demo's 0.8,1.25 (segmentation)",
+        "smallest and largest random scale of a training picture; empty: 0.5,2, for the demo "
+        "0.8,1.25 (segmentation)",
     )
     crop_area: float = setting(
         0.0,
-        "least share of a picture's area in a training crop, but for the middle of a long narrow "
-        "one, where no crop fits; 0: 0.08, below 64 pixels a shift alone (classification)",
+        "smallest share of a picture's area in a random crop (long narrow pictures, where none "
+        "fits: their centre); 0: 0.08, or below 64 pixels only a shift (classification)",
         low=0,
         below=1,
     )
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
     benchmark: bool = setting(
         False,
-        "only steps, no evaluation, no checkpoint: says the speed and where time goes, "
+        "measure the speed and where the time goes, without evaluation and checkpoints; writes "
         "benchmark.json",
     )
 
@@ -108,16 +108,16 @@ class Config:
     )
 
     global_batch_size: int = setting(
-        32, "samples a step, over all ranks", low=1, heading="How long, and how much at once"
+        32, "samples a step, over all ranks", low=1, heading="Batch size and length"
     )
     batch_per_rank: int = setting(
-        0, "samples a step on each rank, in place of global_batch_size; 0: not used", low=0
+        0, "samples a step on each rank, instead of global_batch_size; 0: not used", low=0
     )
-    accumulation_steps: int = setting(1, "micro-batches a step is split into", low=1)
+    accumulation_steps: int = setting(1, "micro-batches in a step (gradient accumulation)", low=1)
     # Below 10**8: checkpoints are named by eight digits of the step.
-    num_steps: int = setting(1000, "steps of the whole run (N of the schedule)", low=1, below=10**8)
+    num_steps: int = setting(1000, "steps of the run (N of the schedule)", low=1, below=10**8)
     eval_batch_size: int = setting(
-        16, "samples a batch in evaluation, each rank; one where sizes may differ", low=1
+        16, "samples a batch in evaluation, on each rank; 1 where picture sizes may differ", low=1
     )
 
     base_lr: float = setting(
@@ -126,15 +126,19 @@ class Config:
         above=0,
         heading="Learning rate: base * (1 - step/N) ** power by default",
     )
-    lr_policy: str = setting("poly", "schedule", choices=("poly", "cosine", "step", "constant"))
+    lr_policy: str = setting(
+        "poly", "learning-rate schedule", choices=("poly", "cosine", "step", "constant")
+    )
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", low=0)
-    warmup_from: float = setting(0.0, "learning rate that warm-up rises from", low=0)
-    lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, with commas")
+    warmup_from: float = setting(0.0, "learning rate at the start of warm-up", low=0)
+    lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, comma-separated")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
     lr_scaling: str = setting(
-        "none", "multiply base_lr by the number of ranks", choices=("none", "linear", "sqrt")
+        "none",
+        "multiply base_lr by the number of ranks or its root",
+        choices=("none", "linear", "sqrt"),
     )
 
     optimizer: str = setting(
@@ -142,185 +146,191 @@ class Config:
     )
     momentum: float = setting(0.9, "momentum of sgd", low=0, below=1)
     weight_decay: float = setting(
-        0.0, "L2 on kernels (sgd, adam) or decoupled decay of kernels (adamw, lamb)", low=0
+        0.0, "L2 of kernels (sgd, adam) or decoupled decay of kernels (adamw, lamb)", low=0
     )
-    clip_norm: float = setting(0.0, "largest global gradient norm; 0: no clipping", low=0)
+    clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
     ema_decay: float = setting(
         0.0,
-        "decay a step of the weights' moving average, which is evaluated; 0: none",
+        "keep a moving average of the weights (EMA) with this decay and evaluate it; 0: none",
         low=0,
         below=1,
     )
 
     label_smoothing: float = setting(
-        0.0, "share of the target spread evenly over all classes", low=0, below=1, heading="Loss"
+        0.0,
+        "share of the target spread evenly over all classes",
+        low=0,
+        below=1,
+        heading="Loss",
     )
-    class_weights: str = setting("", "a weight for each class, with commas; empty: all 1")
+    class_weights: str = setting(
+        "", "weight of each class in the loss, comma-separated; empty: all 1"
+    )
 
     eval_crop: int = setting(
         0,
-        "score the centre of this many pixels, in batches; 0: whole pictures at their own size",
+        "score only a centre of this many pixels, in batches; 0: whole pictures at their own size",
         low=0,
         heading="Evaluation of segmentation",
     )
     eval_window: int = setting(
         0,
-        "go over a larger picture in windows of this many pixels, which overlap by a third; 0: "
-        "each at once",
+        "sliding windows of this many pixels, overlapping by a third, for larger pictures; 0: no "
+        "windows",
         low=0,
     )
-    eval_scales: str = setting("1", "average the probabilities at these sizes, with commas")
-    eval_flip: bool = setting(False, "average the probabilities of the mirror image too")
+    eval_scales: str = setting("1", "average the probabilities at these scales, comma-separated")
+    eval_flip: bool = setting(False, "also average the probabilities of the mirror image")
 
     precision: str = setting(
         "float32",
-        "compute type",
+        "type of computation; weights are float32, or float64 with float64",
         choices=("float32", "float64", "bfloat16", "float16"),
         heading="Precision, compression, batch norm, dropout",
     )
     jit: bool = setting(
-        False, "compile forward and backward with XLA; several times slower on CPUs"
+        False, "compile forward and backward pass with XLA; several times slower on CPUs"
     )
     compression: str = setting(
-        "none", "type of gradients on the wire", choices=("none", "fp16", "bf16")
+        "none", "send gradients in 16 bits", choices=("none", "fp16", "bf16")
     )
     bn_sync: str = setting(
         "mean",
-        "batch norm across ranks: mean or moments of the moving statistics, full (normalize with "
-        "the global batch), none",
+        "batch norm across ranks: mean or moments combine the moving statistics, full normalizes "
+        "with the global batch",
         choices=("mean", "moments", "full", "none"),
     )
     bn_sync_every: int = setting(
-        0, "steps between syncs of moving statistics; 0: when they are read", low=0
+        0, "steps between syncs of the moving statistics; 0: only when they are read", low=0
     )
-    dropout: float = setting(
-        0.0, "share of features dropped, where the model has it", low=0, below=1
-    )
+    dropout: float = setting(0.0, "dropout rate, if the model has dropout", low=0, below=1)
 
     reduce_backend: str = setting(
         "auto",
-        "what must carry them",
+        "backend that the gradients must use",
         choices=("auto", "gloo", "mpi", "nccl"),
-        heading="How gradients travel (docs/gradients.md: Horovod's own names)",
+        heading="Sending gradients (docs/gradients.md: Horovod's own names)",
     )
     gradient_groups: int = setting(
-        0, "merge them into this many messages; 0: Horovod fuses by arrival", low=0
+        0, "merge gradients into this many messages; 0: Horovod fuses them by arrival", low=0
     )
-    pack_bytes: int = setting(0, "pack gradients of up to so many bytes together; 0: off", low=0)
-    pack_count: int = setting(16, "most gradients in one pack", low=1)
+    pack_bytes: int = setting(0, "pack gradients of up to this many bytes together; 0: off", low=0)
+    pack_count: int = setting(16, "largest number of gradients in one pack", low=1)
     fusion_threshold_mb: int = setting(-1, "Horovod's fusion buffer, MiB; -1: its default", low=-1)
     cycle_time_ms: float = setting(-1.0, "Horovod's cycle time, ms; -1: its default", low=-1)
     cache_capacity: int = setting(-1, "Horovod's response cache; -1: its default", low=-1)
     hierarchical_allreduce: bool = setting(False, "reduce within hosts first (GPU builds)")
     hierarchical_allgather: bool = setting(False, "gather within hosts first (GPU builds)")
-    autotune: bool = setting(False, "search for the best of these; written to RUN_DIR/autotune.cfg")
+    autotune: bool = setting(
+        False, "search for the best of these settings; writes RUN_DIR/autotune.cfg"
+    )
     stall_shutdown_s: int = setting(
-        1800, "seconds that ranks wait for one that hangs before the run ends; 0: for ever", low=0
+        1800, "end the run after waiting this many seconds for a rank that hangs; 0: never", low=0
     )
 
     seed: int = setting(
         1, "seed of weights, sample order and augmentation", low=0, heading="Repeatability"
     )
-    deterministic: bool = setting(False, "bit-identical on the same number of ranks; slower")
+    deterministic: bool = setting(
+        False, "bit-identical weights on the same number of ranks; slower"
+    )
     virtual_ranks: int = setting(
-        0, "deal a step to this many shares: the same bits on any number of ranks up to it", low=0
+        0, "split each step into this many shares: the same bits on 1 to this many ranks", low=0
     )
     device: str = setting(
         "auto",
-        "what computes; auto: a GPU each, or CPUs where the host has none",
+        "auto: one GPU for each rank, or CPUs if the host has no GPU",
         choices=("auto", "gpu", "cpu"),
     )
     cpu_threads: int = setting(
-        0, "threads of a rank on CPUs; 0: its share of the cores, 1 with --virtual_ranks", low=0
+        0, "CPU threads of a rank; 0: its share of the cores, 1 with --virtual_ranks", low=0
     )
 
     data_workers: int = setting(
-        0, "threads of a rank that read and augment data; 0: its share of the cores", low=0
+        0, "threads that read and augment a rank's data; 0: its share of the cores", low=0
     )
 
     log_gradients: bool = setting(
         False,
-        "each layer's gradient sum and norm, gradients.jsonl",
-        heading="When to look, keep, and go on",
+        "log sum and norm of each layer's gradient to gradients.jsonl",
+        heading="Logging, evaluation, checkpoints, resuming",
     )
     timeline: str = setting(
         "",
-        "steps FIRST:LAST of which rank 0 records Horovod's timeline and TensorFlow's profile",
+        "FIRST:LAST: record Horovod's timeline and TensorFlow's profile of these steps, on rank 0",
     )
     trackers: str = setting(
         "tensorboard",
-        "where figures go besides metrics.jsonl, with commas: tensorboard, csv (a table at the "
+        "where figures go besides metrics.jsonl, comma-separated: tensorboard, csv (a table at the "
         "end), mlflow, wandb (if installed); empty: nowhere",
     )
     log_every: int = setting(20, "steps between log lines", low=1)
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
     checkpoint_every: int = setting(200, "steps between checkpoints; 0: only at the end", low=0)
     checkpoint_minutes: float = setting(
-        0.0, "a checkpoint too when the newest is older than this; 0: whatever its age", low=0
+        0.0, "also save when the newest checkpoint is older than this; 0: off", low=0
     )
     checkpoint_parts: int = setting(
         1,
-        "files of a checkpoint, each written by one rank, on as many hosts as there are; more than "
-        "1 needs a run_dir that they share",
+        "files of a checkpoint, each written by another rank, spread over the hosts; more than 1 "
+        "needs a run_dir that the hosts share",
         low=1,
     )
-    max_failed_saves: int = setting(
-        3, "checkpoints in a row that cannot be written until the run ends", low=1
-    )
+    max_failed_saves: int = setting(3, "end after this many failed saves in a row", low=1)
     max_bad_steps: int = setting(
         3,
-        "steps in a row whose loss or gradients are no numbers, skipped, until the run goes back "
-        "to a checkpoint and leaves out the batches since; the second time it ends, exit code 3",
+        "steps with NaN or infinity are skipped; after this many in a row, go back to a checkpoint "
+        "and leave out the batches since; the second time end with exit code 3",
         low=1,
     )
     early_stop_evals: int = setting(
         0, "end after this many evaluations without a better score; 0: never", low=0
     )
     keep: int = setting(
-        3, "newest checkpoints kept; the best, by each measure, is kept besides", low=1
+        3, "number of newest checkpoints to keep, besides the best (by each measure)", low=1
     )
     drift_every: int = setting(
-        1000, "steps between looks whether all ranks hold the same weights; 0: at the end", low=0
+        1000, "steps between checks that all ranks hold the same weights; 0: at the end", low=0
     )
     drift: str = setting(
-        "stop", "what to do where they do not: stop, or take rank 0's", choices=("stop", "repair")
+        "stop", "if weights differ: stop, or take those of rank 0", choices=("stop", "repair")
     )
     resume: str = setting(
         "auto",
-        "auto: newest sound checkpoint of run_dir; never: start anew; or the path of a checkpoint "
-        "or of a run's folder",
+        "auto: from the newest sound checkpoint of run_dir; never: start anew; or the path of a "
+        "checkpoint or of a run's folder",
         path=True,
         words=("auto", "never"),
     )
     elastic: bool = setting(
         False,
-        "go on with the ranks that are left when some are lost, and with hosts that join "
-        "(launch/hosts.sh --discover)",
+        "continue when ranks are lost or hosts join; needs launch/hosts.sh --discover",
     )
     elastic_commit_every: int = setting(
         10,
-        "with --elastic: steps between copies in memory, which ranks that are left go back to",
+        "with --elastic: steps between copies of the state in memory, to go back to after a loss",
         low=1,
     )
     init_from: str = setting(
         "",
-        "weights of a new run: another run's folder, a checkpoint's, or a .keras file",
+        "start a new run from these weights: a run's folder, a checkpoint's, or a .keras file",
         path=True,
     )
     init_ema: bool = setting(
-        False, "with --init_from: the averaged weights of a run with --ema_decay"
+        False, "with --init_from: take the averaged weights of a run with --ema_decay"
     )
     init_skip_mismatched: bool = setting(
-        False, "with --init_from: leave variables that do not fit as they are, and name them"
+        False,
+        "with --init_from: keep the initial values of variables that do not fit, and list them",
     )
     backbone_weights: str = setting(
         "",
-        "a new run's first layers, by name: a .h5, .weights.h5 or .keras file of Keras",
+        "load layers of a new run, by name, from a .h5, .weights.h5 or .keras file of Keras",
         path=True,
     )
     backbone_preprocessing: str = setting(
         "",
-        "pictures that --backbone_weights was trained on; empty: the file says it",
+        "preprocessing that --backbone_weights was trained with; empty: recognized from the file",
         choices=("", "tf", "caffe", "torch"),
     )
 

@@ -1,11 +1,11 @@
-"""Scores a trained run's checkpoint: its figures again, each class, and the worst samples.
+"""Evaluates a checkpoint of a run: overall scores, scores of each class, and the worst samples.
 
     python evaluate.py --run_dir=runs/demo                    the best checkpoint, one rank
     horovodrun -np 2 python evaluate.py --run_dir=runs/demo --checkpoint=last --split=train
 
-The figures are those that the run logged, on any number of ranks. Flags of train.py may follow:
---data_dir where the data have moved, --eval_flip, --eval_scales and the like for other scores.
-Written to --out: evaluation.json, classes.csv, confusion.csv, confusion.png, and pictures of the
+The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
+--data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
+It writes to --out: evaluation.json, classes.csv, confusion.csv, confusion.png, and pictures of the
 samples with the largest loss.
 """
 
@@ -165,9 +165,9 @@ def _without_nan(value: Any) -> Any:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 75 stopped."""
     made = trained.parser(__doc__)
-    made.add_argument("--split", default="", help="of the data; empty: what the run scored")
-    made.add_argument("--worst", type=int, default=8, help="samples that are drawn; 0: none")
-    made.add_argument("--out", type=Path, help="folder; by default evaluation/ in the run's")
+    made.add_argument("--split", default="", help="split of the data; default: that of the run")
+    made.add_argument("--worst", type=int, default=8, help="worst samples to draw; 0: none")
+    made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
     own, flags = made.parse_known_args(argv[1:])
     flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]
     config = trained.settings(own.run_dir, flags)

@@ -1,14 +1,14 @@
-"""A trained run's model as files that need none of this code: SavedModel, and .keras.
+"""Exports the model of a trained run as SavedModel and .keras, which need none of this code.
 
     python export.py --run_dir=runs/demo --out=exported [--check=photo.jpg]
 
-OUT/saved_model has two signatures, for batches of any size of pictures of one size:
+OUT/saved_model has two signatures, for any number of pictures of one size:
     serving_default   "image": JPEG or PNG files, text [B]
     pictures          "image": uint8 [B, height, width, 3]
 Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
-int64, the most probable one. All that evaluation does to a picture is in it. OUT/model.keras is the
-model alone, for what Keras can do with it. What was written is loaded in a new process without this
-code and given a picture; what comes out must equal what predict.py makes of it.
+int64, the most probable class. The SavedModel includes everything that evaluation does to a
+picture. OUT/model.keras is the model alone, for use with Keras. To check the export, a new process
+without this code loads it and predicts a picture; the outputs must equal those of predict.py.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _some_picture() -> bytes:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
     made = trained.parser(__doc__)
-    made.add_argument("--out", type=Path, required=True, help="folder for what is written")
-    made.add_argument("--check", type=Path, help="JPEG or PNG to compare by; by default noise")
+    made.add_argument("--out", type=Path, required=True, help="output folder")
+    made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
     return trained.on_ranks(config, lambda *world: export(*world, own))

@@ -1,11 +1,12 @@
-"""What a trained run's model says of pictures.
+"""Predicts on pictures with the model of a trained run.
 
     python predict.py --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
 
-Segmentation: OUT/labels has a PNG of classes for each picture, at its own size, OUT/overlays the
-picture with them. Classification: OUT/predictions.csv has the five most probable classes of each.
-All that Pillow reads is read; what it cannot read is named and passed over, and the exit code is 1.
-On several ranks (horovodrun) each takes a share. Flags of train.py may follow (--eval_flip, ...).
+Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
+OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
+five most probable classes of each picture. Pictures can have any format that Pillow reads. Files
+that cannot be read are listed and skipped, and the exit code is 1. With horovodrun, the ranks share
+the pictures. Flags of train.py may follow (--eval_flip, ...).
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 files were passed over, 2 wrong use, 75 stopped."""
     made = trained.parser(__doc__)
-    made.add_argument("--out", type=Path, required=True, help="folder for what is written")
+    made.add_argument("--out", type=Path, required=True, help="output folder")
     made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
     own, flags = made.parse_known_args(argv[1:])
 

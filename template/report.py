@@ -1,8 +1,8 @@
-"""report.html of a run: what was trained, where, how it went, and what the model does now.
+"""Writes a run's report.html: what was trained, where, the curves, the scores, the predictions.
 
-    python report.py runs/demo          writes runs/demo/report.html anew from what lies there
+    python report.py runs/demo          rewrites runs/demo/report.html from the run's files
 
-train.py writes it at the end and on a stop. One file, that needs no network.
+train.py writes it at the end and when it is stopped. It is one file and needs no network.
 """
 
 from __future__ import annotations

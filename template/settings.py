@@ -162,7 +162,7 @@ def help_text(program: str, fields: Fields) -> str:
     """All flags under their headings, in at most 100 columns."""
     lines = [
         f"usage: {program} [--flagfile=FILE] [--name=value ...]",
-        "A flagfile holds flags, one a line; of a flag that is given twice, the later one counts.",
+        "A flagfile has one flag per line. If a flag is given twice, the later one counts.",
     ]
     for field in fields.values():
         if field.metadata["heading"]:

@@ -4,7 +4,7 @@
     horovodrun -np 2 python train.py --flagfile=configs/demo.cfg         two ranks on this host
     horovodrun -np 8 -H node1:4,node2:4 python train.py --flagfile=...   four GPUs on each of two
 
-Typing the same command again resumes from the newest checkpoint in --run_dir.
+The same command again resumes from the newest checkpoint in --run_dir.
 `python train.py --help` lists the flags. Start reading at `fit`; the step itself is in step.py.
 """
 

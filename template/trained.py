@@ -35,13 +35,13 @@ def parser(about: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--checkpoint",
         default="best",
-        help="best (the highest score), last, a step, or the path of a checkpoint",
+        help="best (highest score), last, a step, or the path of a checkpoint",
     )
     made.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="averaged weights, where the run kept them (--ema_decay): its scores are theirs",
+        help="use the averaged weights, if the run kept them (--ema_decay); its scores are theirs",
     )
     return made
 

@@ -1,13 +1,13 @@
-"""Packs a data set into TFRecord shards that records.py reads: fewer, larger files.
+"""Packs a data set into a few large files (TFRecord shards), which records.py reads.
 
     python -m data.pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
     python train.py --data_format=records --data_dir=datasets/voc ...
 
-Sample ids and pixels stay the same, so that a run on the packed set gives the same batches.
-PNG and JPEG files go in as they are; labels as PNGs of class ids (255: ignored), or as numbers.
-With --short_side=256 larger pictures are scaled once, here, which makes another set of them, and
-one that is read in a part of the time.
-What a kill leaves is removed by the next pack into OUT. `python -m data.check` reads all of a pack.
+Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
+files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
+With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
+which is faster to read.
+After a kill, the next pack into OUT removes the leftovers. `python -m data.check` verifies a pack.
 """
 
 import argparse
@@ -204,10 +204,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--split", required=True, help="which split to pack")
     parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
-    parser.add_argument("--as", dest="name", help="another name for it: OUT/AS")
-    parser.add_argument("--shards", type=int, default=16, help="files to write (default: 16)")
-    parser.add_argument("--short_side", type=int, help="scale larger pictures to it, in pixels")
-    parser.add_argument("--quality", type=int, help="of their JPEG (default: 90)")
+    parser.add_argument("--as", dest="name", help="another name for the folder: OUT/AS")
+    parser.add_argument("--shards", type=int, default=16, help="number of files (default: 16)")
+    parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
+    parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
     args = parser.parse_args()
     if args.quality is not None and args.short_side is None:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")

@@ -1,6 +1,6 @@
 """How gradients travel: grouping and packing, and the knobs of Horovod that flags turn.
 
-What tf_cnn_benchmarks' all-reduce offered on one machine, flag by flag: docs/gradients.md.
+docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
 Knobs are environment variables that Horovod reads when it starts.
 """
 
