@@ -34,8 +34,9 @@ def check(config: Config) -> None:
             "--jit compiles the computation of one rank, and --bn_sync=full communicates between "
             "ranks inside it: use another --bn_sync or leave out --jit"
         )
-    if config.dry_run and config.benchmark:
-        raise ValueError("--dry_run tries what --benchmark leaves out: leave out one of them")
+    alone = [name for name in ("dry_run", "find_lr", "benchmark") if getattr(config, name)]
+    if len(alone) > 1:
+        raise ValueError(f"--{alone[0]} and --{alone[1]} are two kinds of runs: choose one")
     class_weights(config)
     _check_evaluation(config)
     scale_range(config)
@@ -110,7 +111,7 @@ def _check_elastic(config: Config) -> None:
     if not config.elastic:
         return
     _check_same_run(config, "--elastic")
-    for name in ("benchmark", "timeline", "autotune", "dry_run"):
+    for name in ("benchmark", "timeline", "autotune", "dry_run", "find_lr"):
         if getattr(config, name):
             raise ValueError(
                 f"--{name} looks at one number of ranks, which --elastic changes: leave one out"

@@ -101,6 +101,12 @@ class Config:
         False, "show what the run would be, try two steps, an evaluation and a save, keep nothing"
     )
 
+    find_lr: bool = setting(
+        False,
+        "raise the learning rate over at most 200 steps and suggest one; keep only a page, "
+        "find_lr.html beside run_dir",
+    )
+
     global_batch_size: int = setting(
         32, "samples a step, over all ranks", low=1, heading="Batch size and length"
     )

@@ -30,6 +30,7 @@ from engine.world import World, raw, say
 from run import Run
 
 STEPS = 2
+_STEPS_OF_RATES = 200  # of --find_lr
 _BATCHES = 4  # of each rank, that are evaluated
 _SHOWN = 8  # ranks, and samples of each
 _WIDTH, _HEIGHT = 60, 8  # of the plot, in characters
@@ -46,11 +47,15 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
             made = tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
             newest, _ = checkpoint_files.newest_sound(run_dir / "checkpoints")
             if newest and config.resume == "auto":
-                say(world, f"dry run, from new weights; a run would resume from {newest}")
+                say(world, f"from new weights; a run would resume from {newest}")
     made = world.broadcast_object(made, "dry_run.folder")
     resume = "never" if config.resume == "auto" else config.resume
+    tried = dataclasses.replace(config, run_dir=made, resume=resume)
+    if config.find_lr:  # it goes on where the loss is no number, to say so
+        steps = min(config.num_steps, _STEPS_OF_RATES)
+        tried = dataclasses.replace(tried, num_steps=steps, max_bad_steps=steps + 1)
     try:
-        yield dataclasses.replace(config, run_dir=made, resume=resume)
+        yield tried
     finally:
         if world.is_chief:
             shutil.rmtree(made, ignore_errors=True)

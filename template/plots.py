@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import matplotlib
@@ -22,6 +23,7 @@ _LOOK = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
     "font.family": "sans-serif",
     "font.size": 10.0,
+    "text.parse_math": False,  # a class may be called $5
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -57,6 +59,7 @@ def curves(
         for (name, (x, y)), colour in zip(lines.items(), itertools.cycle(_COLOURS)):
             x, y = thinned(x, y)
             alone = np.isfinite(y).sum() < 2
+            name = f" {name}" if name.startswith("_") else name  # else it is left out of the legend
             axes.plot(x, y, label=name, color=colour, marker="o" if alone else None)
         for place in marks:
             axes.axvline(place, color=_COLOURS[1], linestyle=":")
@@ -126,8 +129,10 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
 
 def _svg(figure: Figure, title: str) -> str:
     """For a page: no XML head, ids of its own, the page's colours, as wide as its place."""
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": f"plot-{next(_numbers)}"}):
+    file, salt = io.StringIO(), {"svg.hashsalt": f"plot-{next(_numbers)}"}
+    with warnings.catch_warnings(), matplotlib.rc_context(salt):
+        # Its own fonts lack many scripts, but the text is drawn in the page's font.
+        warnings.simplefilter("ignore")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :]

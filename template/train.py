@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import dry_run
+import find_lr
 from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
@@ -199,6 +200,8 @@ def fit(
         actions.append(measured)
     elif config.dry_run:
         actions.append(dry_run.DryRun(run, first_step, save, evaluate))
+    elif config.find_lr:
+        actions.append(find_lr.FindLr(run, run_dir.parent / "find_lr.html"))
     else:
         actions += [save, evaluate]
 
@@ -293,7 +296,7 @@ def finish(
         | {"batches_passed_over": int(state.passed_over)}
         | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
     )
-    if not (config.benchmark or config.dry_run):
+    if not (config.benchmark or config.dry_run or config.find_lr):
         write_report(world, Path(config.run_dir))
     if ending and ending.code != DONE:
         gone_back = ending.bad_since and int(state.passed_over)
@@ -322,7 +325,7 @@ def write_report(world: World, run_dir: Path) -> None:
 
 def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
-    if config.dry_run:
+    if config.dry_run or config.find_lr:
         with dry_run.throwaway(config, world) as config:
             return fit(config, world, stop_signal, commits)
     back = None

@@ -132,6 +132,7 @@ LEFT_OUT = {
     "val_split": "names files: test_readers_open.py",
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_dry_run.py",
+    "find_lr": "keeps nothing: test_find_lr.py",
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
@@ -269,7 +270,9 @@ REFUSED = {
     "--trackers=csv,paper": "paper is none of",
     "--trackers=csv,csv": "names one twice",
     "--elastic --dry_run": "--dry_run looks at",
-    "--dry_run --benchmark": "leave out one of them",
+    "--dry_run --benchmark": "choose one",
+    "--find_lr --benchmark": "choose one",
+    "--elastic --find_lr": "--find_lr looks at",
     "--elastic --lr_scaling=linear": "--elastic makes the same run",
     "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
     "--elastic --checkpoint_parts=2": "is written by ranks that --elastic may lose",

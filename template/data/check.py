@@ -5,7 +5,9 @@
 
 Every sample goes through the reader that training uses, and its label must be a class. Of a packed
 set the shards' SHA-256 are compared first, so it is read twice. Each fault is a line on standard
-output that names the file. Exit code 0: all is well; 1: something is not; 2: wrong flags.
+output that names the file. Then it prints how often each class occurs, how large the pictures are,
+and --class_weights that balance the classes. Exit code 0: all is well; 1: something is not;
+2: wrong flags.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
-from data import pack, pipeline
+from data import counts, pack, pipeline
 from data.labels import IGNORE, one_class
 from data.readers import records
 from data.readers.class_folders import ClassFolders
@@ -87,15 +90,19 @@ def check(
         tell(one_class(root / split))
     classes = classes or source.num_classes
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
-    highest = -1
-    for index, found in enumerate(_labels(source)):
+    highest, counted = -1, counts.Counts(classes)
+    for index, found in enumerate(_samples(source)):
         if isinstance(found, str):
             tell(found)
             continue
-        highest = max(highest, *found)
-        wrong = [label for label in found if not 0 <= label < classes]
+        low, high, values, height, width = found
+        highest = max(highest, high)
+        counted.add(high, values, height, width)
+        wrong = [label for label in (low, high) if not 0 <= label < classes]
         if wrong:
             tell(f"{where(index)}: label {wrong[0]} is no class; classes are 0 to {classes - 1}")
+    for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
+        print(f"{split}: {line}", flush=True)
     return f"{len(source):,} samples, labels 0 to {highest}"
 
 
@@ -121,24 +128,28 @@ def _other_content(packed: Records) -> str | None:
     return None if marked else packed.content_problem()
 
 
-def _labels(source: Source) -> Iterator[tuple[int, int] | str]:
-    """Lowest and highest label of each sample, ignored pixels aside; or what is wrong with it."""
+def _samples(source: Source) -> Iterator[tuple[int, int, np.ndarray, int, int] | str]:
+    """Of each sample, or what is wrong with it: lowest and highest label, ignored pixels aside;
+    pixels of each value (counts.of_label); height and width of its picture."""
 
     @pipeline.as_written
-    def look(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def look(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
         sample = source.read(index)
         label = tf.cast(sample["label"], tf.int64)
+        values = counts.of_label(label)
         if label.shape.rank:  # one for each pixel
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
         # The picture's size is asked for because what nobody asks for is not decoded.
-        return tf.reduce_min(label), tf.reduce_max(label), tf.size(sample["image"])
+        size = tf.shape(sample["image"])
+        return tf.reduce_min(label), tf.reduce_max(label), values, size[0], size[1]
 
     # The iterator goes on behind a sample that fails, in order.
     samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
     for index in range(len(source)):
         try:
-            low, high, _ = next(samples)
-            yield int(low), int(high)
+            low, high, *others = next(samples)
+            values, height, width = (part.numpy() for part in others)
+            yield int(low), int(high), values, int(height), int(width)
         except tf.errors.OpError as error:
             reason = source.explain(index)
             yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"

@@ -37,7 +37,7 @@ _HARMLESS = {
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
     *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
     *("autotune", "timeline", "data_workers", "elastic", "elastic_commit_every"),
-    *("dry_run", "trackers"),
+    *("dry_run", "find_lr", "trackers"),
 }
 
 

@@ -47,7 +47,7 @@ def read(folder: Path) -> Records:
         _settings(folder / "config.cfg"),
         [line for line in lines if "loss" in line],
         [line for line in lines if "eval_loss" in line],
-        _lines(folder / "starts.jsonl"),
+        [line for line in _lines(folder / "starts.jsonl") if isinstance(line.get("time"), float)],
         summary if isinstance(summary, dict) else {},
     )
 

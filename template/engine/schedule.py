@@ -13,6 +13,15 @@ from config import Config
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
 
+LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
+
+
+def rising(config: Config) -> Schedule:
+    """Of --find_lr: from LOWEST to HIGHEST by the same factor each step (Smith 2017)."""
+    factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
+    return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
+
+
 def make(config: Config, world_size: int) -> Schedule:
     """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
 

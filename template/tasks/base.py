@@ -197,6 +197,8 @@ def optional(task: Task, name: str) -> Callable | None:
 
 def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Schedule:
     """Step -> learning rate: the task's own policy where it has one, else --lr_policy."""
+    if config.find_lr:
+        return schedule.rising(config)
     own = optional(task, "schedule")
     if own is None:
         return schedule.make(config, world_size)

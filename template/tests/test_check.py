@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from PIL import Image
 
+import config as config_lib
 import readers
 from data import check, pack, pipeline
 from data.arrays import Arrays
@@ -18,13 +21,26 @@ from test_readers_records import as_version_1
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys):
+def whole(monkeypatch: pytest.MonkeyPatch, capsys):
     """(exit code, what was printed) of the command with these flags."""
 
     def call(*flags: object) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["check", *map(str, flags)])
         code = check.main()
         return code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def run(whole):
+    """The same without what is counted: faults and verdicts."""
+    counted = re.compile(r"^[^:]+: (  |pictures: |the \d+ rarest|\d+ class\(es\) never|to balance)")
+
+    def call(*flags: object) -> tuple[int, str]:
+        code, printed = whole(*flags)
+        lines = printed.splitlines(keepends=True)
+        return code, "".join(line for line in lines if not counted.match(line))
 
     return call
 
@@ -192,3 +208,39 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
     assert told.count(f"sample {bad} is torn") == 1 and len(set(told)) > 1
     first = bad // 4 * 4
     assert asked == list(range(first, bad + 1))
+
+
+def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
+    """Two pictures of 4 x 6: class 0 on 30 pixels, class 2 on 10, and 8 ignored."""
+    for part in ("images", "labels", "splits"):
+        (tmp_path / part).mkdir()
+    labels = np.zeros((2, 4, 6), np.uint8)
+    labels[0, :, :2], labels[1, :1, :2], labels[1, 3], labels[1, 2, :2] = 2, 2, 255, 255
+    for number, label in enumerate(labels):
+        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / f"images/{number}.png")
+        Image.fromarray(label).save(tmp_path / f"labels/{number}.png")
+    (tmp_path / "splits/train.txt").write_text("0\n1\n")
+    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")
+    assert code == 0, printed
+    assert re.search(r"  0 +30 pixels +75.000%", printed), printed
+    assert re.search(r"  2 +10 pixels +25.000%", printed), printed
+    assert re.search(r"  ignored +8 pixels", printed), printed
+    assert "1 class(es) never occur: 1" in printed and "all 4 x 6 (height x width)" in printed
+    flag = re.search(r"--class_weights=\S+", printed)[0]
+    weights = config_lib.class_weights(config_lib.parse(["", flag, "--num_classes=3"]))
+    assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)
+    assert (30 * weights[0] + 10 * weights[2]) / 40 == pytest.approx(1, rel=1e-3)
+
+
+def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
+    sizes = {"cat": [(5, 7), (9, 3)], "dog": [(20, 30)]}
+    for name, shapes in sizes.items():
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number, shape in enumerate(shapes):
+            picture = Image.fromarray(np.zeros((*shape, 3), np.uint8))
+            picture.save(tmp_path / "train" / name / f"{number}.png")
+    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--data_format=class_folders")
+    assert code == 0, printed
+    assert re.search(r"0 cat +2 samples +66.667%", printed), printed
+    assert "pictures: 9 x 3 to 20 x 30, median 5 x 7" in printed
+    assert "--class_weights=0.75,1.5" in printed

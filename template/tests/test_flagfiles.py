@@ -195,6 +195,7 @@ def valid_flags(draw):
         flags.pop("checkpoint_parts", None)
         flags["global_batch_size"] = flags.pop("batch_per_rank", flags.get("global_batch_size"))
         flags |= {"benchmark": False, "timeline": "", "autotune": False, "dry_run": False}
+        flags |= {"find_lr": False}
         flags |= {"lr_scaling": "none", "reduce_backend": "auto"}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
@@ -212,7 +213,9 @@ def valid_flags(draw):
     if flags.get("eval_window"):
         flags |= {"eval_crop": 0}
     if flags.get("benchmark"):
-        flags |= {"timeline": "", "dry_run": False}
+        flags |= {"timeline": "", "dry_run": False, "find_lr": False}
+    if flags.get("dry_run"):
+        flags |= {"find_lr": False}
     if "trackers" in flags:
         flags["trackers"] = draw(strategies.sampled_from(["", "csv", "csv, tensorboard"]))
     if flags.get("bn_sync") == "full":

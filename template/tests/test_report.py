@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def step(number: int, time: float, **figures) -> dict:
 
 def test_time_lost_is_from_the_last_record_kept_to_the_next_start(tmp_path):
     lines = [step(10, 110.0), step(20, 120.0), step(30, 205.0)]
-    starts = [{"step": 0, "time": 100.0, "where": "4 ranks"}]
+    starts = [{"step": 0, "time": 100.0, "where": "4 ranks"}, {"step": 0}]
     starts += [{"step": 20, "time": 180.0, "where": "3 ranks"}]
     run = records.read(made_up(tmp_path / "run", lines, starts))
     text = "".join(report.faults(run))
@@ -127,12 +128,20 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     lines[7]["loss"] = None
     lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
     folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
-    names = ["<script>", "one", "one"]
+    names = ["<script>", "$one^", "漢字"]
     confusion.write(folder / "confusion.csv", names, np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]]))
-    report.write(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.write(folder)
     found = page_of(folder)
     shown = " ".join(found.text)
-    assert "<script>" in shown and "<i>" in shown and '<b>"&: not ended' in shown
+    assert (
+        "$one^" in shown
+        and "漢字" in shown
+        and "<script>" in shown
+        and "<i>" in shown
+        and '<b>"&: not ended' in shown
+    )
     assert "IoU of each class" in found.figures
     assert (folder / "report.html").stat().st_size < 600_000
 
