@@ -31,8 +31,8 @@ def check(config: Config) -> None:
         part(config)
     if config.jit and config.bn_sync == "full":
         raise ValueError(
-            "--jit compiles what one rank computes, and --bn_sync=full exchanges between ranks "
-            "within it: use another --bn_sync or leave out --jit"
+            "--jit compiles the computation of one rank, and --bn_sync=full communicates between "
+            "ranks inside it: use another --bn_sync or leave out --jit"
         )
     alone = [name for name in ("dry_run", "find_lr", "benchmark") if getattr(config, name)]
     if len(alone) > 1:
@@ -93,8 +93,8 @@ def _check_virtual(config: Config) -> None:
     micro = config.global_batch_size // config.accumulation_steps
     if micro < config.virtual_ranks:
         raise ValueError(
-            f"{flag} needs a sample each in a micro-batch of {micro} (--global_batch_size / "
-            "--accumulation_steps): make it larger or give fewer virtual ranks"
+            f"{flag}: every virtual rank needs a sample, and a micro-batch (--global_batch_size / "
+            f"--accumulation_steps) has {micro}: make it larger or give fewer virtual ranks"
         )
 
 
@@ -102,8 +102,8 @@ def _check_same_run(config: Config, flag: str) -> None:
     for name in ("batch_per_rank", "lr_scaling"):
         if getattr(config, name) not in ("none", 0):
             raise ValueError(
-                f"{flag} makes the same run on any number of ranks, and --{name} another one on "
-                "each: leave it out"
+                f"{flag} makes the same run on any number of ranks, but --{name} makes it depend "
+                "on their number: leave it out"
             )
 
 
@@ -162,8 +162,8 @@ def _check_schedule(config: Config) -> None:
         _check_warmup(config, 1)
     if config.early_stop_evals and not config.eval_every:
         raise ValueError(
-            f"--early_stop_evals={config.early_stop_evals} counts evaluations: --eval_every=0 "
-            "makes none"
+            f"--early_stop_evals={config.early_stop_evals} counts evaluations, and --eval_every=0 "
+            "makes none: set --eval_every"
         )
     if config.lr_policy == "step":
         boundaries(config)
@@ -175,7 +175,7 @@ def _check_warmup(config: Config, size: int) -> None:
         scaled = f", which is {peak:g} on {size} rank(s)" if config.lr_scaling != "none" else ""
         raise ValueError(
             f"--warmup_from={config.warmup_from} is greater than --base_lr={config.base_lr}"
-            f"{scaled}: warm-up rises"
+            f"{scaled}: warm-up must rise"
         )
 
 
@@ -330,8 +330,8 @@ def notes(config: Config) -> list[str]:
         )
     if config.train_split == config.val_split and not config.synthetic_data:
         found.append(
-            f"--train_split and --val_split are both {config.train_split}: the score is of what "
-            "was trained on"
+            f"--train_split and --val_split are both {config.train_split}: the score is measured "
+            "on the training data"
         )
     # What leaves a setting without effect.
     unused = {

@@ -45,7 +45,7 @@ def read(folder: str) -> Ended:
         if not {"step", "weights_sha256", "exit_reason"} <= set(about):
             raise ValueError(f"{summary} is no summary of a run")
         if not all(isinstance(line, dict) and "step" in line for line in lines):
-            raise ValueError(f"{records} holds other lines than a run's")
+            raise ValueError(f"{records} has lines that no run writes")
         figures = [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
         return Ended(folder, dict(about), figures)
     except (OSError, ValueError, TypeError) as error:

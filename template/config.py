@@ -103,7 +103,7 @@ class Config:
 
     find_lr: bool = setting(
         False,
-        "let the learning rate rise over 200 steps at most, suggest one, keep nothing but a page, "
+        "raise the learning rate over at most 200 steps and suggest one; keep only a page, "
         "find_lr.html beside run_dir",
     )
 

@@ -114,7 +114,7 @@ class Evaluator:
         sums = total.over_ranks()
         with self._world.together("computing the figures"):
             if not sums["weight"]:
-                raise ValueError("all weights of the validation set are 0: nothing in it counts")
+                raise ValueError("all weights of the validation set are 0: nothing to score")
             figures = self._figures(sums)
             with check.told("notes"):
                 notes = check.notes(self._notes(sums)) if self._notes else []

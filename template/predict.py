@@ -69,7 +69,7 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
             image = load(file)
             rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
         except tf.errors.ResourceExhaustedError:
-            faults.append(f"{file} does not fit into memory; for segmentation say --eval_window")
+            faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
         except tf.errors.OpError as error:  # all ranks meet below, whatever one of them met here
             faults.append(f"{file}: {said(error)}")
         except (ValueError, OSError) as error:
@@ -83,12 +83,12 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         if world.is_chief and rows:
             table(own.out / "predictions.csv", rows)
     for fault in faults:
-        say(world, f"passed over: {fault}")
+        say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
     if any(stopped for _, _, stopped in everyone):
         raise Stop(PREEMPTED, "stopped before the end")
     if faults:
-        raise Stop(BUG, f"{len(faults)} of {len(files)} files were passed over, named above")
+        raise Stop(BUG, f"{len(faults)} of {len(files)} files were skipped, see above")
 
 
 def listed(named: Sequence[Path]) -> dict[str, Path]:
@@ -176,7 +176,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 1 files were passed over, 2 wrong use, 75 stopped."""
+    """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
     made = trained.parser(__doc__)
     made.add_argument("--out", type=Path, required=True, help="output folder")
     made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")

@@ -270,7 +270,7 @@ def go_back(run: Run, ending: Ending) -> None:
         say(
             run.world,
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
-            f"{found.step + 1} to {step} are left out from here on. It happens once",
+            f"{found.step + 1} to {step} are left out. A run goes back only once",
         )
         raise GoBack(str(found.path), step)
 

@@ -136,7 +136,7 @@ def chosen(folder: Path, which: str) -> Path:
     if which == "best":
         path = checkpoint_files.best_by_newest(there)
         if path is None:
-            raise ValueError(f"{names}, of no score: say --checkpoint=last, or a step")
+            raise ValueError(f"{names}, none with a score: give --checkpoint=last or a step")
     elif which == "last":
         path, damaged = checkpoint_files.newest_sound(folder)
         if path is None:
@@ -144,7 +144,7 @@ def chosen(folder: Path, which: str) -> Path:
     elif which.isdecimal():
         path = folder / f"step-{int(which):08d}"
         if not path.exists():
-            raise ValueError(f"{names}, and none of step {which}")
+            raise ValueError(f"{names}, but none of step {which}")
     else:
         path = Path(which)
     checkpoint_files.verify(path)

@@ -156,8 +156,8 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
     for index, sample in enumerate(_samples(packed, packed.read)):
         if _pixels(sample) != pixels[index]:
             raise ValueError(
-                f"sample {index} reads back from {packed.folder} other than it was packed: its "
-                "file changed meanwhile, or the disk does not keep what it is given; pack again"
+                f"sample {index} read back from {packed.folder} differs from what was packed: its "
+                "file changed meanwhile, or the disk is faulty; pack again"
             )
         live.progress("verified", index + 1, len(packed))
 

@@ -58,11 +58,11 @@ class Drift:
         if not repair:
             raise Stop(
                 BUG,
-                f"{what}: memory or a device may be faulty. Checkpoints hold rank 0's: look which "
-                "of them is sound, or take rank 0's and go on with --drift=repair",
+                f"{what}: memory or a device may be faulty. Checkpoints hold rank 0's: check "
+                "which of them is sound, or continue from rank 0's with --drift=repair",
             )
         self._world.broadcast_variables([self._values[i] for i in differ])
-        say(self._world, f"note: {what}: rank 0's were taken")
+        say(self._world, f"note: {what}: all ranks took rank 0's")
 
 
 def _looking(values: list[tf.Variable]) -> Callable[[], tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:

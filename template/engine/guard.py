@@ -48,7 +48,7 @@ def _guard(rank: int) -> None:
         if ready or now - before > 2 * _BETWEEN:  # or the guard itself was stopped
             heard = now
         if now - heard > _SILENT:
-            said = f"error: a rank was stopped {_SILENT:.0f} s ago: it is ended, the others go on\n"
+            said = f"error: a rank was stopped {_SILENT:.0f} s ago: killing it\n"
             os.write(2, said.encode())
             os.kill(rank, signal.SIGKILL)
             return

@@ -207,11 +207,11 @@ def _figures(result: Result) -> str:
     scale = f", loss scale {scale:g}" if scale != 1 else ""
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])
-    labels = ", and look for labels that are no class" if math.isnan(loss) else ""
+    labels = ", and check for labels that are no class" if math.isnan(loss) else ""
     return (
         f"diverged at step {int(result['step'])}{row}: loss {loss:g}, gradient norm "
         f"{float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. Checkpoints are "
-        f"as they were. Try a lower --base_lr, --warmup_steps, --clip_norm{labels}"
+        f"unchanged. Try a lower --base_lr, --warmup_steps, --clip_norm{labels}"
     )
 
 

@@ -79,7 +79,7 @@ class Pace:
             return ""
         more = f" and {len(named) - 4} more ranks" if len(named) > 4 else ""
         return (
-            f"note: slow: {', '.join(parts)}{more} until its part of a step is ready, the median "
+            f"note: slow: {', '.join(parts)}{more} for its own part of a step, the median "
             f"rank {_middle(own) * 1e3:.0f} ms; all others wait"
         )
 

@@ -72,7 +72,7 @@ class Saver:
             say(
                 self._world,
                 f"note: the checkpoint of step {self._step} was still being written when the run "
-                "ended: a rerun goes on from the one before it",
+                "ended: a rerun resumes from the one before it",
             )
             self._heard.failed = "the run has ended"
 

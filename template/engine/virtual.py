@@ -222,7 +222,7 @@ class Passes:
         if trained:
             raise ValueError(
                 f"the forward pass assigns {some(trained)}, which the optimizer trains (as Keras's "
-                "SpectralNormalization does): one virtual rank after the other would do so again. "
+                "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
         moved = [v for v in self._untrained if id(v.handle) in changed]
@@ -231,8 +231,8 @@ class Passes:
         no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
         if no_numbers:
             raise ValueError(
-                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot bring "
-                "together: it must be of a real or whole type"
+                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot "
+                "combine: its type must be float or integer"
             )
         return found
 
@@ -310,7 +310,7 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
             BUG,
             "uneven state",
             f"{at} state that is no float and not trained (a counter, a flag) differs between "
-            "virtual ranks: each of them must change it in the same way",
+            "virtual ranks: every virtual rank must change it in the same way",
         )
     return None
 
@@ -321,6 +321,6 @@ def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
         return None
     return (
         f"note: at step {int(result['step'])} all gradients of a virtual rank are smaller than "
-        f"{fixed_point.SMALLEST_GRADIENT:.0e}: little or nothing is left of them in the fixed "
-        "point of --virtual_ranks. Multiply the loss, or leave out --virtual_ranks"
+        f"{fixed_point.SMALLEST_GRADIENT:.0e}: the fixed point of --virtual_ranks keeps few of "
+        "their digits or none. Multiply the loss by a factor, or leave out --virtual_ranks"
     )

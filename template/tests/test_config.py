@@ -186,11 +186,11 @@ def test_where_warm_up_begins_is_nothing_without_one():
 def test_warm_up_may_begin_at_what_the_ranks_scale_the_rate_to_and_no_higher():
     """The peak is known with the ranks alone: --lr_scaling multiplies it, not --warmup_from."""
     flags = ["--base_lr=0.1", "--warmup_steps=5", "--warmup_from=0.4"]
-    assert "--base_lr=0.1: warm-up rises" in refused(*flags)
+    assert "--base_lr=0.1: warm-up must rise" in refused(*flags)
     for how, least in (("linear", 4), ("sqrt", 16)):
         given = parse(*flags, f"--lr_scaling={how}")
         assert config_lib.for_ranks(given, least) == given
-        with pytest.raises(ValueError, match=rf"on {least - 1} rank\(s\): warm-up rises"):
+        with pytest.raises(ValueError, match=rf"on {least - 1} rank\(s\): warm-up must rise"):
             config_lib.for_ranks(given, least - 1)
 
 

@@ -95,9 +95,9 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     assert ended.code == 1, last_lines(ended.output)
     for name in ("text.png", "torn.png", "deep.png", "wide.tiff"):
         (said,) = [line for line in ended.output.splitlines() if name in line]
-        assert "passed over: " in said
+        assert "skipped: " in said
     (error,) = ended.errors()
-    assert "4 of 7 files were passed over" in error
+    assert "4 of 7 files were skipped" in error
     with (tmp_path / "out" / "predictions.csv").open() as file:
         assert len([*csv.reader(file)]) == 4
 

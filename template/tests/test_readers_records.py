@@ -201,7 +201,7 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
             return {**sample, "file": tf.where(index == 7, first, sample["file"])}
 
     source = Changing(demo, "train", 11)
-    with pytest.raises(ValueError, match=r"sample 7 reads back .* other than it was packed"):
+    with pytest.raises(ValueError, match=r"sample 7 read back .* differs from what was packed"):
         pack.pack(source, tmp_path, "train", 2, "")
     assert not any(tmp_path.iterdir())
 
