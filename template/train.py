@@ -26,6 +26,8 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
+import keras
+
 from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
 from benchmark import Benchmark
 from config import Config
@@ -342,6 +344,8 @@ def train(config: Config, world: World, stop_signal: StopSignal, commits: Commit
             return fit(config, world, stop_signal, commits, back)
         except GoBack as found:
             back = found.with_traceback(None)  # by which the model so far would be kept
+            # Its layers' names, which SampleDropout draws by, are those of a run that resumes.
+            keras.utils.clear_session()
 
 
 def main(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -111,6 +112,23 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
     assert resumed.code == DONE, resumed.message
     for value, other in zip(ended.weights(), resumed.weights()):
         np.testing.assert_array_equal(value, other)
+
+
+def check_layers_have_their_names_again_once_it_has_gone_back(world):
+    """SampleDropout draws by its name: as a run that is interrupted later, and resumes."""
+    world_lib.set_up(world, Config())  # before the first operation
+    keras.utils.clear_session()
+    built = []
+
+    class Named(bad([batch_ids(step)[0] for step in (4, 5)])):
+        def build_model(self):
+            made = super().build_model()
+            built.append([layer.name for layer in made.layers])
+            return made
+
+    ended, _ = told(world, Named, num_steps=7, max_bad_steps=2)
+    assert ended.code == DONE, ended.message
+    assert len(built) == 2 and built[0] == built[1], built
 
 
 def check_a_second_time_ends_the_run(world):
