@@ -88,6 +88,16 @@ def check_a_bad_step_is_skipped_and_told(world):
             np.testing.assert_allclose(other, value, rtol=1e-12)
 
 
+def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
+    """What is none in the gradient only is a matter of the loss scale."""
+    world_lib.set_up(world, Config())  # before the first operation
+    settings = {"precision": "float16", "num_steps": 5}
+    ended, printed = told(world, bad(batch_ids(3)[:1]), **settings)
+    assert ended.code == DONE, ended.message
+    if world.is_chief:
+        assert printed.count("is skipped") == 1 and "loss of rank 0 with samples" in printed
+
+
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
     """A bad stretch of data, steps 8 to 10: from step 6 on with the batch after it."""
     world_lib.set_up(world, Config())  # before the first operation
