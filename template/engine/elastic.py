@@ -43,8 +43,9 @@ _PLACE = (
 )
 LOCK_PATIENCE = 120.0  # seconds: a network disk forgets a host that was cut off after 90
 _PATIENCE = 60.0  # seconds until a rank of a new world has started Python and TensorFlow
-# Of a collective that fails; of Horovod's functions when it has noticed a moment before.
-_LOST = ("Horovod", "Process set does not exist")
+# Of a collective that Horovod gives up; of the one that fails, in which Gloo names its own file; of
+# Horovod's functions when it has noticed a moment before.
+_LOST = ("Horovod", "/gloo/transport/", "Process set does not exist")
 _TRIES = 5  # worlds in a row that could not be connected
 
 
