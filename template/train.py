@@ -26,6 +26,8 @@ import engine.quiet  # noqa: F401
 from collections.abc import Mapping
 from pathlib import Path
 
+import keras
+
 import dry_run
 import find_lr
 from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
@@ -334,6 +336,8 @@ def train(config: Config, world: World, stop_signal: StopSignal, commits: Commit
             return fit(config, world, stop_signal, commits, back)
         except GoBack as found:
             back = found.with_traceback(None)  # by which the model so far would be kept
+            # Its layers' names, which SampleDropout draws by, are those of a run that resumes.
+            keras.utils.clear_session()
 
 
 def main(argv: list[str]) -> int:

@@ -98,6 +98,27 @@ def test_such_a_launcher_and_the_flag_need_each_other(flags, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "Horovod has been shut down. This was caused by an exception on one of the ranks",
+        "[/tmp/x/third_party/compatible17_gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out "
+        "waiting 30000ms for recv operation to complete\n\t [[{{node step.totals}}]]",
+        "[/x/gloo/transport/tcp/pair.cc:589] Read error [127.0.0.1]:3501: Connection reset by peer",
+        "Process set does not exist, or has not been registered.",
+    ],
+)
+def test_what_tells_that_a_rank_was_lost(said):
+    import tensorflow as tf
+
+    from engine import elastic
+
+    with pytest.raises(elastic.WorldChanged), elastic._told():
+        raise tf.errors.UnknownError(None, None, said)
+    with pytest.raises(tf.errors.UnknownError), elastic._told():
+        raise tf.errors.UnknownError(None, None, "out of memory")
+
+
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["echo a:1", "--interface", "lo", "--mpi"], "--discover is for Gloo"),

@@ -73,6 +73,7 @@ class Copy(NamedTuple):
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
     save: str  # its name, where it is in parts
+    skipped: int  # steps in a row up to it that changed no weights
 
 
 class Found(NamedTuple):
@@ -110,7 +111,8 @@ class Checkpoints:
         """
         own = checkpoint_parts.part(variables, self.writers.parts, self.part)
         arrays = {name: np.asarray(raw(v).numpy()) for name, v in own.items()}
-        return Copy(step, arrays, dataclasses.asdict(config), save)
+        skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
+        return Copy(step, arrays, dataclasses.asdict(config), save, skipped)
 
     @property
     def part(self) -> int | None:
@@ -127,7 +129,7 @@ class Checkpoints:
         try:
             return checkpoint_writing.write(self.folder, copy.step, copy.arrays, *about)
         finally:
-            self._prune()
+            self._prune(copy.step - copy.skipped)
 
     def write_part(self, copy: Copy, heard: Heard) -> None:
         """As `write`, where there are several writers: each calls it, rank 0 waits for all."""
@@ -139,21 +141,22 @@ class Checkpoints:
         try:
             checkpoint_parts.write_all(partial, copy.arrays, self.writers, heard, about)
         finally:
-            self._prune()
+            self._prune(copy.step - copy.skipped)
 
-    def add_score(self, step: int, score: float) -> None:
+    def add_score(self, step: int, score: float, skipped: int = 0) -> None:
         """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept; rank 0.
 
         Args:
           score: the task's main metric at this step. The checkpoint with the highest one is kept
             besides the newest; a score that is no finite number is never the best.
+          skipped: as in Copy.
         Raises:
           OSError, ValueError: it cannot be written; the checkpoint is as it was.
         """
         try:
             checkpoint_writing.set_score(self._path(step), score, self.measure)
         finally:
-            self._prune()
+            self._prune(step - skipped)
 
     def kept(self) -> str:
         """A sentence on what is in the folder, for a person whose disk is full."""
@@ -282,10 +285,14 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def _prune(self) -> None:
-        """Keeps the newest, and the best by each measure; what cannot be deleted is told."""
+    def _prune(self, applied: int) -> None:
+        """Keeps the newest, and the best by each measure; what cannot be deleted is told.
+
+        `applied`: the newest step that changed weights. The run may go back to before it.
+        """
         paths = [p for p in checkpoint_files.candidates(self.folder) if p.is_dir()]
-        kept = {*paths[-self.keep :], *checkpoint_files.best_of_each(paths)}
+        before = [p for p in paths if checkpoint_files.step_of(p) <= applied]
+        kept = {*paths[-self.keep :], *before[-1:], *checkpoint_files.best_of_each(paths)}
         for path in paths:
             try:
                 if path not in kept:

@@ -181,7 +181,9 @@ class Health:
         if skipped >= most or not trained:
             ending = Ending(DIVERGED, "diverged", _figures(result) + whose, save=False)
             return ending._replace(bad_since=step - skipped + 1)
-        if not self._float16 and step != self._told_of:
+        # A gradient that float16's loss scale made too large is nothing to tell.
+        usual = self._float16 and math.isfinite(float(result["loss"]))
+        if not usual and step != self._told_of:
             self._told_of = step
             what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
             say(self._world, f"note: step {step} is skipped, its {what}{whose}")

@@ -54,6 +54,7 @@ class Saver:
         self._step: int | None = None  # of the newest save
         self._outcome: Exception | None = None  # of the newest save, once its thread has ended
         self._score: tuple[int, float] | None = None  # the newest, and of which step
+        self._skipped = 0  # of the newest save: see Copy
         self.failed, self.error = 0, None
 
     def __enter__(self) -> Saver:
@@ -89,6 +90,7 @@ class Saver:
         try:
             name = f"{self._run}-{self._saves}"
             copy = self._checkpoints.copy(step, variables, config, name)
+            self._skipped = copy.skipped
         except MemoryError as error:
             self._outcome = error
             self._tell()
@@ -108,7 +110,7 @@ class Saver:
         if not self._world.is_chief or (step == self._step and self.error):
             return  # it was told already, and is scored if it is written after all
         try:
-            self._checkpoints.add_score(step, score)
+            self._checkpoints.add_score(step, score, self._skipped)
         except (OSError, ValueError) as error:
             why = why_not(error, self._checkpoints.folder)
             say(self._world, f"note: the score of step {step} was not written: {why}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -87,6 +88,16 @@ def check_a_bad_step_is_skipped_and_told(world):
             np.testing.assert_allclose(other, value, rtol=1e-12)
 
 
+def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
+    """What is none in the gradient only is a matter of the loss scale."""
+    world_lib.set_up(world, Config())  # before the first operation
+    settings = {"precision": "float16", "num_steps": 5}
+    ended, printed = told(world, bad(batch_ids(3)[:1]), **settings)
+    assert ended.code == DONE, ended.message
+    if world.is_chief:
+        assert printed.count("is skipped") == 1 and "loss of rank 0 with samples" in printed
+
+
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
     """A bad stretch of data, steps 8 to 10: from step 6 on with the batch after it."""
     world_lib.set_up(world, Config())  # before the first operation
@@ -111,6 +122,23 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
     assert resumed.code == DONE, resumed.message
     for value, other in zip(ended.weights(), resumed.weights()):
         np.testing.assert_array_equal(value, other)
+
+
+def check_layers_have_their_names_again_once_it_has_gone_back(world):
+    """SampleDropout draws by its name: as a run that is interrupted later, and resumes."""
+    world_lib.set_up(world, Config())  # before the first operation
+    keras.utils.clear_session()
+    built = []
+
+    class Named(bad([batch_ids(step)[0] for step in (4, 5)])):
+        def build_model(self):
+            made = super().build_model()
+            built.append([layer.name for layer in made.layers])
+            return made
+
+    ended, _ = told(world, Named, num_steps=7, max_bad_steps=2)
+    assert ended.code == DONE, ended.message
+    assert len(built) == 2 and built[0] == built[1], built
 
 
 def check_a_second_time_ends_the_run(world):

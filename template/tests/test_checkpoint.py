@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -240,6 +241,18 @@ def full_disk(tmp_path):
         pytest.skip("mounting a small disk needs root: the limit on a file's size is tested")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
+    kept = Checkpoints(tmp_path / "checkpoints", keep=1, world=ALONE)
+    for step, skipped in ((5, 0), (6, 0), (8, 1), (9, 2), (10, 3)):
+        state = variables() | {"skipped_in_a_row": tf.Variable(skipped, dtype=tf.int64)}
+        copy = kept.copy(step, state, Config())
+        kept.write(copy)
+        kept.add_score(step, math.nan, copy.skipped)
+        assert names(kept) == sorted({"step-00000006" if skipped else "", f"step-{step:08d}"} - {""})
+    save(kept, 11)
+    assert names(kept) == ["step-00000011"]
 
 
 def big(value):
