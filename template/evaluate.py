@@ -116,12 +116,13 @@ def write(
     if confusion is None:
         return
     names = _class_names(run, len(confusion))
-    with (out / "confusion.csv").open("w", newline="") as file:
+    any_name = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with (out / "confusion.csv").open("w", **any_name) as file:
         writer = csv.writer(file)
         writer.writerow(["label \\ prediction", *names])
         writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
     columns = classes(confusion)
-    with (out / "classes.csv").open("w", newline="") as file:
+    with (out / "classes.csv").open("w", **any_name) as file:
         writer = csv.writer(file)
         writer.writerow(["class", *columns])
         writer.writerows([name, *row] for name, row in zip(names, zip(*columns.values())))
