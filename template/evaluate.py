@@ -118,7 +118,8 @@ def write(
     names = confusion_lib.class_names(run.val_source, len(confusion))
     confusion_lib.write(out / "confusion.csv", names, confusion)
     columns = confusion_lib.classes(confusion)
-    with (out / "classes.csv").open("w", newline="") as file:
+    any_name = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with (out / "classes.csv").open("w", **any_name) as file:
         writer = csv.writer(file)
         writer.writerow(["class", *columns])
         writer.writerows([name, *row] for name, row in zip(names, zip(*columns.values())))

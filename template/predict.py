@@ -101,7 +101,9 @@ def listed(named: Sequence[Path]) -> dict[str, Path]:
     for path in named:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():  # with links that lead nowhere: they are passed over by name
+            inside = sorted(p for p in path.rglob("*") if p.is_file() or not p.exists())
         for file in inside:
             name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
             if found.setdefault(name, file) != file:
@@ -161,7 +163,8 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
 def table(file: Path, rows: Sequence[Row]) -> None:
     """To the file, and printed."""
     shown = (len(rows[0]) - 1) // 2
-    with file.open("w", newline="") as opened:
+    # A name may be any bytes.
+    with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         writer = csv.writer(opened)
         writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])
         writer.writerows(rows)

@@ -36,6 +36,7 @@ def write(run_dir: Path) -> Path:
     names, counts = [], np.zeros([0, 0], np.int64)
     if (file := run_dir / "confusion.csv").exists():
         names, counts = confusion_lib.read(file)
+        names = [name.encode("utf-8", "replace").decode() for name in names]  # of any bytes
     parts = [
         page.table(about(run)),
         page.section("Training", page.cards(training(run))),

@@ -141,6 +141,8 @@ def chosen(folder: Path, which: str) -> Path:
         path, damaged = checkpoint_files.newest_sound(folder)
         if path is None:
             raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
+        for why in damaged if launch_rank() == 0 else ():
+            print(f"note: passed over: {why}", flush=True)
     elif which.isdecimal():
         path = folder / f"step-{int(which):08d}"
         if not path.exists():

@@ -21,7 +21,7 @@ def class_names(source: Any, count: int) -> list[str]:
 def write(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
     """As CSV; confusion: integer [n, n], row: label, column: prediction."""
     partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", newline="", encoding="utf-8", errors="replace") as opened:
+    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         writer = csv.writer(opened)
         writer.writerow(["label \\ prediction", *names])
         writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
@@ -31,7 +31,7 @@ def write(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
 def read(file: Path) -> tuple[list[str], np.ndarray]:
     """Names, and the matrix, int64 [n, n]; raises ValueError, naming the file."""
     try:
-        with file.open(newline="", encoding="utf-8") as opened:
+        with file.open(newline="", encoding="utf-8", errors="surrogateescape") as opened:
             (_, *names), *rows = csv.reader(opened)
         counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
     except (ValueError, csv.Error) as error:

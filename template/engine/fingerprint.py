@@ -46,7 +46,8 @@ def code(folder: Path) -> dict[str, str]:
     """SHA-256 of each Python file of the project, but its tests', by its name in it."""
     packages = [inner.parent for inner in folder.glob("*/__init__.py")]
     files = [*folder.glob("*.py"), *(file for inner in packages for file in inner.rglob("*.py"))]
-    names = {str(file.relative_to(folder)): file for file in files}
+    # An editor's lock is a link that leads nowhere, .#train.py.
+    names = {str(file.relative_to(folder)): file for file in files if file.is_file()}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
 
 

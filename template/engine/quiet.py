@@ -2,9 +2,10 @@
 
 Import this before TensorFlow. No setting of TensorFlow 2.21 holds these lines back (they are
 written before its logging is set up), so standard error is looked through while it is imported:
-what is not known to be noise still comes out.
+what is not known to be noise still comes out. And standard output takes names of any bytes.
 """
 
+import contextlib
 import gc
 import os
 import re
@@ -47,3 +48,5 @@ def _import_tensorflow() -> None:
 
 
 _import_tensorflow()
+with contextlib.suppress(AttributeError):  # what a test has put in its place
+    sys.stdout.reconfigure(errors="backslashreplace")

@@ -215,8 +215,9 @@ def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Sched
 
 def available() -> list[str]:
     """Names of the tasks there are: files beside this one with a `class Task`."""
-    files = [p for p in Path(__file__).parent.glob("*.py") if p.stem != "base"]
-    return sorted(p.stem for p in files if re.search(r"^class Task\b", p.read_text(), re.MULTILINE))
+    files = [p for p in Path(__file__).parent.glob("*.py") if p.stem != "base" and p.is_file()]
+    found = re.compile(rb"^class Task\b", re.MULTILINE)
+    return sorted(p.stem for p in files if found.search(p.read_bytes()))
 
 
 def _functions() -> dict[str, Callable]:

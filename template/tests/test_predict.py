@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -91,15 +93,20 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
     Image.fromarray(deep).save(tmp_path / "in" / "deep.png")
     Image.fromarray(deep.astype(np.int32)).save(tmp_path / "in" / "wide.tiff")
+    (tmp_path / "in" / "away.png").symlink_to("nowhere.png")
+    odd = [os.fsencode(tmp_path / "in") + name for name in (b"/odd\xff.png", b"/odd\xff.txt")]
+    shutil.copy(os.fsencode(tmp_path / "in" / "001.png"), odd[0])
+    shutil.copy(os.fsencode(tmp_path / "in" / "text.png"), odd[1])
     ended = command("predict", digits, f"--out={tmp_path}/out", str(tmp_path / "in"), ranks=2)
     assert ended.code == 1, last_lines(ended.output)
-    for name in ("text.png", "torn.png", "deep.png", "wide.tiff"):
+    for name in ("text.png", "torn.png", "deep.png", "wide.tiff", "away.png", "odd\\udcff.txt"):
         (said,) = [line for line in ended.output.splitlines() if name in line]
         assert "skipped: " in said
     (error,) = ended.errors()
-    assert "4 of 7 files were skipped" in error
-    with (tmp_path / "out" / "predictions.csv").open() as file:
-        assert len([*csv.reader(file)]) == 4
+    assert "6 of 10 files were skipped" in error
+    with (tmp_path / "out" / "predictions.csv").open(errors="surrogateescape") as file:
+        names = [row[0] for row in csv.reader(file)]
+    assert names == ["file", "000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 import config as config_lib
 from config import Config
-from engine import checkpoint_files
+from engine import checkpoint_files, fingerprint
 from ranks import PROJECT, last_lines, launch
 from tasks import base
 
@@ -67,6 +67,14 @@ def load(tmp_path, monkeypatch):
         return base.load(dataclasses.replace(Config(), task="mine"))
 
     return load
+
+
+def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
+    load(COMPLETE)
+    (tmp_path / ".#mine.py").symlink_to("me@host.1234:5678")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\nclass Task: ...\n")
+    assert base.available() == ["latin", "mine"]
+    assert fingerprint.code(tmp_path).keys() == {"latin.py", "mine.py"}
 
 
 def test_a_complete_task_is_given_the_settings(load):
