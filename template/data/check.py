@@ -10,6 +10,11 @@ output that names the file. Exit code 0: all is well; 1: something is not; 2: wr
 
 from __future__ import annotations
 
+from engine import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()
+
 import engine.quiet  # noqa: F401
 
 # isort: split
