@@ -19,6 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from engine import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
+
 import engine.quiet  # noqa: F401
 
 # isort: split

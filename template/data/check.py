@@ -12,6 +12,11 @@ and --class_weights that balance the classes. Exit code 0: all is well; 1: somet
 
 from __future__ import annotations
 
+from engine import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()
+
 import engine.quiet  # noqa: F401
 
 # isort: split

@@ -118,8 +118,19 @@ def test_the_end_of_a_forked_child_does_not_stop_the_run():
         assert "asked False, child -15" in terminal.shown
 
 
-def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace():
-    with python("train.py", "--flagfile=configs/demo.cfg") as terminal:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--flagfile=configs/demo.cfg"],
+        ["evaluate.py", "--run_dir=runs/demo"],
+        ["predict.py", "--run_dir=runs/demo", "--out=predicted", "photo.jpg"],
+        ["export.py", "--run_dir=runs/demo", "--out=exported"],
+        ["-m", "data.check", "--data_dir=datasets/demo"],
+    ],
+    ids=lambda words: words[1] if words[0] == "-m" else words[0],
+)
+def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
+    with python(*words) as terminal:
         end = time.monotonic() + 60
         maps = Path(f"/proc/{terminal.pid}/maps")
         while "libtensorflow" not in maps.read_text() and time.monotonic() < end:
