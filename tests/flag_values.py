@@ -235,7 +235,7 @@ REFUSED = {
     "--virtual_ranks=2 --compression=fp16": "leave out --compression",
     "--virtual_ranks=2 --lr_scaling=linear": "--lr_scaling",
     "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead",
-    "--virtual_ranks=7 --accumulation_steps=2": "micro-batch of 6",
+    "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",
     "--deterministic --autotune": "--autotune",
