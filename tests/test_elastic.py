@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,24 @@ def test_what_tells_that_a_rank_was_lost(said):
         raise tf.errors.UnknownError(None, None, said)
     with pytest.raises(tf.errors.UnknownError), elastic_lib._told():
         raise tf.errors.UnknownError(None, None, "out of memory")
+
+
+def test_a_rank_that_comes_too_late_does_not_wait_for_those_that_gave_up(monkeypatch):
+    store = {}
+
+    def request(method, path, body=None):
+        return store.update({path: body}) if method == "PUT" else store.get(path, "")
+
+    monkeypatch.setattr(elastic_lib, "_request", request)
+    monkeypatch.setenv("HOROVOD_SIZE", "3")
+    found = []
+    for rank, patience in (("0", 0.2), ("1", 30.0), ("2", 30.0)):
+        monkeypatch.setenv("HOROVOD_RANK", rank)
+        monkeypatch.setattr(elastic_lib, "_PATIENCE", patience)
+        start = time.monotonic()
+        found.append(elastic_lib._all_there())
+        assert time.monotonic() - start < 10
+    assert found == [False] * 3
 
 
 @pytest.mark.parametrize(

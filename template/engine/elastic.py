@@ -43,6 +43,7 @@ _PLACE = (
 )
 LOCK_PATIENCE = 120.0  # seconds: a network disk forgets a host that was cut off after 90
 _PATIENCE = 60.0  # seconds until a rank of a new world has started Python and TensorFlow
+_GAVE_UP = "gave up"
 # Of a collective that fails: Horovod's word or Gloo's, whose message names its file; of Horovod's
 # functions when it has noticed a moment before.
 _LOST = ("Horovod", "gloo/transport/", "Process set does not exist")
@@ -205,15 +206,17 @@ def _all_there() -> bool:
     """Whether all ranks of this process's world are about to start Horovod; it waits for them.
 
     A rank that does not come would end the others' processes: Gloo aborts them after 30 s. They ask
-    twice, for one of them may be lost while it waits for the last.
+    twice, for one of them may be lost while it waits for the last. Who waits in vain says so, for
+    one that comes later would wait as long for this one, which asks for a place by then.
     """
     size, end = os.environ["HOROVOD_SIZE"], time.monotonic() + _PATIENCE
     for call in ("there", "ready"):
         _request("PUT", f"/{call}/{os.environ['HOROVOD_RANK']}", size)
         for rank in range(int(size)):
             # Who was started for another world, of another size, is none of this one.
-            while _request("GET", f"/{call}/{rank}") != size:
-                if time.monotonic() > end:
+            while (said := _request("GET", f"/{call}/{rank}")) != size:
+                if said == _GAVE_UP or time.monotonic() > end:
+                    _request("PUT", f"/{call}/{os.environ['HOROVOD_RANK']}", _GAVE_UP)
                     return False
                 time.sleep(0.05)
     return True
