@@ -231,8 +231,8 @@ class Passes:
         no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
         if no_numbers:
             raise ValueError(
-                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot "
-                "combine: its type must be float or integer"
+                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot bring "
+                "together: its type must be float or integer"
             )
         return found
 

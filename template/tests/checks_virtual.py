@@ -359,7 +359,7 @@ class Rotates(Small):
 
 
 def check_state_that_cannot_be_brought_together_is_refused(world):
-    told(world, Rotates, WRONG_USE, "seen", "real or whole")
+    told(world, Rotates, WRONG_USE, "seen", "float or integer")
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
