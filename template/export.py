@@ -85,6 +85,7 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
     if world.size > 1:
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
     with world.together("exporting"):
+        data = _readable(own.check) if own.check else _some_picture()
         averaged = own.ema and config.ema_decay > 0
         task, model, path = trained.model_of(config, own.checkpoint, averaged)
         module, folder = Exported(task, model), own.out / "saved_model"
@@ -95,7 +96,6 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
         with check.told("saving the model"):
             tf.saved_model.save(module, str(folder), signatures)
             model.save(own.out / "model.keras")
-        data = own.check.read_bytes() if own.check else _some_picture()
         # As a graph, as it is loaded: operations one by one round otherwise.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
@@ -125,6 +125,16 @@ def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
 def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
     spec = tf.TensorSpec(shape, dtype, name="image")
     return tf.function(call, input_signature=[spec], autograph=False)
+
+
+def _readable(file: Path) -> bytes:
+    """A picture's bytes; ValueError where the SavedModel could not decode them."""
+    data = file.read_bytes()
+    try:
+        pictures.decode_image(tf.constant(data))
+    except tf.errors.OpError:
+        raise ValueError(f"--check={file} holds no JPEG or PNG that can be decoded") from None
+    return data
 
 
 def _some_picture() -> bytes:

@@ -135,7 +135,10 @@ def load(file: Path) -> np.ndarray:
             return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except tf.errors.OpError:
         raise Unreadable(f"{file} is damaged: it cannot be decoded") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except Unreadable:
+        raise
+    # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
+    except Exception as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
 
 
