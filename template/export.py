@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return trained.on_ranks(config, lambda *world: export(*world, own))
+    return trained.on_ranks(config, own, lambda *world: export(*world, own))
 
 
 if __name__ == "__main__":

@@ -133,6 +133,19 @@ def test_what_cannot_be_predicted_is_said_in_one_sentence(digits, tmp_path, word
     assert said in error and "Traceback" not in ended.output
 
 
+def test_ranks_that_would_predict_other_pictures_are_told(digits, tmp_path):
+    save_digits(tmp_path / "in", 3)
+    script = (
+        "import os, sys, predict\n"
+        f"own = '{tmp_path}/in' + ['', '/000.png'][int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
+        "sys.exit(predict.main([*sys.argv, own]))"
+    )
+    ended = launch(2, ["-c", script, f"--run_dir={digits}", f"--out={tmp_path}/out"], "mpirun")
+    assert ended.code == 1, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "the names of the pictures on rank 1 differ" in error
+
+
 SERVED = """
 import sys, numpy as np, tensorflow as tf
 loaded = tf.saved_model.load(sys.argv[1])
