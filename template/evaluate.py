@@ -39,6 +39,7 @@ from engine import confusion as confusion_lib
 from engine import ema, live
 from engine import world as world_lib
 from engine.interrupt import StopSignal
+from engine.records import is_of_class
 from engine.stop import PREEMPTED, Stop
 from engine.world import World, say
 from evaluation import Evaluation, Evaluator
@@ -119,10 +120,10 @@ def write(
     record = about | {"figures": found.figures, "worst": samples}
     text = json.dumps(_without_nan(record), indent=1)
     (out / "evaluation.json").write_text(text + "\n")
-    for name, value in found.figures.items():
-        if not name.startswith("iou_"):
-            print(f"{name:>16}  {value:.6g}")
     confusion = found.confusion()
+    for name, value in found.figures.items():
+        if confusion is None or not is_of_class(name):
+            print(f"{name:>16}  {value:.6g}")
     if confusion is None:
         return
     names = confusion_lib.class_names(run.val_source, len(confusion))

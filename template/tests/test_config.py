@@ -9,6 +9,7 @@ import pytest
 
 import config as config_lib
 import settings
+from engine import stop
 from engine.stop import RANK_VARIABLES
 
 HERE = Path(config_lib.__file__).resolve().parent
