@@ -30,7 +30,7 @@ from combinations import (
     timeline_steps,
     tracker_names,
 )
-from engine.stop import WRONG_USE, complain, launch_rank
+from engine.stop import launch_rank, refuse
 from settings import setting
 
 __all__ = [
@@ -340,13 +340,11 @@ _BATCH = ("global_batch_size", "batch_per_rank")
 
 
 def from_command_line(argv: Sequence[str]) -> Config:
-    """As `parse`, for a program's start: rank 0 says what is wrong, and every rank exits with 2."""
+    """As `parse`, for a program's start: one rank says what is wrong, all exit with 2."""
     try:
         return parse(argv)
     except ValueError as error:
-        if launch_rank() == 0:
-            complain(str(error))
-        sys.exit(WRONG_USE)
+        refuse(str(error))
 
 
 def parse(argv: Sequence[str]) -> Config:

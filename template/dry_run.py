@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -43,7 +44,10 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
     run_dir, made = Path(config.run_dir), ""
     with world.together(f"--run_dir={run_dir}"):
         if world.is_chief:
-            parent = next(p for p in (run_dir.parent, *run_dir.parent.parents) if p.is_dir())
+            there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise ValueError(f"{there} is no folder that can be written to")
+            parent = there if there != run_dir else there.parent
             made = tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
             newest, _ = checkpoint_files.newest_sound(run_dir / "checkpoints")
             if newest and config.resume == "auto":
@@ -83,6 +87,8 @@ class DryRun:
     def __init__(self, run: Run, first_step: int, save: Save, evaluate: Evaluate) -> None:
         self._run, self._save, self._evaluate = run, save, evaluate
         self._last = min(first_step + STEPS, run.config.num_steps)
+        if first_step >= run.config.num_steps:
+            say(run.world, "dry run: the checkpoint is of the last step, so there is none to try")
 
     def due(self, step: int) -> bool:
         return step == self._last

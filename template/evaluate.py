@@ -39,6 +39,7 @@ from engine import confusion as confusion_lib
 from engine import ema, live
 from engine import world as world_lib
 from engine.interrupt import StopSignal
+from engine.records import is_of_class
 from engine.stop import PREEMPTED, Stop
 from engine.world import World, say
 from evaluation import Evaluation, Evaluator
@@ -89,12 +90,18 @@ def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) ->
     evaluator.seen = worst.add
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
+    out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
+    with world.together(f"writing {out}"):  # known before what may take hours
+        if world.is_chief:
+            out.mkdir(parents=True, exist_ok=True)
     with ema.averaged(run.model, run.optimizer) if averaged else contextlib.nullcontext():
         found = evaluator.run(lambda: stop_signal.asked)
         if found is None:
+            if world.is_chief:
+                with contextlib.suppress(OSError):
+                    out.rmdir()
             raise Stop(PREEMPTED, "stopped before the end: nothing was written")
         samples = worst.of_all_ranks()
-        out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
         with world.together(f"writing {out}"):
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
@@ -108,16 +115,15 @@ def write(
     run: Run, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
 ) -> None:
     """All but pictures of samples; prints the figures and each class."""
-    out.mkdir(parents=True, exist_ok=True)
     place = getattr(run.val_source, "picture_file", lambda number: "")
     samples = [{"sample": n, "loss": loss, "file": str(place(n))} for loss, n in worst]
     record = about | {"figures": found.figures, "worst": samples}
     text = json.dumps(_without_nan(record), indent=1)
     (out / "evaluation.json").write_text(text + "\n")
-    for name, value in found.figures.items():
-        if not name.startswith("iou_"):
-            print(f"{name:>16}  {value:.6g}")
     confusion = found.confusion()
+    for name, value in found.figures.items():
+        if confusion is None or not is_of_class(name):
+            print(f"{name:>16}  {value:.6g}")
     if confusion is None:
         return
     names = confusion_lib.class_names(run.val_source, len(confusion))
@@ -177,7 +183,7 @@ def main(argv: list[str]) -> int:
     own, flags = made.parse_known_args(argv[1:])
     flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]
     config = trained.settings(own.run_dir, flags)
-    return trained.on_ranks(config, lambda *world: evaluate(*world, own))
+    return trained.on_ranks(config, own, lambda *world: evaluate(*world, own))
 
 
 if __name__ == "__main__":

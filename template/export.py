@@ -85,6 +85,7 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
     if world.size > 1:
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
     with world.together("exporting"):
+        data = _readable(own.check) if own.check else _some_picture()
         averaged = own.ema and config.ema_decay > 0
         task, model, path = trained.model_of(config, own.checkpoint, averaged)
         module, folder = Exported(task, model), own.out / "saved_model"
@@ -95,7 +96,6 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
         with check.told("saving the model"):
             tf.saved_model.save(module, str(folder), signatures)
             model.save(own.out / "model.keras")
-        data = own.check.read_bytes() if own.check else _some_picture()
         # As a graph, as it is loaded: operations one by one round otherwise.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
@@ -127,6 +127,16 @@ def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
     return tf.function(call, input_signature=[spec], autograph=False)
 
 
+def _readable(file: Path) -> bytes:
+    """A picture's bytes; ValueError where the SavedModel could not decode them."""
+    data = file.read_bytes()
+    try:
+        pictures.decode_image(tf.constant(data))
+    except tf.errors.OpError:
+        raise ValueError(f"--check={file} holds no JPEG or PNG that can be decoded") from None
+    return data
+
+
 def _some_picture() -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
     return tf.io.encode_png(noise).numpy()
@@ -139,7 +149,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return trained.on_ranks(config, lambda *world: export(*world, own))
+    return trained.on_ranks(config, own, lambda *world: export(*world, own))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from data.palette import COLOURS
 from data.pipeline import said
 from data.readers import pictures
 from engine import live
+from engine import world as world_lib
 from engine.interrupt import StopSignal
 from engine.stop import BUG, PREEMPTED, Stop
 from engine.world import World, say
@@ -56,6 +57,8 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         )
         files = listed(own.pictures)
         own.out.mkdir(parents=True, exist_ok=True)
+    world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
+    world.check_same(repr(list(files)), "the names of the pictures")
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
     def outputs_of(image: tf.Tensor) -> tf.Tensor:
@@ -135,7 +138,10 @@ def load(file: Path) -> np.ndarray:
             return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except tf.errors.OpError:
         raise Unreadable(f"{file} is damaged: it cannot be decoded") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except Unreadable:
+        raise
+    # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
+    except Exception as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
 
 
@@ -191,7 +197,7 @@ def main(argv: list[str]) -> int:
     own, flags = made.parse_known_args(argv[1:])
 
     config = trained.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return trained.on_ranks(config, lambda *world: predict(*world, own))
+    return trained.on_ranks(config, own, lambda *world: predict(*world, own))
 
 
 if __name__ == "__main__":

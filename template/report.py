@@ -24,7 +24,7 @@ import plots
 from data.palette import COLOURS
 from engine import confusion as confusion_lib
 from engine import records
-from engine.records import Records, column, is_score
+from engine.records import Records, column, is_of_class, is_score
 from engine.stop import DONE, WRONG_USE, complain
 
 _MOST_BARS = 30
@@ -177,7 +177,7 @@ def _state(run: Records) -> str:
 
 def _is_segmentation(run: Records) -> bool:
     """Whether classes are those of pixels, which are drawn in the palette's colours."""
-    return any(name.startswith("eval_iou_") for line in run.evaluations for name in line)
+    return any(is_of_class(name) for line in run.evaluations for name in line)
 
 
 def _last_time(run: Records) -> float:

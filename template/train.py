@@ -78,7 +78,6 @@ def fit(
     called anew for each world, where the ranks have changed.
     """
     # 1. Settings that depend on the ranks.
-    agreement.check_settings(world, given)
     agreement.check_code(world, config_lib.PROJECT)
     where = world_lib.describe(world)
     say(world, where)
@@ -265,6 +264,8 @@ def go_back(run: Run, ending: Ending) -> None:
     left out: those that lead up to it, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section
     5.1) did, who saw that it takes both, certain batches and certain weights.
     """
+    if run.config.dry_run or run.config.find_lr:
+        return
     step = int(run.state.step)
     found = run.checkpoints.sound_before(ending.bad_since)
     # What --elastic keeps in memory is of the steps in between.
@@ -303,7 +304,8 @@ def finish(
     if ending and ending.code != DONE:
         gone_back = ending.bad_since and int(state.passed_over)
         before = f" It went back once, and left out {gone_back} batches." if gone_back else ""
-        stopped = ending.code == PREEMPTED and not config.benchmark
+        kept = not (config.benchmark or config.dry_run or config.find_lr)
+        stopped = ending.code == PREEMPTED and kept
         how = "rerun" if config.resume == "auto" else "rerun with --resume=auto"
         saved = f": saved at step {step}; {how} to resume" if stopped else ""
         raise Stop(ending.code, ending.message + before + saved)
@@ -327,6 +329,7 @@ def write_report(world: World, run_dir: Path) -> None:
 
 def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
+    agreement.check_settings(world, config)
     if config.dry_run or config.find_lr:
         with dry_run.throwaway(config, world) as config:
             return fit(config, world, stop_signal, commits)

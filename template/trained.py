@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
 
 import config as config_lib
 from config import Config
-from engine import checkpoint, checkpoint_files, reduction, warm_start
+from engine import agreement, checkpoint, checkpoint_files, reduction, warm_start
 from engine import world as world_lib
 from engine.interrupt import StopSignal
 from engine.peers import Peers
-from engine.stop import DONE, WRONG_USE, Stop, complain, launch_rank
+from engine.stop import DONE, Stop, complain, launch_rank, refuse
 from engine.world import World
 from run import Run, assemble
 from tasks import base as tasks
@@ -24,11 +24,17 @@ from tasks import check
 from tasks.base import Task
 
 Work = Callable[[Config, World, StopSignal], None]
+_ALIKE = ("checkpoint", "ema")  # the same on every rank
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help says what there is)")
 
 
 def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
@@ -49,7 +55,7 @@ def parser(about: str) -> argparse.ArgumentParser:
 def settings(run_dir: Path, flags: Sequence[str]) -> Config:
     """The run's settings, then `flags`, as on train.py's command line.
 
-    On every rank; where something is wrong rank 0 says it, and all exit with 2.
+    On every rank; where something is wrong one rank says it, and all exit with 2.
     """
     file = run_dir / "config.cfg"
     own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
@@ -58,13 +64,15 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Config:
             raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
         return config_lib.parse(["", *own, "--init_from=", "--backbone_weights=", *flags])
     except ValueError as error:
-        if launch_rank() == 0:
-            complain(str(error))
-        sys.exit(WRONG_USE)
+        refuse(str(error))
 
 
-def on_ranks(config: Config, work: Work) -> int:
-    """Does the work on the ranks that were launched; returns the exit code."""
+def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
+    """Does the work on the ranks that were launched; returns the exit code.
+
+    Args:
+      own: what `parser` found, the same on every rank but for paths.
+    """
     stop_signal = StopSignal(launch_rank())
     try:
         world, code = world_lib.connect(reduction.environment(config)), DONE
@@ -75,6 +83,8 @@ def on_ranks(config: Config, work: Work) -> int:
     try:
         world_lib.set_up(world, config)
         with Peers(world, reduction.stall_seconds(config)):
+            agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+            agreement.check_code(world, config_lib.PROJECT)
             with world.together("reading the settings"):
                 config = config_lib.for_ranks(config, world.size)
             work(config, world, stop_signal)

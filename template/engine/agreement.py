@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,14 +24,18 @@ from engine.words import some
 from engine.world import World, hostname, raw, say
 
 
-def check_settings(world: World, config: Config) -> None:
+def check_settings(world: World, config: Config, others: Mapping[str, Any] | None = None) -> None:
     """Raises Stop on all ranks when they were given different settings, naming the first.
 
     Another seed would be trained silently, another number of steps would wait for ever. Paths may
     differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes.
+
+    Args:
+      others: flags that are no settings of a run, by name.
     """
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
     own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
+    own |= others or {}
     everyone = world.gather_objects(own, "agreement.settings")
     for name, first in everyone[0].items():
         ranks = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]

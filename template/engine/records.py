@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,7 +55,12 @@ def read(folder: Path) -> Records:
 
 def is_score(name: str) -> bool:
     """Whether a figure of metrics.jsonl is one of the whole validation set, and no loss."""
-    return name.startswith("eval_") and not name.startswith(("eval_loss", "eval_iou_"))
+    return name.startswith("eval_") and name != "eval_loss" and not is_of_class(name)
+
+
+def is_of_class(name: str) -> bool:
+    """Whether a figure is one class's, as segmentation names them."""
+    return re.fullmatch(r"(eval_)?iou_\d+", name) is not None
 
 
 def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:

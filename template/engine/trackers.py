@@ -53,6 +53,8 @@ def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> li
                 raise ValueError(
                     f"--trackers={name}: the package {name} is not installed: pip install {name}"
                 ) from None
+            if settings.get("dry_run") or settings.get("find_lr"):
+                continue  # what keeps nothing here leaves nothing on a server either
             kind = {"mlflow": MLflow, "wandb": Wandb}[name]
             found.append(OnThread(kind(package, run_dir, settings)))
     return found

@@ -160,6 +160,17 @@ def check_without_a_checkpoint_before_it_the_run_ends(world):
     assert "Going back" not in printed and not ended.checkpoints
 
 
+def check_a_dry_run_ends_where_a_run_goes_back(world):
+    """From a checkpoint without its evaluation, which it makes up for and so saves: to go back."""
+    world_lib.set_up(world, Config())  # before the first operation
+    first, _ = told(world, Small, num_steps=4)
+    lacks = {"resume": str(first.folder / "checkpoints" / "step-00000002"), "eval_every": 2}
+    task = bad([batch_ids(step)[0] for step in (2, 3)])
+    ended, printed = told(world, task, num_steps=12, max_bad_steps=2, dry_run=True, **lacks)
+    assert ended.code == DIVERGED and "diverged at step 4" in ended.message, ended.message
+    assert "Going back" not in printed
+
+
 def check_virtual_ranks_are_named(world):
     world_lib.set_up(world, Config())  # before the first operation
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}

@@ -46,6 +46,59 @@ def test_what_fails_fails_there_too(tmp_path):
     assert ended.code == 2 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_what_is_no_folder_is_refused_as_in_a_run(tmp_path, name):
+    (tmp_path / "file").touch()
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/{name}"])
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert f"{tmp_path}/file is no folder" in error and len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
+    script = (
+        "import os, sys, train\n"
+        "own = ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else []\n"
+        "sys.exit(train.main([*sys.argv, *own]))"
+    )
+    command = ["-c", script, FLAGS[0], f"--run_dir={tmp_path}/run"]
+    ended = launch(2, command, "mpirun", timeout=120)
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "--dry_run is False on rank 1, True on rank 0" in error and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--dry_run", "--find_lr"])
+def test_no_server_hears_of_it(tmp_path, flag):
+    (tmp_path / "wandb.py").write_text("def init(**given): print('the server heard of it')")
+    command = ["train.py", FLAGS[0], flag, "--num_steps=5", "--log_every=1", "--trackers=wandb"]
+    command.append(f"--run_dir={tmp_path}/run")
+    ended = launch(1, command, env={"PYTHONPATH": str(tmp_path)})
+    assert ended.code == 0, last_lines(ended.output)
+    assert "the server heard of it" not in ended.output and "cannot be written" not in ended.output
+
+
+STOPPED = """
+import os, signal, sys
+import actions, train
+score = actions.Evaluate.__call__
+def stopped(self, step, result=None):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not self._stop_signal.asked: pass
+    return score(self, step, result)
+actions.Evaluate.__call__ = stopped
+sys.exit(train.main(sys.argv))
+"""
+
+
+def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
+    ended = launch(1, ["-c", STOPPED, *FLAGS, f"--run_dir={tmp_path}/run"])
+    assert ended.code == 75, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "stop signal received" in error and "saved" not in error
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_plot_of_a_schedule():
     lines = dry_run.plot([1.0, 0.5, 0.0]).splitlines()
     assert lines[0] == "        1 |#" and lines[4] == "          |##" and lines[-1].endswith("+---")

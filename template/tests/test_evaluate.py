@@ -95,7 +95,41 @@ def test_what_cannot_be_done_is_said_in_one_sentence(trained, flags, said):
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
     assert said in error, error
-    assert "Traceback" not in ended.output
+    assert "Traceback" not in ended.output and "batches: " not in ended.output
+
+
+@pytest.mark.parametrize("flag", ["--eval_batch_size=3", "--no-ema"])
+def test_ranks_with_other_flags_are_told_before_they_wait_for_each_other(trained, tmp_path, flag):
+    script = (
+        "import os, sys, evaluate\n"
+        f"own = [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
+        "sys.exit(evaluate.main([*sys.argv, *own]))"
+    )
+    command = ["-c", script, f"--run_dir={trained}", f"--out={tmp_path}/out"]
+    ended = launch(2, command, "mpirun", timeout=120)
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "on rank 1" in error and "give every rank the same flags" in error
+
+
+def test_one_rank_alone_says_what_only_it_was_given(trained, tmp_path):
+    script = (
+        "import os, sys, evaluate\n"
+        f"own = ['--run_dir={tmp_path}'] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
+        "sys.exit(evaluate.main([*sys.argv, *own]))"
+    )
+    command = ["-c", script, f"--run_dir={trained}", f"--out={tmp_path}/out"]
+    ended = launch(2, command, "mpirun", timeout=120)
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "rank 1 on " in error and f"{tmp_path} is no run's folder" in error
+
+
+def test_a_missing_flag_is_said_by_one_rank():
+    ended = launch(2, ["evaluate.py"], "mpirun")
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "--run_dir" in error
 
 
 def test_a_folder_that_is_no_run_and_one_without_checkpoints(trained, tmp_path):

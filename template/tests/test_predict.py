@@ -94,16 +94,23 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     Image.fromarray(deep).save(tmp_path / "in" / "deep.png")
     Image.fromarray(deep.astype(np.int32)).save(tmp_path / "in" / "wide.tiff")
     (tmp_path / "in" / "away.png").symlink_to("nowhere.png")
+    # At these Pillow raises what does not name the file: a ValueError, a NotImplementedError.
+    (tmp_path / "in" / "head.ppm").write_bytes(b"P6")
+    Image.new("RGB", (8, 8)).save(tmp_path / "in" / "kind.dds")
+    with (tmp_path / "in" / "kind.dds").open("r+b") as file:
+        file.seek(80)
+        file.write(bytes(4))  # the flags that say how pixels are stored
     odd = [os.fsencode(tmp_path / "in") + name for name in (b"/odd\xff.png", b"/odd\xff.txt")]
     shutil.copy(os.fsencode(tmp_path / "in" / "001.png"), odd[0])
     shutil.copy(os.fsencode(tmp_path / "in" / "text.png"), odd[1])
     ended = command("predict", digits, f"--out={tmp_path}/out", str(tmp_path / "in"), ranks=2)
     assert ended.code == 1, last_lines(ended.output)
-    for name in ("text.png", "torn.png", "deep.png", "wide.tiff", "away.png", "odd\\udcff.txt"):
+    names = ["text.png", "torn.png", "deep.png", "wide.tiff", "away.png", "odd\\udcff.txt"]
+    for name in (*names, "head.ppm", "kind.dds"):
         (said,) = [line for line in ended.output.splitlines() if name in line]
         assert "skipped: " in said
     (error,) = ended.errors()
-    assert "6 of 10 files were skipped" in error
+    assert "8 of 12 files were skipped" in error
     with (tmp_path / "out" / "predictions.csv").open(errors="surrogateescape") as file:
         names = [row[0] for row in csv.reader(file)]
     assert names == ["file", "000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
@@ -124,6 +131,19 @@ def test_what_cannot_be_predicted_is_said_in_one_sentence(digits, tmp_path, word
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
     assert said in error and "Traceback" not in ended.output
+
+
+def test_ranks_that_would_predict_other_pictures_are_told(digits, tmp_path):
+    save_digits(tmp_path / "in", 3)
+    script = (
+        "import os, sys, predict\n"
+        f"own = '{tmp_path}/in' + ['', '/000.png'][int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
+        "sys.exit(predict.main([*sys.argv, own]))"
+    )
+    ended = launch(2, ["-c", script, f"--run_dir={digits}", f"--out={tmp_path}/out"], "mpirun")
+    assert ended.code == 1, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "the names of the pictures on rank 1 differ" in error
 
 
 SERVED = """
@@ -152,6 +172,16 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
     served = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     shapes = {"digits": "(3,) (3, 10)", "scenes": "(3, 24, 40) (3, 24, 40, 11)"}
     assert f"shapes {shapes[kind]}" in served.stdout, served.stderr[-2000:]
+
+
+@pytest.mark.parametrize("content", [b"no picture", b""])
+def test_an_export_refuses_a_picture_that_is_none(digits, tmp_path, content):
+    (tmp_path / "in.png").write_bytes(content)
+    ended = command("export", digits, f"--out={tmp_path}/out", f"--check={tmp_path}/in.png")
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "in.png holds no JPEG or PNG that can be decoded" in error
+    assert "Traceback" not in ended.output and not (tmp_path / "out").exists()
 
 
 def test_an_export_says_what_predict_says(digits, tmp_path):

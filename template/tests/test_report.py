@@ -192,3 +192,10 @@ def json_flag(run: Path, name: str) -> str:
 def test_in_a_log_there_are_no_control_characters(trained, tmp_path):
     ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run"])
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", ended.output)
+
+
+def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
+    names = ["loss", "loss_rate", "iou_3", "iou_mean", "accuracy"]
+    line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
+    run = records.Records(Path("run"), {}, [], [line], [], {})
+    assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
