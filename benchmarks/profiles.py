@@ -1,4 +1,4 @@
-"""When gradients are ready during the backward pass: the profiles in launch/scaling_tables.py.
+"""When gradients are ready during the backward pass: the profiles in launch/planner/tables.py.
 
     python benchmarks/profiles.py
 

@@ -5,7 +5,7 @@
 Efficiency is samples a second on N GPUs over N times those on one. The error is prediction minus
 published figure, in points (hundredths). The model knows of a row: the network, the samples a
 second on one GPU, the batch, GPUs and hosts, and the link. All else is from elsewhere, each with
-its source here or in launch/scaling_tables.py, but one number: how much a rank's computing time
+its source here or in launch/planner/tables.py, but one number: how much a rank's computing time
 varies (jitter). For each row it is the one with the least median error of all rows of other
 sources.
 
@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 
-from scaling_model import Horovod, Job, Links, step
-from scaling_tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES
+from planner.model import Horovod, Job, Links, step
+from planner.tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES
 
 GOAL = 5.0  # points
 GBIT = 1e9 / 8

@@ -7,7 +7,7 @@
 
 From the time of a step on one GPU, the bytes of its gradients and the links. --run_dir is a run of
 train.py --benchmark on one rank, which tells parameters, step time and batch. Formulas and their
-sources: scaling_model.py. A prediction, not a measurement: check it on a few hosts first.
+sources: planner/model.py. A prediction, not a measurement: check it on a few hosts first.
 
 Exit code: 0, or 2 for a wrong value.
 """
@@ -22,11 +22,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from scaling_model import Horovod, Job, Links
-from scaling_plan import Plan, Running, predictions
-from scaling_run import arrivals, benchmark
-from scaling_show import plot, table
-from scaling_tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES
+from planner.model import Horovod, Job, Links
+from planner.plan import Plan, Running, predictions
+from planner.run import arrivals, benchmark
+from planner.show import plot, table
+from planner.tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES
 
 _SUFFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _UNITS = {"Mbit": 1e6 / 8, "Gbit": 1e9 / 8, "MB": 1e6, "GB": 1e9}

@@ -24,7 +24,7 @@ def path(monkeypatch):
 
 @pytest.fixture
 def model():
-    return importlib.import_module("scaling_model")
+    return importlib.import_module("planner.model")
 
 
 def scaling(*words: str) -> subprocess.CompletedProcess:
@@ -163,7 +163,7 @@ def test_a_benchmark_and_a_timeline_are_read(tmp_path: Path):
     assert ended.returncode == 0, ended.stderr
     assert "0.5498 M parameters, 2.199 MB of gradients a step; 100 ms for 16" in ended.stdout
     assert "note: measured on 2 ranks" in ended.stdout
-    run = importlib.import_module("scaling_run")
+    run = importlib.import_module("planner.run")
     # Three of four bytes come first, the rest last.
     assert np.allclose(run.arrivals(tmp_path), [(0.0, 0.75), (1.0, 0.25)])
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scaling_model import Horovod, Job, Links, Step, daly, goodput, step
+from planner.model import Horovod, Job, Links, Step, daly, goodput, step
 
 _WORTH = 0.005  # of efficiency: what a flag must bring to be named
 _MUCH = 0.02  # share of the time: what is less limits nothing

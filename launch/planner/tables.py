@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scaling_model import Profile
+from planner.model import Profile
 
 # Bytes a second that a ring over the GPUs of one host moves, by its wires. NCCL's own model of
 # hardware (src/graph/topo.h: PCI_BW, SM60_ to SM90_NVLINK_BW for each NVLink, and GPUs have 4, 6,

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from scaling_plan import Plan, Prediction, predictions
+from planner.plan import Plan, Prediction, predictions
 
 _LOSSES = ("stragglers", "input", "bandwidth", "latency", "saves and failures")
 _PARTS = ("computing", "stragglers", "waiting for input", "bandwidth of links", "latency")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scaling_model import Profile
+from planner.model import Profile
 
 _GRADIENT = re.compile(r"grad_\d+|virtual\.gradients")
 _BITS = re.compile(r"\d+$")
