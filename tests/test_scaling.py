@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hosts import ROOT
+from hosts import ROOT, require
 
 PLAN = ["--params=25.6M", "--step_ms=110", "--batch=64", "--link=25Gbit", "--gpus_per_host=8"]
 
@@ -200,3 +200,13 @@ def test_published_figures_are_predicted_from_other_sources():
     # A row's own source has no say: other figures there change nothing.
     own = np.array([row.source == table[0].source for row in table])
     assert published.left_out(table, of_all + 50 * own[:, None])[0] == places[0]
+
+
+@pytest.mark.slow  # a minute
+def test_a_shaped_link_with_a_delay_is_predicted():
+    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter")
+    words = ["--hosts=2", "--mbit=25", "--delay_ms=5"]
+    command = [sys.executable, ROOT / "benchmarks" / "links.py", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "1 of 1 within 15%" in ended.stdout, ended.stdout

@@ -11,7 +11,8 @@ from planner.model import Horovod, Job, Links, Step, daly, goodput, step
 
 _WORTH = 0.005  # of efficiency: what a flag must bring to be named
 _MUCH = 0.02  # share of the time: what is less limits nothing
-_HELPS = {
+# What helps against losses that the model has no flag of.
+HELPS = {
     "stragglers": "slow ranks are named in the log; hosts.sh --bind, --cpu_threads",
     "input": "data/pack.py, --data_workers, launch/stage.py",
     "saves and failures": "--elastic (no new start), --checkpoint_parts (a shorter save)",
@@ -82,7 +83,7 @@ def prediction(plan: Plan, gpus: int) -> Prediction:
     losses = {name: value / parts.total for name, value in dataclasses.asdict(parts).items()}
     del losses["compute"]
     losses["saves and failures"] = 1 - kept
-    limits = sorted((name for name in losses if losses[name] >= _MUCH), key=lambda n: -losses[n])
+    limits = _limits(losses)
     return Prediction(
         gpus,
         hosts,
@@ -92,9 +93,17 @@ def prediction(plan: Plan, gpus: int) -> Prediction:
         kept=kept,
         every=every,
         losses=losses,
-        helps={name: text for name in limits if (text := _help(plan, gpus, name))},
+        helps={name: _help(plan, gpus, name) for name in limits},
         price=plan.running.price,
     )
+
+
+def _limits(losses: dict[str, float]) -> list[str]:
+    """The large losses, the largest first; against both of the network's the same flags help."""
+    large = {name: share for name, share in losses.items() if share >= _MUCH}
+    if large.keys() >= {"bandwidth", "latency"}:
+        large["bandwidth and latency"] = large.pop("bandwidth") + large.pop("latency")
+    return sorted(large, key=large.__getitem__, reverse=True)
 
 
 def _kept(running: Running, hosts: int) -> tuple[float, float]:
@@ -105,17 +114,18 @@ def _kept(running: Running, hosts: int) -> tuple[float, float]:
 
 
 def _help(plan: Plan, gpus: int, limit: str) -> str:
-    """Flags that help against a loss: of the network's, those that the model says bring most, and
-    the efficiency with them; empty: none of them."""
-    if limit not in ("bandwidth", "latency"):
-        return _HELPS[limit]
+    """Flags that help against a loss of the network's: those that the model says bring most, and
+    the efficiency with them. Empty for other losses: see HELPS."""
+    if limit in HELPS:
+        return ""
     before = step(plan.job, gpus, plan.links, plan.horovod).total / plan.job.compute
     found = []
     for words, other in _others(plan):
         parts = step(other.job, gpus, other.links, other.horovod)
         found.append((other.job.compute / parts.total, words))
     best = sorted(found, reverse=True)[:2]
-    return ", ".join(f"{words}: {x:.0%}" for x, words in best if x >= 1 / before + _WORTH)
+    shown = [f"{words}: {x:.0%}" for x, words in best if x >= 1 / before + _WORTH]
+    return ", ".join(shown) or "no flag helps"
 
 
 def _others(plan: Plan) -> Iterator[tuple[str, Plan]]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from planner.plan import Plan, Prediction, predictions
+from planner.plan import HELPS, Plan, Prediction, predictions
 
 _LOSSES = ("stragglers", "input", "bandwidth", "latency", "saves and failures")
 _PARTS = ("computing", "stragglers", "waiting for input", "bandwidth of links", "latency")
@@ -64,8 +64,11 @@ def _advice(rows: Sequence[Prediction]) -> Iterator[str]:
     for helps, group in itertools.groupby(rows, lambda row: row.helps):
         of = [f"{row.gpus:,}" for row in group]
         of = f"{of[0]} to {of[-1]}" if len(of) > 1 else of[0]
-        limits = "; ".join(f"{name} ({text})" for name, text in helps.items())
+        limits = ", ".join(f"{n} ({text})" if text else n for n, text in helps.items())
         yield f"{of} GPUs: limited by {limits or 'computing'}"
+    for name, text in HELPS.items():
+        if any(name in row.helps for row in rows):
+            yield f"against {name}: {text}"
 
 
 def plot(plan: Plan, gpus: Sequence[int], file: str) -> None:
@@ -105,4 +108,4 @@ def plot(plan: Plan, gpus: Sequence[int], file: str) -> None:
         axes.set_xlabel("GPUs")
         axes.set_ylabel("share of a step's time")
         figure.legend(loc="outside upper center", ncols=3)
-        figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.endswith(".svg") else None)
