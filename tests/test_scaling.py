@@ -92,6 +92,24 @@ def test_communication_hides_behind_the_backward_pass(model):
     assert model.step(both, 2, links, horovod).bandwidth == pytest.approx(1.0, abs=1e-5)
 
 
+def test_what_is_ready_together_travels_together(model):
+    sent = []
+
+    def reduce(size: float) -> float:
+        sent.append(size)
+        return 2.0
+
+    # Asked half a second after the first is ready, then every second (NCCL) or when free.
+    ready = [(0.0, 3.0), (0.1, 3.0), (0.2, 3.0), (1.0, 1.0), (2.4, 1.0)]
+    horovod = model.Horovod(fusion=6.0, cycle=1.0)
+    assert model.messages_end(ready, reduce, horovod, 0.0) == pytest.approx(0.5 + 4 * 2)
+    assert sent == [6.0, 3.0, 1.0, 1.0]
+    sent.clear()
+    horovod = model.Horovod(backend="gloo", fusion=6.0, cycle=1.0)
+    assert model.messages_end(ready, reduce, horovod, 0.0) == pytest.approx(0.5 + 3 * 2)
+    assert sent == [6.0, 3.0, 2.0]
+
+
 def test_the_slowest_rank_and_the_input_hold_all_up(model):
     links = model.Links(4, 1e12, 0.0, 1e12, 0.0)
     job = model.Job(1.0, 10, 1.0, ((0.0, 1.0),), jitter=0.1)
