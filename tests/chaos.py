@@ -44,6 +44,7 @@ PARTS = (1, 2, 3)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
+    "--max_failed_saves=20",  # the third may fail before it is seen here that two did
 ]
 
 
