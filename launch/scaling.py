@@ -26,7 +26,7 @@ from planner.model import Horovod, Job, Links
 from planner.plan import Plan, Running, predictions
 from planner.run import arrivals, benchmark
 from planner.show import plot, table
-from planner.tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES
+from planner.tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES, TOTALS
 
 _SUFFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _UNITS = {"Mbit": 1e6 / 8, "Gbit": 1e9 / 8, "MB": 1e6, "GB": 1e9}
@@ -123,7 +123,7 @@ def planned(args: argparse.Namespace) -> Plan:
     profile = PROFILES.get(args.profile) or arrivals(Path(args.profile))
     bytes_each = 4 if args.compression == "none" else 2
     job = Job(args.step_ms / 1e3, args.batch, args.params * bytes_each, profile,
-              args.accumulation_steps, args.jitter, args.input_rate)  # fmt: skip
+              args.accumulation_steps, TOTALS, args.jitter, args.input_rate)  # fmt: skip
     kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
     inside = INSIDE.get(args.inside) or _inside(args.inside)
     links = Links(args.gpus_per_host, inside, INSIDE_LATENCY[kind],

@@ -108,6 +108,8 @@ def test_what_is_ready_together_travels_together(model):
     horovod = model.Horovod(backend="gloo", fusion=6.0, cycle=1.0)
     assert model.messages_end(ready, reduce, horovod, 0.0) == pytest.approx(0.5 + 3 * 2)
     assert sent == [6.0, 3.0, 2.0]
+    # What is of another type travels beside them.
+    assert model.messages_end(ready, reduce, horovod, 0.0, 1.0) == pytest.approx(0.5 + 4 * 2)
 
 
 def test_the_slowest_rank_and_the_input_hold_all_up(model):

@@ -56,6 +56,7 @@ class Job:
     Attributes:
       compute: of all micro-batches of a step, forward and backward.
       gradients: bytes of all gradients as they travel.
+      besides: bytes that a step sums besides, in a message of their own, as of another type.
       jitter: standard deviation of a rank's compute time, as a share of it.
       input_rate: samples a second that one host can prepare.
     """
@@ -65,6 +66,7 @@ class Job:
     gradients: float
     profile: Profile
     accumulation: int = 1
+    besides: float = 0.0
     jitter: float = 0.0
     input_rate: float = math.inf
 
@@ -162,6 +164,7 @@ def messages_end(
     reduce: Callable[[float], float],
     horovod: Horovod,
     negotiation: float,
+    besides: float = 0.0,
 ) -> float:
     """When the last gradient is summed.
 
@@ -174,8 +177,10 @@ def messages_end(
       ready: (seconds, bytes) of each gradient, in order of time.
       reduce: seconds of an allreduce of so many bytes.
       negotiation: seconds in which ranks agree, once a cycle.
+      besides: bytes of a message that is ready with the first gradient and fuses with none.
     """
     free, tick, first = 0.0, 0.0, 0
+    own = [besides] * bool(besides)
     period = max(horovod.cycle, negotiation)
     while first < len(ready):
         tick = max(tick, ready[first][0] + period / 2)
@@ -183,9 +188,9 @@ def messages_end(
         while last < len(ready) and ready[last][0] <= tick:
             last += 1
         free = max(free, tick + negotiation)
-        for size in _fused([size for _, size in ready[first:last]], horovod.fusion):
+        for size in own + _fused([size for _, size in ready[first:last]], horovod.fusion):
             free += reduce(size)
-        first = last
+        first, own = last, []
         tick = max(tick + period, free if horovod.backend != "nccl" else 0.0)
     return free
 
@@ -234,7 +239,7 @@ def _end(job: Job, compute: float, ranks: int, links: Links, horovod: Horovod) -
     def reduce(size: float) -> float:
         return allreduce(size, ranks, links, horovod)
 
-    return max(compute, messages_end(ready, reduce, horovod, agree))
+    return max(compute, messages_end(ready, reduce, horovod, agree, job.besides))
 
 
 # ---- Over days ---------------------------------------------------------------------------------
