@@ -59,7 +59,7 @@ def is_score(name: str) -> bool:
 
 
 def is_of_class(name: str) -> bool:
-    """Whether a figure is one class's, as segmentation names them."""
+    """Whether a figure is one class's: iou_ and its number."""
     return re.fullmatch(r"(eval_)?iou_\d+", name) is not None
 
 

@@ -60,7 +60,7 @@ def check_a_model_that_trains_itself_is_told(world):
             def build_model(self):
                 return self.model()
 
-        refused(world, Task, f"has a {name} of its own", "the task's loss")
+        refused(world, Task, f"defines its own {name}", "the task's loss")
 
 
 def check_names_of_inputs(world):

@@ -62,7 +62,7 @@ def check_shapes_of_losses_and_weights(world):
             losses, weights = super().loss(outputs, targets)
             return losses, weights[:, None]
 
-    refused(world, Task, "losses", "weights", "one shape")
+    refused(world, Task, "losses", "weights", "the same shape")
 
 
 def check_a_mistake_in_a_tasks_function_names_its_line(world):

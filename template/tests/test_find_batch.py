@@ -50,7 +50,7 @@ def test_what_is_being_tried_ends_with_it():
     command = [sys.executable, "find_batch.py", *FLAGS]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as search:
         search.stdout.readline()  # the table's head: the first size follows
-        while not (children := psutil.Process(search.pid).children(recursive=True)):
+        while not (children := psutil.Process(search.pid).children()):
             assert search.poll() is None
         search.send_signal(signal.SIGTERM)
         assert search.wait(20) == 128 + signal.SIGTERM

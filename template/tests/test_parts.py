@@ -98,7 +98,7 @@ def test_a_file_that_is_not_the_images_is_refused():
     data = tf.constant(FILES["PNG"])
     check.check_file({"image": tf.constant(SMOOTH), "file": data})
     for image in (SMOOTH ^ 1, SMOOTH[1:], SMOOTH[:, ::-1]):
-        with pytest.raises(ValueError, match='who changes "image" must take "file" out'):
+        with pytest.raises(ValueError, match='code that changes "image" must remove "file"'):
             check.check_file({"image": tf.constant(image), "file": data})
 
 

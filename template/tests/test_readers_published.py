@@ -82,7 +82,7 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "train" / "a" / "xray.png"
     path.parent.mkdir(parents=True)
     twelve = (np.arange(16 * 24, dtype=np.uint16) * 10).reshape(16, 24)
-    words = ("has 16 bits a channel", "convert it to 8 bits, choosing the range")
+    words = ("has 16 bits a channel", "convert it to 8 bits, with the range")
     colours = tf.io.encode_png(np.dstack([twelve] * 3)).numpy()
     for content in (tf.io.encode_png(twelve[..., None]).numpy(), colours):
         path.write_bytes(content)
