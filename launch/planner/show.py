@@ -10,7 +10,7 @@ from planner.plan import HELPS, Plan, Prediction, predictions
 
 _LOSSES = ("stragglers", "input", "bandwidth", "latency", "saves and failures")
 _PARTS = ("computing", "stragglers", "waiting for input", "bandwidth of links", "latency")
-# template/plots.py's, and greys.
+# The report's, and greys.
 _COLOURS = ("#2f7fd6", "#dd7a2c", "#8a8f27", "#b8559c", "#7d6bd0")
 _LOOK = {
     "svg.fonttype": "none",
