@@ -4,7 +4,9 @@ horovodrun imports TensorFlow in a process of its own only to see whether Horovo
 no Horovod built here to be without, and where one is, the ranks say so themselves.
 """
 
+import argparse
 import sys
+import types
 
 from horovod.runner import launch
 from horovod.runner.driver import driver_service
@@ -12,6 +14,13 @@ from horovod.runner.util import remote
 
 # A host that is cut off is a lost one after half a minute, as for Gloo; else ssh waits for ever.
 _KEEPALIVE = " -o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=30"
+
+
+class Whole(argparse.ArgumentParser):
+    """Takes whole options only: --timeline of train.py is no --timeline-filename cut short."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options, allow_abbrev=False)
 
 
 def let_hosts_come_and_go() -> None:
@@ -23,6 +32,7 @@ def let_hosts_come_and_go() -> None:
 
 if __name__ == "__main__":
     launch.gloo_built = lambda verbose=False: True
+    launch.argparse = types.SimpleNamespace(**vars(argparse) | {"ArgumentParser": Whole})
     sys.argv[0] = "horovodrun"
     if "--host-discovery-script" in sys.argv:
         let_hosts_come_and_go()

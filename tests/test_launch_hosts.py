@@ -197,6 +197,13 @@ def test_exit_codes_arrive(launcher: str):
         assert "Traceback" not in ended.output
 
 
+def test_flags_of_the_command_are_not_taken_for_the_launchers():
+    """horovodrun has --timeline-filename and --timeline-mark-cycles, and takes beginnings of them."""
+    words = [HOSTS_SH, "--gloo", "-np", "1", "sh", "-c", 'echo "given $*"', "x"]
+    ended = run([*words, "--timeline=2:3"], timeout=60)
+    assert ended.code == 0 and "given --timeline=2:3" in ended.output, ended.output
+
+
 def test_horovodruns_own_exit_code_over_gloo_is_1_whatever_the_ranks_say():
     words = ["horovodrun", "--gloo", "-np", "2", "sh", "-c", "exit 75"]
     assert run(words, timeout=60).code == 1
