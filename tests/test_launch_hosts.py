@@ -198,7 +198,7 @@ def test_exit_codes_arrive(launcher: str):
 
 
 def test_flags_of_the_command_are_not_taken_for_the_launchers():
-    """horovodrun has --timeline-filename and --timeline-mark-cycles, and takes beginnings of them."""
+    """horovodrun has --timeline-filename, and takes the beginnings of its own flags for them."""
     words = [HOSTS_SH, "--gloo", "-np", "1", "sh", "-c", 'echo "given $*"', "x"]
     ended = run([*words, "--timeline=2:3"], timeout=60)
     assert ended.code == 0 and "given --timeline=2:3" in ended.output, ended.output
