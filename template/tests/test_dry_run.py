@@ -55,6 +55,13 @@ def test_what_is_no_folder_is_refused_as_in_a_run(tmp_path, name):
     assert f"{tmp_path}/file is no folder" in error and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
+    (tmp_path / "run").mkdir()
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run/.."])
+    assert ended.code == 0, last_lines(ended.output)
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
 def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
     script = (
         "import os, sys, train\n"
