@@ -59,12 +59,12 @@ def finish(
         | {"batches_passed_over": int(state.passed_over)}
         | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
     )
-    if not (config.benchmark or config.dry_run or config.find_lr):
+    kept = not (config.benchmark or config.dry_run or config.find_lr)
+    if kept:
         write_report(world, Path(config.run_dir))
     if ending and ending.code != DONE:
         gone_back = ending.bad_since and int(state.passed_over)
         before = f" It went back once, and left out {gone_back} batches." if gone_back else ""
-        kept = not (config.benchmark or config.dry_run or config.find_lr)
         stopped = ending.code == PREEMPTED and kept
         how = "rerun" if config.resume == "auto" else "rerun with --resume=auto"
         saved = f": saved at step {step}; {how} to resume" if stopped else ""

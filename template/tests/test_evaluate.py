@@ -101,30 +101,28 @@ def test_what_cannot_be_done_is_said_in_one_sentence(trained, flags, said):
     assert "Traceback" not in ended.output and "batches: " not in ended.output
 
 
-@pytest.mark.parametrize("flag", ["--eval_batch_size=3", "--no-ema"])
-def test_ranks_with_other_flags_are_told_before_they_wait_for_each_other(trained, tmp_path, flag):
+def told_where_rank_1_has(flag, trained, out):
+    """The one error of two ranks, where the second has a flag that the first has not."""
     script = (
         "import os, sys, evaluate\n"
         f"own = [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
         "sys.exit(evaluate.main([*sys.argv, *own]))"
     )
-    command = ["-c", script, f"--run_dir={trained}", f"--out={tmp_path}/out"]
+    command = ["-c", script, f"--run_dir={trained}", f"--out={out}"]
     ended = launch(2, command, "mpirun", timeout=120)
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
+    return error
+
+
+@pytest.mark.parametrize("flag", ["--eval_batch_size=3", "--no-ema"])
+def test_ranks_with_other_flags_are_told_before_they_wait_for_each_other(trained, tmp_path, flag):
+    error = told_where_rank_1_has(flag, trained, tmp_path / "out")
     assert "on rank 1" in error and "give every rank the same flags" in error
 
 
 def test_one_rank_alone_says_what_only_it_was_given(trained, tmp_path):
-    script = (
-        "import os, sys, evaluate\n"
-        f"own = ['--run_dir={tmp_path}'] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
-        "sys.exit(evaluate.main([*sys.argv, *own]))"
-    )
-    command = ["-c", script, f"--run_dir={trained}", f"--out={tmp_path}/out"]
-    ended = launch(2, command, "mpirun", timeout=120)
-    assert ended.code == 2, last_lines(ended.output)
-    (error,) = ended.errors()
+    error = told_where_rank_1_has(f"--run_dir={tmp_path}", trained, tmp_path / "out")
     assert "rank 1 on " in error and f"{tmp_path} is no run's folder" in error
 
 
