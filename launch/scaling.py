@@ -76,7 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     links = parser.add_argument_group("the cluster").add_argument
     links("--gpus_per_host", type=_whole, default=8)
     links("--link", type=_rate, required=True, help="a host's network: 25Gbit, 8x200Gbit, 3GB")
-    links("--link_share", type=_share, default=0.93, help="share of it for data (0.93: RoCE, TCP)")
+    links("--link_share", type=_part, default=0.93, help="share of it for data (0.93: RoCE, TCP)")
     links("--link_us", type=_zero_or_more, default=LINK_LATENCY * 1e6, help="latency of a hop "
           "between hosts, microseconds (14: NCCL's model)")  # fmt: skip
     links("--inside", default="pcie3", help=f"between GPUs of a host: {', '.join(INSIDE)}, or 50GB")
@@ -194,6 +194,12 @@ def _zero_or_more(text: str) -> float:
 def _share(text: str) -> float:
     if not 0 <= _number(text) <= 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
+    return float(text)
+
+
+def _part(text: str) -> float:
+    if not _share(text):
+        raise argparse.ArgumentTypeError(f"'{text}' leaves no bandwidth: above 0, at most 1")
     return float(text)
 
 

@@ -158,6 +158,8 @@ def _value(table: str, name: str) -> str:
         (["--gpus=8", "--params=-1M"], "'-1M' is not a number above 0"),
         (["--gpus=8", "--step_ms=nan"], "'nan' is not a number above 0"),
         (["--gpus=8", "--jitter=2"], "'2' is not a share"),
+        (["--gpus=8", "--link_share=0"], "'0' leaves no bandwidth"),
+        (["--gpus=800000", "--mtbf_days=0.001"], "no step is kept"),
         (["--gpus=8", "--inside=token_ring"], "--inside=token_ring: one of pcie3"),
         (["--gpus=8", "--profile=none"], "--profile=none: no profile of that name"),
         (["--gpus=8", "--plot=x.pdf"], "--plot=x.pdf: a name that ends in .svg or .png"),

@@ -257,8 +257,7 @@ def daly(save: float, between_failures: float) -> float:
     if save >= 2 * between_failures:
         return between_failures
     part = save / (2 * between_failures)
-    best = math.sqrt(2 * save * between_failures)
-    return best * (1 + math.sqrt(part) / 3 + part / 9) - save
+    return young(save, between_failures) * (1 + math.sqrt(part) / 3 + part / 9) - save
 
 
 def goodput(every: float, save: float, restart: float, between_failures: float) -> float:
@@ -275,4 +274,7 @@ def goodput(every: float, save: float, restart: float, between_failures: float) 
     if math.isinf(between_failures):
         return every / (every + save)
     m = between_failures
-    return every / (m * math.exp(restart / m) * math.expm1((every + save) / m))
+    try:
+        return every / (m * math.exp(restart / m) * math.expm1((every + save) / m))
+    except OverflowError:  # failures come so often that nothing is ever kept
+        return 0.0

@@ -107,10 +107,16 @@ def _limits(losses: dict[str, float]) -> list[str]:
 
 
 def _kept(running: Running, hosts: int) -> tuple[float, float]:
-    """Share of the time that counts, and seconds between saves."""
+    """Share of the time that counts, and seconds between saves; ValueError where none counts."""
     between = running.between_failures / hosts
     every = running.every or daly(running.save, between)
-    return goodput(every, running.save, running.restart + running.write, between), every
+    kept = goodput(every, running.save, running.restart + running.write, between)
+    if not kept:
+        raise ValueError(
+            f"with {hosts:,} hosts one fails every {between:.3g} s (--mtbf_days), sooner than "
+            "restart and save take (--restart_s, --write_s, --checkpoint_minutes): no step is kept"
+        )
+    return kept, every
 
 
 def _help(plan: Plan, gpus: int, limit: str) -> str:
