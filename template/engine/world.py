@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
 _PART = 2**22  # bytes of one message
+_OPEN_FILES = 65536  # over Gloo a rank has a connection with each other one
 
 
 class _Aside(NamedTuple):
@@ -191,6 +193,8 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
       Stop: Horovod would see, or sees, fewer ranks than were started together.
     """
     os.environ.update(knobs or {})
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
     started, variable = launched_ranks()
     if not any(name in os.environ for name in LAUNCHED):
         if started > 1:
