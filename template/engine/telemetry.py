@@ -25,6 +25,7 @@ from engine import confusion, live, trackers
 from engine.world import World, say
 
 _MUCH_WAITING = 0.1  # share of a step's time
+_RANKS_SHOWN = 16  # each by itself; trackers take a millisecond and more for ten figures
 
 
 class Telemetry:
@@ -108,8 +109,8 @@ class Telemetry:
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         record |= {"data_wait": round(wait, 3), **times}
         self._write(record)
-        by_rank = {f"loss_by_rank/{rank}": loss for rank, loss in enumerate(losses)}
-        self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
+        shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
+        self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = _minutes((self._num_steps - step) * samples / rate)
         line = (
@@ -251,6 +252,16 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
+
+
+def _by_rank(losses: Sequence[float]) -> dict[str, float]:
+    """What trackers show of the ranks' own losses: of many ranks not each."""
+    found = np.asarray(losses)
+    figures = {"least": found.min(), "median": np.median(found), "most": found.max()}
+    figures["worst_rank"] = found.argmax()  # the first that is no number, if any
+    if len(found) <= _RANKS_SHOWN:
+        figures |= dict(enumerate(found))
+    return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
 
 
 def _minutes(seconds: float) -> str:
