@@ -131,7 +131,7 @@ class Own:
                     f"{self._name} returned {ending!r}: it must return None, or an Ending "
                     "(engine/health.py) where the run must end"
                 )
-        everyone = self._world.gather_objects(ending, f"{self._name}.{step}")
+        everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
         return next((theirs for theirs in everyone if theirs), None)
 
 
