@@ -6,6 +6,7 @@ confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -25,6 +26,7 @@ from engine import confusion, live, trackers
 from engine.world import World, say
 
 _MUCH_WAITING = 0.1  # share of a step's time
+_RATES = 10_000  # logged intervals of which the median is taken
 _RANKS_SHOWN = 16  # each by itself; trackers take a millisecond and more for ten figures
 
 
@@ -44,7 +46,7 @@ class Telemetry:
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._clock, self._epoch, self._score = _Clock(first_step), epoch, ""
-        self._rates: list[float] = []
+        self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._failed: set[str] = set()
         self._told_of_waiting = False
         self._trackers: list[trackers.Tracker] = []
@@ -105,7 +107,9 @@ class Telemetry:
             return
         steps, seconds = self._clock.since_last(step)
         rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
-        self._rates.append(rate)
+        self._logged += 1
+        if self._logged > 1:  # the first interval holds the tracing of graphs
+            self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         record |= {"data_wait": round(wait, 3), **times}
         self._write(record)
@@ -123,7 +127,7 @@ class Telemetry:
         else:
             say(self._world, line)
         # Not at the first step that is logged, for which nothing could be read ahead.
-        if wait > _MUCH_WAITING and len(self._rates) > 1 and not self._told_of_waiting:
+        if wait > _MUCH_WAITING and self._logged > 1 and not self._told_of_waiting:
             self._told_of_waiting = True
             say(
                 self._world,
@@ -132,8 +136,8 @@ class Telemetry:
             )
 
     def median_speed(self) -> float | None:
-        """Samples a second, over all ranks: median of the logged intervals but the first."""
-        return statistics.median(self._rates[1:]) if self._rates[1:] else None
+        """Samples a second, over all ranks: median of the newest intervals but the first."""
+        return statistics.median(self._rates) if self._rates else None
 
     def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
         """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""

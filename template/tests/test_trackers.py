@@ -10,7 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
+from config import Config
 from engine import telemetry, trackers
+from engine.world import World
 from ranks import last_lines, launch
 
 FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
@@ -164,3 +166,15 @@ def test_mlflow_against_a_folder_and_a_resumption(tmp_path):
     logged = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
     assert [float(row.split()[1]) for row in rows] == logged
     assert (folder / "params" / "optimizer").read_text() == "adam"
+
+
+def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry, "_RATES", 50)
+    monkeypatch.setattr(telemetry, "say", lambda *_: None)
+    config = Config(run_dir=str(tmp_path), trackers="")
+    with telemetry.Telemetry(config, World(0, 1, 0, 1), 0, 100) as records:
+        assert records.median_speed() is None
+        for step in range(200):
+            records.step(step, 8, {"loss": 1.0, "lr": 0.1}, [1.0], 0.0, {})
+            assert (records.median_speed() is None) == (step == 0)  # which builds the graphs
+        assert len(records._rates) == 50
