@@ -73,7 +73,7 @@ def lookups() -> dict[str, int]:
         words += [sys.executable, "-c", "import train"]
         subprocess.run(words, cwd=TEMPLATE, check=True, stderr=subprocess.DEVNULL, timeout=TIMEOUT)
         rows = [line.split() for line in table.read().splitlines()[2:]]
-    return {row[-1]: int(row[3]) for row in rows if len(row) > 4}
+    return {row[-1]: int(row[3]) for row in rows if row[3:4] and row[3].isdigit()}
 
 
 def start(via: str, ranks: int, flags: list[str]) -> list[float]:
