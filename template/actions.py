@@ -16,7 +16,7 @@ import tensorflow as tf
 from config import Config
 from data.pipeline import TrainingFeed
 from engine import agreement, batch_norm, confusion, early_stop, ema, health
-from engine.checkpoint import Best
+from engine.checkpoint import Best, Found
 from engine.drift import Drift
 from engine.elastic import Commits, WorldChanged
 from engine.health import Clock, Ending, Health
@@ -290,3 +290,16 @@ class Evaluate:
             f"no {self._run.task.main_metric} {above} in {config.early_stop_evals} evaluations"
         )
         return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
+
+
+def left_out(run: Run, found: Found) -> bool:
+    """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
+    config = run.config
+    if config.benchmark or not evaluation_due(config, found.step):
+        return False
+    best = run.checkpoints.best()
+    gave_up = run.checkpoints.holds(found) and early_stop.given_up(
+        found.step, best.step if best else 0, config.eval_every, config.early_stop_evals
+    )
+    last = gave_up or found.step == config.num_steps
+    return not run.checkpoints.has_score(found.path) or last

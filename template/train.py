@@ -23,22 +23,21 @@ if __name__ == "__main__":
 import engine.quiet  # noqa: F401
 
 # isort: split
-from collections.abc import Mapping
 from pathlib import Path
 
 import keras
 
 import dry_run
 import find_lr
-from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, evaluation_due
+from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, left_out
 from benchmark import Benchmark
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
+from ending import finish, go_back
 from engine import (
     agreement,
     batch_norm,
     checkpoint_parts,
-    early_stop,
     elastic,
     health,
     pretrained,
@@ -47,9 +46,7 @@ from engine import (
     warm_start,
 )
 from engine import world as world_lib
-from engine.checkpoint import Found
 from engine.elastic import Commits
-from engine.health import Ending
 from engine.interrupt import StopSignal
 from engine.peers import Peers
 from engine.sampler import Sampler
@@ -59,7 +56,7 @@ from engine.telemetry import Telemetry
 from engine.timeline import Timeline
 from engine.world import World, say
 from evaluation import Evaluator
-from run import Run, assemble, describe, notes
+from run import assemble, describe, notes
 from step import make_train_step
 from tasks import base as tasks
 from tasks import check
@@ -242,91 +239,6 @@ def fit(
         go_back(run, ending)
     sync()
     finish(run, telemetry, evaluate.figures, ending)
-
-
-def left_out(run: Run, found: Found) -> bool:
-    """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
-    config = run.config
-    if config.benchmark or not evaluation_due(config, found.step):
-        return False
-    best = run.checkpoints.best()
-    gave_up = run.checkpoints.holds(found) and early_stop.given_up(
-        found.step, best.step if best else 0, config.eval_every, config.early_stop_evals
-    )
-    last = gave_up or found.step == config.num_steps
-    return not run.checkpoints.has_score(found.path) or last
-
-
-def go_back(run: Run, ending: Ending) -> None:
-    """Raises GoBack, on all ranks, where there is a checkpoint before the bad steps; once a run.
-
-    From the same weights the same batches would lead to the same steps. So the batches between are
-    left out: those that lead up to it, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section
-    5.1) did, who saw that it takes both, certain batches and certain weights.
-    """
-    if run.config.dry_run or run.config.find_lr:
-        return
-    step = int(run.state.step)
-    found = run.checkpoints.sound_before(ending.bad_since)
-    # What --elastic keeps in memory is of the steps in between.
-    if found and not int(run.state.passed_over) and not run.config.elastic:
-        say(
-            run.world,
-            f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
-            f"{found.step + 1} to {step} are left out. A run goes back only once",
-        )
-        raise GoBack(str(found.path), step)
-
-
-def finish(
-    run: Run, telemetry: Telemetry, figures: Mapping[str, float], ending: Ending | None
-) -> None:
-    """The run's last words, and the proof that all ranks hold the same weights.
-
-    Raises:
-      Stop: on all ranks, when the weights differ, or with the ending's exit code if not done.
-    """
-    config, world, model, state = run.config, run.world, run.model, run.state
-    step = int(state.step)
-    sha = world_lib.weights_sha256(model.variables)
-    shared = sha  # with --bn_sync=none each rank has moving statistics of its own
-    if config.bn_sync == "none":
-        shared = world_lib.weights_sha256(model.trainable_variables)
-    world.check_same(shared, "the final weights")
-    reason = ending.reason if ending else "benchmark" if config.benchmark else "done"
-    telemetry.summary(
-        {"step": step, "exit_reason": reason, "skipped_steps": int(state.skipped)}
-        | {"samples_per_second": telemetry.median_speed()}
-        | {f"eval_{name}": value for name, value in figures.items()}
-        | {"batches_passed_over": int(state.passed_over)}
-        | {"weights_sha256": sha, "ranks": world.size, "fingerprint": run.fingerprint}
-    )
-    if not (config.benchmark or config.dry_run or config.find_lr):
-        write_report(world, Path(config.run_dir))
-    if ending and ending.code != DONE:
-        gone_back = ending.bad_since and int(state.passed_over)
-        before = f" It went back once, and left out {gone_back} batches." if gone_back else ""
-        kept = not (config.benchmark or config.dry_run or config.find_lr)
-        stopped = ending.code == PREEMPTED and kept
-        how = "rerun" if config.resume == "auto" else "rerun with --resume=auto"
-        saved = f": saved at step {step}; {how} to resume" if stopped else ""
-        raise Stop(ending.code, ending.message + before + saved)
-    if ending:
-        say(world, ending.message)
-    if config.autotune and world.is_chief:
-        best = reduction.write_autotuned(config)
-        print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
-
-
-def write_report(world: World, run_dir: Path) -> None:
-    """For a person to look at: whatever goes wrong with it, the run is what it is."""
-    if world.is_chief:
-        try:
-            import report  # here: it takes half a second, which no rank needs before its end
-
-            print(f"report: {report.write(run_dir)}", flush=True)
-        except Exception as error:
-            print(f"note: no report: {type(error).__name__}: {error}", flush=True)
 
 
 def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:

@@ -19,6 +19,7 @@ FLOORS = [
     "dry_run",
     "find_lr",
     "benchmark",
+    "ending",
     "actions",
     "evaluation",
     "report",

@@ -14,7 +14,7 @@ class State:
 
     `step` is the one counter of the run: it picks the batch and the learning rate and says when
     the run ends. It counts global batches; `skipped` of them changed no weights because their
-    gradients were not finite. `passed_over` batches were left out of the data (train.go_back).
+    gradients were not finite. `passed_over` batches were left out of the data (ending.go_back).
     """
 
     def __init__(
