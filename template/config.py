@@ -104,7 +104,7 @@ class Config:
     find_lr: bool = setting(
         False,
         "raise the learning rate over at most 200 steps and suggest one; keep only a page, "
-        "find_lr.html beside run_dir",
+        "RUN_DIR-find_lr.html",
     )
 
     global_batch_size: int = setting(
