@@ -428,7 +428,7 @@ def write(config: Config, path: Path, given: Config | None = None) -> None:
     """Writes the settings as a flagfile that reads back to the same, from any working folder.
 
     Args:
-      given: the settings as they were before `for_ranks`; what it resolved is told in a comment.
+      given: the settings before `for_ranks`; a comment says what it resolved.
     Raises:
       ValueError: a text that a line of a flagfile cannot hold.
     """

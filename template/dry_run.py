@@ -168,7 +168,7 @@ def _sizes(run: Run, feed: TrainingFeed) -> list[str]:
         + ("one rank sends none" if run.world.size == 1 else f"{_size(wire)} a step on the wire"),
         f"a checkpoint: {_size(whole)}; {config.keep} are kept, and the best",
         f"memory of a rank: at least {_size(whole + trained)} (weights, optimizer, gradients), "
-        "and what layers put out; what two steps took is told below",
+        "without activations; below: what two steps took",
         counted,
     ]
 
