@@ -12,6 +12,9 @@ turn, and prints medians of what rank 0's clock said, in the order of the run:
   step made   the training step traced, ranks' collectives compared
   tried       the evaluation traced and run on a few samples
   first step  the first batch, the first step, judged
+
+Then, where there is strace, how often one process asks the file system while it imports: what each
+rank asks a shared disk for.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,6 +60,20 @@ def main() -> None:
         middle = [statistics.median(column) for column in zip(*rows)]
         whole = statistics.median(sum(row) for row in rows)
         print(f"| {via} | " + " | ".join(f"{x:.1f}" for x in [*middle, whole]) + " |")
+
+    if shutil.which("strace"):
+        found = lookups()
+        print(f"\nimports of one process: {found['openat']:,} opens, {found['newfstatat']:,} stats")
+
+
+def lookups() -> dict[str, int]:
+    """Calls of the system that name a file, by name, of one process that imports train.py."""
+    with tempfile.NamedTemporaryFile("r") as table:
+        words = ["strace", "-f", "-c", "-e", "trace=%file", "-o", table.name]
+        words += [sys.executable, "-c", "import train"]
+        subprocess.run(words, cwd=TEMPLATE, check=True, stderr=subprocess.DEVNULL, timeout=TIMEOUT)
+        rows = [line.split() for line in table.read().splitlines()[2:]]
+    return {row[-1]: int(row[3]) for row in rows if row[3:4] and row[3].isdigit()}
 
 
 def start(via: str, ranks: int, flags: list[str]) -> list[float]:

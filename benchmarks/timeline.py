@@ -44,7 +44,7 @@ _GRADIENT = re.compile(r"grad_\d|virtual\.gradients|HorovodAllgather_gradient")
 _TRAVELS = re.compile(r"(MPI|GLOO|NCCL|CCL)_")
 _COMMUNICATES = re.compile(r"(MPI|GLOO|NCCL|CCL|MEMCPY)_")
 _ONCE_A_STEP = "step.totals"
-_START = "HorovodAllgather"  # what the ranks exchange to begin together
+_START = "HorovodAllreduce"  # what the ranks exchange to begin together
 _BACKWARD = "gradient_tape/"
 _MOST_WAITS = 8
 

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import resource
 import sys
 import time
 import uuid
@@ -170,8 +171,9 @@ def _test_links(
     options: argparse.Namespace,
     record: dict[str, Any],
 ) -> bool:
-    """Every host with every other; a rank that is not its host's first only waits."""
-    limit = options.timeout + len(plan["leaders"]) * (4 * options.link_seconds + 5)
+    """Hosts with each other; a rank that is not its host's first only waits."""
+    rounds = links.rounds(len(plan["leaders"]))
+    limit = options.timeout + (len(rounds) + 1) * (4 * options.link_seconds + 5)
     advice = "look at the findings of other ranks"
     with watch("testing links between hosts", limit, advice, lambda: "\n".join(known(record))):
         seen, closed = _look_around(others, plan, door, options, limit)
@@ -245,6 +247,8 @@ def run_collectives(
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # as training does
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, 65536)), most))
     if exchange.launcher() == "alone":  # Gloo needs no launcher, MPI would look for its daemon
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     advice = "its transport finds no way: look at --interface, firewalls, NCCL_DEBUG=INFO"

@@ -10,7 +10,8 @@
 #                         line; it is run every second (see discover.sh). Needs --interface
 #   -np N                 total number of ranks, if not every slot; with --discover: at the start
 #   --min-np N, --max-np N  with --discover: smallest (1) and largest number of ranks
-#   --gloo | --mpi        start and control the ranks with horovodrun (default) or mpirun
+#   --gloo | --mpi        start and control the ranks with horovodrun or mpirun; by default Gloo,
+#                         from 64 ranks on MPI. More than 256 ranks are refused over Gloo
 #   --interface NAME      network interface between the hosts
 #   -p PORT, -i FILE      ssh port and key
 #   --bind                each rank on its own cores (bind.sh)
@@ -28,7 +29,7 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-via=gloo hosts='' np='' interface='' port='' key='' bind=() check='' dry=''
+via='' hosts='' np='' interface='' port='' key='' bind=() check='' dry=''
 discover='' least=1 most=''
 
 die() {
@@ -73,7 +74,8 @@ if [ -z "$hosts" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
 fi
 if [ -n "$discover" ]; then
     [ -z "$hosts" ] || die "--discover, -H and --hostfile: choose one"
-    [ "$via" = gloo ] || die "--discover is for Gloo: leave out --mpi"
+    [ "$via" != mpi ] || die "--discover is for Gloo: leave out --mpi"
+    via=gloo
     [ -n "$interface" ] || die "--discover needs --interface NAME, which hosts that come later have too" \
         "(lo where all are this one)"
     [[ $least$most =~ ^[1-9][0-9]*$ ]] || die "--min-np '$least' and --max-np '$most' are numbers of ranks"
@@ -90,6 +92,36 @@ hosts=$(IFS=, && echo "${entries[*]}")
 np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]*$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
+
+# Over Gloo each rank reads every other's addresses, some 140 bytes a rank each, from horovodrun's
+# one Python server, before its first step: with ten times the ranks that takes it a hundred times
+# as long (benchmarks/scale.py). And each rank has a connection with every other.
+many=64 most_gloo=256
+if [ -z "$via" ]; then
+    via=gloo
+    if [ "$np" -ge "$many" ] && command -v mpirun >/dev/null; then via=mpi; fi
+fi
+if [ "$via" = gloo ] && [ "$np" -gt "$most_gloo" ]; then
+    die "$np ranks over Gloo would take many minutes to find each other, and need $np open files each:" \
+        "use --mpi${discover:+ (without --discover)}, or at most $most_gloo ranks"
+elif [ "$via" = gloo ] && [ "$np" -ge "$many" ]; then
+    echo "warning: $np ranks over Gloo start slowly (all read all others' addresses from one server):" \
+        "from $many ranks on use --mpi" >&2
+fi
+# Ranks do not come at the same moment where hundreds import Python from one disk. Not in an elastic
+# run, in which they would wait as long for data of a host that is lost.
+if [ -z "$discover" ] && { [ "${#names[@]}" -gt 1 ] || [ "$np" -ge "$many" ]; }; then
+    export HOROVOD_GLOO_TIMEOUT_SECONDS=${HOROVOD_GLOO_TIMEOUT_SECONDS:-600}
+    export HOROVOD_START_TIMEOUT=${HOROVOD_START_TIMEOUT:-600}
+fi
+# The launcher holds pipes and a connection of each rank or host. (Of millions that are allowed,
+# Open MPI would close each one by one.)
+for number in 65536 "$(ulimit -H -n)"; do
+    [ "$(ulimit -S -n)" = unlimited ] || [ "$(ulimit -S -n)" -ge 65536 ] ||
+        ulimit -S -n "$number" 2>/dev/null || continue
+    break
+done
+
 [[ $key != *[[:space:]]* ]] || die "-i '$key': horovodrun and mpirun split a path with spaces: copy the key elsewhere"
 
 # Of a shell that srun or mpirun has started: what is started here is no rank of that.

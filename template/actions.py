@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from config import Config
 from data.pipeline import TrainingFeed
-from engine import agreement, batch_norm, confusion, early_stop, ema
+from engine import agreement, batch_norm, confusion, early_stop, ema, health
 from engine.checkpoint import Best, Found
 from engine.drift import Drift
 from engine.elastic import Commits, WorldChanged
@@ -78,7 +78,7 @@ class Log:
             figures["skipped"] = int(state.skipped)
         if "keras_loss" in result:  # what the model adds to the task's loss
             figures["keras_loss"] = float(result["keras_loss"])
-        losses = result["losses"].numpy()
+        losses = health.losses(self._run.world, config.virtual_ranks, result)
         logged, self._waited = self._waited, self._feed.waited()
         waited = self._waited - logged
         times, note = self._pace.interval(waited)
@@ -131,7 +131,7 @@ class Own:
                     f"{self._name} returned {ending!r}: it must return None, or an Ending "
                     "(engine/health.py) where the run must end"
                 )
-        everyone = self._world.gather_objects(ending, f"{self._name}.{step}")
+        everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
         return next((theirs for theirs in everyone if theirs), None)
 
 

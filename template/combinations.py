@@ -138,7 +138,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_reduction(config: Config) -> None:
     if config.compression == "bf16" and (config.pack_bytes or config.gradient_groups):
-        raise ValueError("--compression=bf16 carries each gradient alone: leave out grouping")
+        raise ValueError("--compression=bf16 packs gradients by itself: leave out grouping")
     if config.pack_bytes and config.gradient_groups:
         raise ValueError("--pack_bytes and --gradient_groups are two ways to group: choose one")
     if config.deterministic and (config.pack_bytes or config.gradient_groups > 1):

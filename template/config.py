@@ -218,7 +218,7 @@ class Config:
     pack_count: int = setting(16, "largest number of gradients in one pack", low=1)
     fusion_threshold_mb: int = setting(-1, "Horovod's fusion buffer, MiB; -1: its default", low=-1)
     cycle_time_ms: float = setting(-1.0, "Horovod's cycle time, ms; -1: its default", low=-1)
-    cache_capacity: int = setting(-1, "Horovod's response cache; -1: its default", low=-1)
+    cache_capacity: int = setting(-1, "Horovod's response cache; -1: 8192 tensors", low=-1)
     hierarchical_allreduce: bool = setting(False, "reduce within hosts first (GPU builds)")
     hierarchical_allgather: bool = setting(False, "gather within hosts first (GPU builds)")
     autotune: bool = setting(

@@ -49,8 +49,10 @@ def finish(
     config, world, model, state = run.config, run.world, run.model, run.state
     step = int(state.step)
     sha = world_lib.weights_sha256(model.variables)
-    shared = model.trainable_variables if config.bn_sync == "none" else model.variables
-    world.check_same(world_lib.weights_sha256(shared), "the final weights")
+    shared = sha  # with --bn_sync=none each rank has moving statistics of its own
+    if config.bn_sync == "none":
+        shared = world_lib.weights_sha256(model.trainable_variables)
+    world.check_same(shared, "the final weights")
     reason = ending.reason if ending else "benchmark" if config.benchmark else "done"
     telemetry.summary(
         {"step": step, "exit_reason": reason, "skipped_steps": int(state.skipped)}

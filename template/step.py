@@ -85,7 +85,8 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
                 forward, batch, config.accumulation_steps, variables, compiled
             )
             ready = pace.moment(sums)
-            sums, votes, losses = add_totals(world, sums, votes)
+            own_loss = tf.math.divide_no_nan(sums[0], sums[1])
+            sums, votes = add_totals(sums, votes)
             _, count, positions, _ = tf.unstack(sums)
             to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
             scale = tf.cast(state.loss_scale.value, tf.float64)
@@ -94,7 +95,7 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
                 target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
         tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
         grads = gradients.unscale(tape.gradient(target, values), factor)
-        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, losses, ready)
+        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, own_loss[None], ready)
 
     # One seam: the same from here on, whether a share is a real rank's or a virtual one's.
     virtual_ranks = config.virtual_ranks
@@ -159,12 +160,8 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
     return train_step
 
 
-def add_totals(
-    world: World, sums: tf.Tensor, votes: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Sums and votes added over the ranks, and each rank's own mean loss, in one collective."""
-    own_loss = tf.math.divide_no_nan(sums[0], sums[1])
-    own_loss = tf.one_hot(world.rank, world.size, own_loss, tf.zeros([], tf.float64))
-    totals = tf.stop_gradient(tf.concat([sums, votes, own_loss], 0))
+def add_totals(sums: tf.Tensor, votes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums and votes added over the ranks, in one collective, as small on thousands of them."""
+    totals = tf.stop_gradient(tf.concat([sums, votes], 0))
     totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
-    return tf.split(totals, [sums.shape[0], health.NUM_VOTES, world.size])
+    return tf.split(totals, [sums.shape[0], health.NUM_VOTES])

@@ -49,6 +49,25 @@ def test_a_rank_that_did_not_come_is_fatal(facts, gone, dealt, where):
     verdict.before_horovod(facts, "Gloo", OPTIONS)
 
 
+def test_over_gloo_each_rank_needs_an_open_file_for_every_other():
+    facts = [fact(f"node{n // 8}", n // 8) for n in range(1024)]
+    assert verdict.limits(facts, "Gloo") == []
+    for its in facts:
+        its["limits"] = {"open files": 1024, "locked memory": None}
+    found = verdict.limits(facts, "Gloo")
+    assert len(found) == 128 and all(f.fatal and "needs 1157" in f.what for f in found)
+    assert "over MPI (hosts.sh --mpi)" in found[0].todo
+    assert {f.level for f in verdict.limits(facts, "MPI")} == {"note"}
+    assert {f.level for f in verdict.limits(facts[:800], "Gloo")} == {"note"}
+
+
+def test_many_hosts_measure_six_links_each():
+    assert [len(links.rounds(hosts)) for hosts in (2, 3, 32, 33, 1000)] == [1, 3, 31, 6, 6]
+    drawn = links.rounds(1000)
+    assert drawn == links.rounds(1000) and len({p for pairs in drawn for p in pairs}) == 3000
+    assert all(len({host for pair in pairs for host in pair}) == 1000 for pairs in drawn)
+
+
 def test_hosts_of_ranks_as_the_launcher_dealt_them(monkeypatch):
     monkeypatch.setenv("LAUNCH_HOSTS", "node1:2,fe80::1:1,node3")
     assert exchange.dealt() == ["node1", "node1", "fe80::1", "node3"]

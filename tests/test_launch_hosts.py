@@ -330,6 +330,40 @@ def test_from_64_hosts_all_are_reached_from_here(count: int):
     )
 
 
+def test_from_64_ranks_mpi_unless_told_and_over_256_no_gloo(tmp_path: Path):
+    """Where there is an mpirun."""
+    assert " --gloo -np 63 " in dry("-np", "63") and dry("-np", "64").startswith("mpirun -np 64 ")
+    assert "warning" not in dry("-np", "63") + dry("-np", "64") + dry("--mpi", "-np", "8192")
+    told = dry("--gloo", "-np", "256")
+    assert "warning: 256 ranks over Gloo start slowly" in told and " --gloo -np 256 " in told
+    discover = ["--discover", "echo a:300", "--interface", "lo"]
+    for words, way_out in ((["--gloo", "-np", "257"], "use --mpi, or"), (discover, "(without --d")):
+        ended = run([HOSTS_SH, *words, "--dry-run", "true"], timeout=20)
+        assert ended.code == 2 and "ranks over Gloo would take many minutes" in ended.output
+        assert way_out in ended.output
+    for name in ("horovodrun", "bash", "sh", "readlink", "dirname", "uname", "date", "sed", "head"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    ended = run([HOSTS_SH, "-np", "64", "--dry-run", "true"], 20, {"PATH": str(tmp_path)})
+    assert " --gloo -np 64 " in ended.output and "from 64 ranks on use --mpi" in ended.output
+
+
+def test_ranks_of_several_hosts_wait_long_for_each_other_unless_told():
+    """Not in an elastic run, in which a lost host would be waited for as long."""
+    names = ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_START_TIMEOUT")
+    seen = ["sh", "-c", "echo told $HOROVOD_GLOO_TIMEOUT_SECONDS $HOROVOD_START_TIMEOUT"]
+    own = os.uname().nodename
+    two = [HOSTS_SH, "--gloo", "-H", f"{own}:1,localhost:1"]
+    assert "told 600 600" in run([*two, *seen], timeout=60).output
+    assert "told 20 600" in run([*two, *seen], timeout=60, env={names[0]: "20"}).output
+    assert "600" not in run([HOSTS_SH, "-np", "2", *seen], timeout=60).output
+    assert all(f"-x {name} " in dry("-np", "64") for name in names)
+
+
+def test_the_launcher_may_have_as_many_open_files_as_are_allowed():
+    words = f"ulimit -S -n 1000; ulimit -H -n 3000; exec {HOSTS_SH} -np 1 sh -c 'ulimit -n'"
+    assert re.search(r"3000$", run(["bash", "-c", words], timeout=60).output, re.MULTILINE)
+
+
 def test_interface_port_and_key():
     flags = ["-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"]
     gloo, mpi = dry(*flags), dry("--mpi", *flags)

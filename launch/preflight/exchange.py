@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 _MOST = 1 << 26  # bytes of one value; facts of a rank are some thousands
 _TRIES = 3
-_LONGEST_PAUSE = 1.0  # of a rank that asks again: hundreds of them share one server
+_LONGEST_PAUSE = 1.0  # of a rank that asks again, or more: hundreds of them share one server,
+_ASKED_A_SECOND = 200  # which answers some 1,500 requests a second
 
 
 class Failed(RuntimeError):
@@ -126,7 +127,7 @@ class Rendezvous:
             found.extend(self._get(name) or [])
             return bool(found)
 
-        if not _until(look, seconds):
+        if not _until(look, seconds, max(_LONGEST_PAUSE, self.size / _ASKED_A_SECOND)):
             raise Failed(f"rank 0 wrote no {name!r} to {self.meeting} in {seconds:.0f} s")
         return found[0]
 
@@ -164,14 +165,14 @@ class Rendezvous:
         raise AssertionError("not reached")
 
 
-def _until(look: Callable[[], bool], seconds: float) -> bool:
+def _until(look: Callable[[], bool], seconds: float, longest: float = _LONGEST_PAUSE) -> bool:
     """Looks again, ever more seldom, until there is what is looked for or time is over."""
     deadline, pause = time.monotonic() + seconds, 0.05
     while not look():
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(_LONGEST_PAUSE, 1.3 * pause)
+        pause = min(longest, 1.3 * pause)
     return True
 
 

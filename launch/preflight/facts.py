@@ -204,9 +204,10 @@ def _files(folder: str):
 
 
 def limits() -> dict[str, int | None]:
-    """Soft limits; None where there is none."""
+    """Soft limits, of open files the hard one, up to which ranks go; None where there is none."""
     names = {"open files": "NOFILE", "locked memory": "MEMLOCK", "processes": "NPROC"}
-    values = {k: resource.getrlimit(getattr(resource, f"RLIMIT_{n}"))[0] for k, n in names.items()}
+    both = {k: resource.getrlimit(getattr(resource, f"RLIMIT_{n}")) for k, n in names.items()}
+    values = {k: limits[k == "open files"] for k, limits in both.items()}
     return {k: None if v == resource.RLIM_INFINITY else v for k, v in values.items()}
 
 

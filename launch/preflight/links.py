@@ -1,7 +1,8 @@
 """TCP between each two hosts: can they connect, how long is the way, how much goes through.
 
 One rank of each host takes part. First each knocks at every other's door; then, in rounds in which
-each host talks to one other, they measure: H hosts are through in H - 1 rounds. Runs before
+each host talks to one other, they measure: H hosts are through in H - 1 rounds, and of more than
+32 each measures with a few. Runs before
 Horovod is up: a port that a firewall closes is named here, where a collective would hang.
 
 The ports are open to anyone who reaches the host. Each door has a token that only the ranks are
@@ -13,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hmac
+import random
 import secrets
 import socket
 import statistics
@@ -28,6 +30,7 @@ _CHUNK = bytes(1 << 18)
 _PINGS = 20
 _TRIES = 2  # a busy host may be slow once, a bad link always is
 _ASKERS = 2  # hosts that try every address of another one
+_MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts not every pair is measured; a bad host shows in six
 _AT_ONCE = 256  # callers that are being let in; others of that moment are shown out
 
 _TOKEN = 16  # bytes
@@ -142,7 +145,7 @@ def _knock(place: Place) -> str:
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Every pair once; in each round no host is in two pairs (the circle method)."""
+    """Every pair once, or of many hosts some; in a round no host is in two (the circle method)."""
     seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
     table = []
     for _ in range(len(seats) - 1):
@@ -150,7 +153,8 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
         pairs = zip(seats[:half], reversed(seats[half:]))
         table.append([(min(p), max(p)) for p in pairs if None not in p])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return table
+    # Drawn alike on every host.
+    return table if hosts <= _MOST_HOSTS else random.Random(hosts).sample(table, _ROUNDS)
 
 
 def measure(

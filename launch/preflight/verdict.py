@@ -10,14 +10,17 @@ from . import verdict_gpus, verdict_network
 from .findings import Facts, Finding, leaders, note, place, places, usual_and_odd, wrong
 
 GB = 1 << 30
+_OTHER_FILES = 133
+_BY_MPI = "or start the ranks over MPI (hosts.sh --mpi), where they have a few connections"
 
 
 def before_horovod(facts: list[Facts | None], via: str, options: Any) -> list[Finding]:
     """What is wrong with the hosts, as far as it is known without a collective."""
     present = [rank for rank, fact in enumerate(facts) if fact]
     found = []
-    for check in (imports, versions, data, limits, environment):
+    for check in (imports, versions, data, environment):
         found += check(facts, present)
+    found += limits(facts, via)
     found += verdict_network.own_names(facts, via) + verdict_network.named(facts, via, options)
     return found + verdict_gpus.judge(facts, present, options.device) + disks(facts, options)
 
@@ -154,12 +157,20 @@ def disks(facts, options) -> list[Finding]:
     return found
 
 
-def limits(facts, present) -> list[Finding]:
+def limits(facts: list[Facts | None], via: str) -> list[Finding]:
     found = []
+    # Over Gloo each rank has a connection with every other; the rest was counted on one rank.
+    needed = len(facts) + _OTHER_FILES if via == "Gloo" else 0
     for rank in leaders(facts).values():
         seen, where = facts[rank]["limits"], place(facts, [rank])
-        if seen["open files"] is not None and seen["open files"] < 4096:
-            what = f"only {seen['open files']} open files are allowed (ulimit -n)"
+        allowed = seen["open files"]
+        if allowed is not None and allowed < needed:
+            what = f"only {allowed} open files are allowed (ulimit -Hn), and each of {len(facts)} "
+            what += f"ranks over Gloo needs {needed}"
+            todo = f"allow 65536 (limits.conf, LimitNOFILE of sshd or slurmd); {_BY_MPI}"
+            found.append(wrong(where, what, todo, fatal=True))
+        elif allowed is not None and allowed < 4096:
+            what = f"only {allowed} open files are allowed (ulimit -Hn)"
             found.append(note(where, what, "65536 is usual on a cluster: limits.conf, LimitNOFILE"))
         kinds = sorted({port["kind"] for port in facts[rank]["fabric"]})
         if kinds and seen["locked memory"] is not None:

@@ -36,7 +36,7 @@ def check_settings(world: World, config: Config, others: Mapping[str, Any] | Non
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
     own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
     own |= others or {}
-    everyone = world.gather_objects(own, "agreement.settings")
+    everyone = world.gather_alike(own, "agreement.settings")
     for name, first in everyone[0].items():
         ranks = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
         if ranks:
@@ -54,7 +54,11 @@ def fingerprint(world: World, config: Config) -> dict[str, str]:
       Stop: on all ranks, when packages differ; and when anything does, and virtual ranks promise
         the same bits on each of them.
     """
-    everyone = world.gather_objects((fingerprints.here(), hostname()), "agreement.fingerprint")
+    own = fingerprints.here()
+    alike = world.gather_alike(own, "agreement.fingerprint")
+    if all(theirs == own for theirs in alike):
+        return fingerprints.of_all([own])
+    everyone = world.gather_objects((own, hostname()), "agreement.hosts")
     first, _ = everyone[0]
     # One rank of each kind: of a thousand GPUs half may be of another.
     odd = {repr(theirs): rank for rank, (theirs, _) in reversed([*enumerate(everyone)])}
@@ -85,8 +89,8 @@ def check_code(world: World, folder: Path) -> None:
         if world.local_rank == 0:
             own = fingerprints.code(folder)
     whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
-    wholes = set(world.gather_objects(whole, "agreement.code")) - {""}
-    if len(wholes) == 1:
+    first = world.broadcast_object(whole, "agreement.code")
+    if world.meet("agreement.odd_code", bool(own) and whole != first) == [0]:
         return
     everyone = world.gather_objects((own, hostname()), "agreement.files")
     first, _ = everyone[0]
@@ -109,7 +113,7 @@ def check_gradients(
     Args:
       connected: for each variable, whether the loss depends on it on this rank.
     """
-    everyone = world.gather_objects(list(connected), "agreement.gradients")
+    everyone = world.gather_alike(list(connected), "agreement.gradients")
     for place, variable in enumerate(variables):
         without = [rank for rank, flags in enumerate(everyone) if not flags[place]]
         if 0 < len(without) < world.size:
@@ -131,7 +135,7 @@ def check_not_lost(
       got: the same, of what the reduction returned.
     """
     lost = [v.path for v, before, after in zip(variables, had, got, strict=True) if before > after]
-    everyone = world.gather_objects(lost, "agreement.not_lost")
+    everyone = world.gather_alike(lost, "agreement.not_lost")
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs]
     if ranks:
         raise Stop(
@@ -153,7 +157,7 @@ def check_same_state(
     digests = {name: _digest(raw(variable)) for name, variable in named.items()}
     whole = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
     # One short digest a rank where all is well; each variable's only where it is not.
-    if len(set(world.gather_objects(whole, f"agreement.state.{what}"))) == 1:
+    if len(set(world.gather_alike(whole, f"agreement.state.{what}"))) == 1:
         return
     everyone = world.gather_objects(digests, f"agreement.variables.{what}")
     first = everyone[0]
@@ -170,7 +174,7 @@ def check_same_state(
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
     """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
     own = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
-    everyone = world.gather_objects(own, "agreement.collectives")
+    everyone = world.gather_alike(own, "agreement.collectives")
     different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     if different:
         first, other = set(everyone[0]), set(everyone[different[0]])

@@ -30,7 +30,7 @@ class Reduced(NamedTuple):
     sums: tf.Tensor  # those of `Forward`, of all ranks
     adds_losses: bool  # whether the model adds any
     votes: tf.Tensor
-    losses: tf.Tensor  # mean loss of each (virtual) rank
+    losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank's own sums were there (engine/pace.py)
     faults: tf.Tensor | None = None  # see virtual.fault
 

@@ -191,8 +191,9 @@ class Health:
 
     def _whose(self, result: Result) -> str:
         """Whose losses are no numbers at a step, and the samples that they are of; or ""."""
-        ranks = np.flatnonzero(~np.isfinite(result["losses"].numpy())).tolist()
-        kind = "virtual rank" if self._sampler.virtual_ranks else "rank"
+        virtual_ranks = self._sampler.virtual_ranks
+        ranks = np.flatnonzero(~np.isfinite(losses(self._world, virtual_ranks, result))).tolist()
+        kind = "virtual rank" if virtual_ranks else "rank"
         step = int(result["step"])
         parts = [
             f"{kind} {r} with samples {some(self._sampler.ids_of(step - 1, r), 32)}"
@@ -200,6 +201,15 @@ class Health:
         ]
         more = f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else ""
         return f" (no number: loss of {', '.join(parts)}{more})" if parts else ""
+
+
+def losses(world: World, virtual_ranks: int, result: Result) -> np.ndarray:
+    """Mean loss of each rank, or of each virtual one; every rank must call it.
+
+    Not in the step: there it would grow with the ranks what all of them exchange.
+    """
+    own = result["losses"].numpy()
+    return own if virtual_ranks else world.gather_numbers(own, "losses")[:, 0]
 
 
 def _figures(result: Result) -> str:

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _CONNECT = 5.0  # seconds in which a process that runs answers
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
 _ASKED_AT_ONCE = 64
+_LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
 
 
 class _Place(NamedTuple):
@@ -102,17 +104,27 @@ class Peers:
         self._asking = True
         sys.stdout.flush()
         end = time.monotonic() + _SETTLE
-        while True:
+        while not self._left_to_another():
             states = {rank: at or how for rank, (how, at, _) in self._ask_all().items()}
             missing = {rank: how for rank, how in states.items() if how != "asking"}
             # Others that are left may still wait for the transport to give up.
-            if time.monotonic() > end or all(how == "gone" for how in missing.values()):
-                break
+            over = time.monotonic() > end or all(how == "gone" for how in missing.values())
+            if over and self._rank == min(set(range(len(self._places))) - set(missing)):
+                complain(self._sentence(missing))
+                return
             time.sleep(0.5)
-        if self._rank == min(set(range(len(self._places))) - set(missing)):
-            complain(self._sentence(missing))
-        else:  # a launcher ends all ranks, who speaks as well, when the first one ends
-            time.sleep(_SETTLE)
+        # A launcher ends all ranks, who asks as well, when the first one ends.
+        time.sleep(2 * _SETTLE)
+
+    def _left_to_another(self) -> bool:
+        """Whether a lower rank asks already: thousands that ask all others would take too long."""
+        first = next(r for r, p in enumerate(self._places) if p.host == hostname())
+        starts = range(0, self._rank, _LOWER_ASKED)
+        for ranks in ([first], *(range(s, s + _LOWER_ASKED) for s in starts)):
+            lower = [rank for rank in ranks if rank < self._rank]
+            if any(answer.at == "asking" for answer in self._ask_these(lower).values()):
+                return True
+        return False
 
     def _stuck(self, seconds: int) -> str:
         """Where all ranks stand, if none has moved for so long; else ""."""
@@ -163,9 +175,11 @@ class Peers:
         return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
     def _ask_all(self) -> dict[int, _Answer]:
-        others = [rank for rank in range(len(self._places)) if rank != self._rank]
+        return self._ask_these([r for r in range(len(self._places)) if r != self._rank])
+
+    def _ask_these(self, ranks: Sequence[int]) -> dict[int, _Answer]:
         with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-            return dict(zip(others, pool.map(self._ask, others)))
+            return dict(zip(ranks, pool.map(self._ask, ranks)))
 
     def _ask(self, rank: int) -> _Answer:
         place, gone = self._places[rank], False

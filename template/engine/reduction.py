@@ -21,6 +21,8 @@ from config import Config
 from engine.stop import WRONG_USE, Stop
 
 _MIB = 1 << 20
+_BUFFER = 128 * _MIB  # of gradients that travel as bfloat16, as Horovod's own for others
+_CACHED = 8192  # tensors; Horovod's 1,024 are too few for some models: each is negotiated anew
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _LATER = "DYNAMIC"  # as HOROVOD_TIMELINE: a timeline may be started in mid-run
 
@@ -38,6 +40,8 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_CYCLE_TIME"] = str(config.cycle_time_ms)
     if config.cache_capacity >= 0:
         knobs["HOROVOD_CACHE_CAPACITY"] = str(config.cache_capacity)
+    elif "HOROVOD_CACHE_CAPACITY" not in os.environ:
+        knobs.setdefault("HOROVOD_CACHE_CAPACITY", str(_CACHED))
     if config.hierarchical_allreduce:
         knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
     if config.hierarchical_allgather:
@@ -128,13 +132,28 @@ class RankSumTape:
         own = self._tape.gradient(target, sources)
         self.connected = [g is not None for g in own]
         if self._config.compression == "bf16":
-            return [
-                g if g is None else _sum_as_bfloat16(tf.convert_to_tensor(g), f"grad_{i}")
-                for i, g in enumerate(own)
-            ]
+            return self._sums_as_bfloat16(own)
         tape = _horovod_tape(own, self._config, self._groups())
         places = [_Place(i) for i in range(len(own))]
         return tape.gradient(target, places, use_generic_names=use_generic_names)
+
+    def _sums_as_bfloat16(self, own: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list:
+        """In few large messages: Horovod does not put what goes all to all into one by itself."""
+        if hvd.size() == 1:
+            return [g if g is None else tf.convert_to_tensor(g) for g in own]
+        sums: list[tf.Tensor | None] = [None] * len(own)
+        there = [i for i, connected in enumerate(self.connected) if connected]
+        there.reverse()  # as the backward pass gives them
+        for number, places in enumerate(buffers([self._sizes[i] for i in there], _BUFFER)):
+            members = [there[place] for place in places]
+            dense = [tf.convert_to_tensor(own[i]) for i in members]
+            flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
+            parts = tf.split(
+                _sum_as_bfloat16(flat, f"grad_{number}"), [g.shape.num_elements() for g in dense]
+            )
+            for i, gradient, part in zip(members, dense, parts):
+                sums[i] = tf.reshape(tf.cast(part, gradient.dtype), gradient.shape)
+        return sums
 
     def _groups(self) -> int | list[list[_Place]] | None:
         """What Horovod's tape takes: a number of messages, or the places that share one."""
@@ -195,25 +214,34 @@ class _Place:
         return self
 
 
-def _sum_as_bfloat16(gradient: tf.Tensor, name: str) -> tf.Tensor:
-    """Sum over ranks with bfloat16 on the wire: half the bytes, float32's range.
+def _sum_as_bfloat16(own: tf.Tensor, name: str) -> tf.Tensor:
+    """Sum over ranks of a bfloat16 vector: half the bytes on the wire, float32's range.
 
     Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank is sent its part
-    of the gradient by all the others, adds them in float32, and sends the sum to all. That moves
+    of the vector by all the others, adds them in float32, and sends the sum to all. That moves
     the bytes of a ring allreduce, and rounds the sum once instead of at every hop.
     """
-    size = hvd.size()
-    if size == 1:
-        return gradient
-    count = gradient.shape.num_elements()
+    size, count = hvd.size(), own.shape.num_elements()
     part = -(-count // size)
-    flat = tf.pad(tf.reshape(gradient, [-1]), [[0, part * size - count]])
-    bits = tf.bitcast(tf.cast(flat, tf.bfloat16), tf.int16)
+    bits = tf.bitcast(tf.pad(own, [[0, part * size - count]]), tf.int16)
     received, _ = hvd.alltoall(bits, splits=[part] * size, name=f"{name}.parts")
     parts = tf.cast(tf.bitcast(tf.reshape(received, [size, part]), tf.bfloat16), tf.float32)
     total = tf.bitcast(tf.cast(tf.reduce_sum(parts, axis=0), tf.bfloat16), tf.int16)
     everyones = tf.bitcast(hvd.allgather(total, name=f"{name}.sums"), tf.bfloat16)
-    return tf.reshape(tf.cast(everyones[:count], gradient.dtype), gradient.shape)
+    return everyones[:count]
+
+
+def buffers(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Places of neighbours that fill `most` bytes together; a larger one has its own."""
+    found: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(sizes):
+        if not found or filled + size > most:
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += size
+    return found
 
 
 def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]]:

@@ -151,26 +151,26 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
 def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
     """Rewrites a TensorBoard file without the events that `is_after` says yes to.
 
-    What cannot be parsed (a kill cuts the last event) is kept as it is.
+    What cannot be parsed (a kill cuts the last event) is kept as it is. One event at a time is in
+    memory: after weeks there are millions.
     """
-    kept, dropped, parsed = [], 0, 0
-    try:
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-            event = tf.compat.v1.Event.FromString(record)
-            parsed += len(record) + 16  # its length, and a checksum of each
-            if is_after(event):
-                dropped += 1
-            else:
-                kept.append(record)
-    except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
-        pass
-    if not dropped:
-        return
+    dropped, parsed = 0, 0
     # TensorBoard takes any file with "tfevents" in its name for one to show.
     partial = path.with_name("being-rewritten.partial")
     with tf.io.TFRecordWriter(str(partial)) as writer:
-        for record in kept:
-            writer.write(record)
+        try:
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = tf.compat.v1.Event.FromString(record)
+                parsed += len(record) + 16  # its length, and a checksum of each
+                if is_after(event):
+                    dropped += 1
+                else:
+                    writer.write(record)
+        except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
+            pass
+    if not dropped:
+        partial.unlink()
+        return
     with path.open("rb") as old, partial.open("ab") as new:
         old.seek(parsed)
         shutil.copyfileobj(old, new)
@@ -227,9 +227,11 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
         again = evaluates_first and any(key.startswith("eval_") for key in record)
         return record.get("step", math.inf) <= (step - 1 if again else step)
 
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if stays(line)]
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(b"".join(kept))
+    with path.open("rb") as old, partial.open("wb") as new:
+        new.writelines(
+            filter(stays, old)
+        )  # one line at a time: gradients.jsonl may be of gigabytes
     partial.replace(path)
 
 

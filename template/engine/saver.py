@@ -164,7 +164,7 @@ class Saver:
 
     def hear(self) -> None:
         """The ranks tell each other who could not write a part; every rank must call it."""
-        everyone = self._world.gather_objects(self._untold, "saver.parts")
+        everyone = self._world.gather_alike(self._untold, "saver.parts")
         self._untold = None
         if failed := [f"rank {rank} on {why}" for rank, why in enumerate(everyone) if why]:
             self._heard.failed = some(failed, most=1)

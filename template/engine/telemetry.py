@@ -6,6 +6,7 @@ confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -25,6 +26,8 @@ from engine import confusion, live, trackers
 from engine.world import World, say
 
 _MUCH_WAITING = 0.1  # share of a step's time
+_RATES = 10_000  # logged intervals of which the median is taken
+_RANKS_SHOWN = 16  # each by itself; trackers take a millisecond and more for ten figures
 
 
 class Telemetry:
@@ -43,7 +46,7 @@ class Telemetry:
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._clock, self._epoch, self._score = _Clock(first_step), epoch, ""
-        self._rates: list[float] = []
+        self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._failed: set[str] = set()
         self._told_of_waiting = False
         self._trackers: list[trackers.Tracker] = []
@@ -104,12 +107,14 @@ class Telemetry:
             return
         steps, seconds = self._clock.since_last(step)
         rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
-        self._rates.append(rate)
+        self._logged += 1
+        if self._logged > 1:  # the first interval holds the tracing of graphs
+            self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         record |= {"data_wait": round(wait, 3), **times}
         self._write(record)
-        by_rank = {f"loss_by_rank/{rank}": loss for rank, loss in enumerate(losses)}
-        self._show(step, {f"train/{name}": value for name, value in record.items()} | by_rank)
+        shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
+        self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = _minutes((self._num_steps - step) * samples / rate)
         line = (
@@ -122,7 +127,7 @@ class Telemetry:
         else:
             say(self._world, line)
         # Not at the first step that is logged, for which nothing could be read ahead.
-        if wait > _MUCH_WAITING and len(self._rates) > 1 and not self._told_of_waiting:
+        if wait > _MUCH_WAITING and self._logged > 1 and not self._told_of_waiting:
             self._told_of_waiting = True
             say(
                 self._world,
@@ -131,8 +136,8 @@ class Telemetry:
             )
 
     def median_speed(self) -> float | None:
-        """Samples a second, over all ranks: median of the logged intervals but the first."""
-        return statistics.median(self._rates[1:]) if self._rates[1:] else None
+        """Samples a second, over all ranks: median of the newest intervals but the first."""
+        return statistics.median(self._rates) if self._rates else None
 
     def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
         """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""
@@ -251,6 +256,16 @@ def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
+
+
+def _by_rank(losses: Sequence[float]) -> dict[str, float]:
+    """What trackers show of the ranks' own losses: of many ranks not each."""
+    found = np.asarray(losses)
+    figures = {"least": found.min(), "median": np.median(found), "most": found.max()}
+    figures["worst_rank"] = found.argmax()  # the first that is no number, if any
+    if len(found) <= _RANKS_SHOWN:
+        figures |= dict(enumerate(found))
+    return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
 
 
 def _minutes(seconds: float) -> str:

@@ -71,12 +71,13 @@ class TensorBoard:
             raise ValueError(f"{folder}: {error.message}") from None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        with self._board.as_default(step):
+        # As arrays: TensorFlow keeps every number of Python's that it ever saw (0.8 kB each).
+        with self._board.as_default(np.asarray(step, np.int64)):
             for name, value in values.items():
-                tf.summary.scalar(name, value)
+                tf.summary.scalar(name, np.asarray(value, np.float32))
 
     def pictures(self, step: int, pictures: np.ndarray) -> None:
-        with self._board.as_default(step):
+        with self._board.as_default(np.asarray(step, np.int64)):
             tf.summary.image("predictions", pictures, max_outputs=len(pictures))
 
     def flush(self) -> None:

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -21,20 +22,13 @@ import numpy as np
 import tensorflow as tf
 
 from config import Config
-from engine import devices, live, pulse, reduction
+from engine import devices, live, messages, pulse, reduction
 from engine.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
-_PART = 2**22  # bytes of one message
-
-
-class _Aside(NamedTuple):
-    """In place of an object whose arrays travel by themselves."""
-
-    kind: type
-    forms: list[tuple[tuple[int, ...], np.dtype]]  # shape and type of each array
+_OPEN_FILES = 65536  # over Gloo a rank has a connection with each other one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +58,46 @@ class World:
             yield
         except (ValueError, OSError) as caught:
             error = f"{what}: {caught}", hostname()
-        errors = self.gather_objects(error, f"together.{what}")
-        failed = [rank for rank, found in enumerate(errors) if found]
-        if failed:
-            text, host = errors[failed[0]]
-            where = f" (rank {failed[0]} on {host})" if len(failed) < self.size else ""
+        lowest = -self.rank if error else -self.size
+        lowest, anyone_well = self.meet(f"together.{what}", lowest, not error)
+        if -lowest < self.size:
+            text, host = self.broadcast_object(error, f"error.{what}", -lowest)
+            where = f" (rank {-lowest} on {host})" if anyone_well else ""
             raise Stop(WRONG_USE, text + where)
 
-    def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's picklable `value`, in rank order, on every rank.
+    def meet(self, name: str, *numbers: int) -> list[int]:
+        """Waits for all ranks; the largest of each of at most two numbers over them.
 
-        Outside a graph Horovod gives every collective one name, so the name travels along: ranks
-        that are at different places are told, rather than given each other's values.
+        One collective of a few bytes, the same wherever ranks call it: ranks that are at different
+        places, by `name`, are told, rather than given each other's values.
         """
         if self.size == 1:
+            return [int(number) for number in numbers]
+        place = messages.digest(name)
+        own = [place, -place, *map(int, numbers), *[0] * (2 - len(numbers))]
+        largest, smallest, *found = messages.most(own)
+        if largest != -smallest:
+            self._check_place(messages.gather(name, self.size))
+        return found[: len(numbers)]
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's picklable `value`, in rank order, on every rank: for few and small ones."""
+        if self.size == 1:
             return [value]
-        everyone = hvd.allgather_object((name, value))
-        pulse.beat()
-        self._check_place([other for other, _ in everyone])
-        return [theirs for _, theirs in everyone]
+        self.meet(name)
+        return messages.gather(value, self.size)
+
+    def gather_alike(self, value: Any, name: str) -> list[Any]:
+        """As `gather_objects`, for what is usually the same on all ranks: then nothing is sent.
+
+        Args:
+          value: its repr() says all of it.
+        """
+        own = messages.digest(repr(value))
+        least, most = self.meet(name, -own, own)
+        if -least == most:
+            return [value] * self.size
+        return messages.gather(value, self.size)
 
     def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
         """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
@@ -91,9 +106,16 @@ class World:
         pulse.beat()
         return everyone.numpy()
 
-    def broadcast_object(self, value: Any, name: str) -> Any:
-        """Rank 0's picklable `value` on every rank."""
-        return self.gather_objects(value if self.is_chief else None, name)[0]
+    def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
+        """Rank `root`'s picklable `value` on every rank."""
+        if self.size == 1:
+            return value
+        own = self.rank == root
+        content = messages.pickled(value) if own else np.empty(0, np.uint8)
+        (length,) = self.meet(name, content.size)
+        content = content if own else np.empty(length, np.uint8)
+        messages.fill(content, own, root)
+        return value if own else messages.unpickled(content)
 
     def broadcast_large(self, value: Any, name: str) -> Any:
         """As `broadcast_object`, for what holds arrays of many megabytes: in parts, one copy.
@@ -111,33 +133,23 @@ class World:
                 return item
             own = item.arrays()
             arrays.extend(own)
-            return _Aside(type(item), [(array.shape, array.dtype) for array in own])
+            return messages.Aside(type(item), [(array.shape, array.dtype) for array in own])
 
-        # Pickled by Horovod, between the ranks of one world, so without what is large.
-        rest = self.broadcast_object(_mapped(value, put_aside) if self.is_chief else None, name)
+        # Pickled, between the ranks of one world, without what is large.
+        sent = messages.mapped(value, put_aside) if self.is_chief else None
+        rest = self.broadcast_object(sent, name)
         waiting = iter(arrays)
 
         def fetch(item: Any) -> Any:
-            if not isinstance(item, _Aside):
+            if not isinstance(item, messages.Aside):
                 return item
             own = [next(waiting) if self.is_chief else np.empty(*form) for form in item.forms]
             for array in own:
-                self._fill(array, f"{name}.part")
+                messages.fill(array, self.is_chief)
             return None if self.is_chief else item.kind.made_of(*own)
 
-        made = _mapped(rest, fetch)
+        made = messages.mapped(rest, fetch)
         return value if self.is_chief else made
-
-    def _fill(self, array: np.ndarray, name: str) -> None:
-        """Gives an array the values that rank 0's has."""
-        data = array.reshape(-1).view(np.uint8)
-        for start in range(0, data.size, _PART):
-            part = data[start : start + _PART]
-            with tf.device("CPU:0"):  # it may be more than a GPU has room for
-                sent = hvd.broadcast(part, root_rank=0, name=name)
-            if not self.is_chief:
-                part[:] = sent
-            pulse.beat()
 
     def _check_place(self, names: Sequence[str]) -> None:
         odd = [rank for rank, name in enumerate(names) if name != names[0]]
@@ -159,13 +171,13 @@ class World:
         others = [v for v in values if v.dtype in _NOT_SENT]
         if others:
             own = [v.numpy() for v in others] if self.rank == root else None
-            known = self.gather_objects(own, "broadcast.others")[root]
+            known = self.broadcast_object(own, "broadcast.others", root)
             for variable, value in zip(others, known):
                 variable.assign(value)
 
     def check_same(self, fingerprint: str, what: str) -> None:
         """Raises Stop on every rank when `fingerprint` is not the same on all of them."""
-        everyone = self.gather_objects(fingerprint, f"same.{what}")
+        everyone = self.gather_alike(fingerprint, f"same.{what}")
         odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
         if odd:
             ranks = ", ".join(map(str, odd[:8]))
@@ -191,6 +203,8 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
       Stop: Horovod would see, or sees, fewer ranks than were started together.
     """
     os.environ.update(knobs or {})
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
     started, variable = launched_ranks()
     if not any(name in os.environ for name in LAUNCHED):
         if started > 1:
@@ -249,7 +263,7 @@ def set_numbers(config: Config) -> None:
 
 def finish(world: World) -> None:
     """Waits for every rank, so that no launcher kills a slower one that is still writing."""
-    world.gather_objects(None, "finish")
+    world.meet("finish")
     hvd.shutdown()
 
 
@@ -326,17 +340,6 @@ def set_precision(precision: str) -> None:
     keras.config.set_floatx("float64" if precision == "float64" else "float32")
     mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
     keras.config.set_dtype_policy(mixed.get(precision, precision))
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dicts, lists and tuples anew, with `change` applied to what is in them."""
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if isinstance(value, _Aside) or not isinstance(value, (list, tuple)):
-        return change(value)
-    items = [_mapped(item, change) for item in value]
-    named = hasattr(value, "_fields")  # a NamedTuple takes its parts one by one
-    return type(value)(*items) if named else type(value)(items)
 
 
 def say(world: World, text: str) -> None:

@@ -205,6 +205,19 @@ def check_compression_halves_what_travels_and_stays_close(world):
         wires = list(agreement._collectives(graph))
         kind = {"fp16": "float16", "bf16": "int16"}[compression]
         assert wires and all(kind in wire for wire in wires), wires
+        if compression == "bf16":  # to all and back, whatever the number of gradients
+            assert len(wires) == 2 < len(grads), wires
+
+
+def check_sums_as_bfloat16_do_not_depend_on_the_buffers(world):
+    model, loss, _ = tower_gradients(world)
+    config = dataclasses.replace(PLAIN, compression="bf16")
+    size, found = reduction._BUFFER, []
+    for reduction._BUFFER in (1, 1000, size):
+        found.append(reduced(world, config, lambda: loss(world.rank), model.trainable_variables))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def check_sparse_gradients_alone_and_mixed_with_dense_ones(world):

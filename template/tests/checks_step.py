@@ -57,6 +57,18 @@ def batch(seed=0, features=4, size=12):
     return x, (x.sum(1, keepdims=True) + 1).astype(np.float32)
 
 
+def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(world):
+    """The loss's sums and the votes, however many ranks; each rank's own loss stays with it."""
+    do, _ = regression_step(world, PLAIN)
+    graph = do.step.get_concrete_function().graph.as_graph_def(add_shapes=True)
+    (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
+    assert f"float64 [{4 + health.NUM_VOTES}]" in totals, totals
+    result = do(*batch())
+    by_rank = health.losses(world, 0, result)
+    assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]
+    np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)  # equal shares
+
+
 def check_loss_and_gradient_are_means_over_valid_positions_of_all_ranks(world):
     """Ignored positions all on one rank: a mean of the ranks' means would be wrong."""
     x, y = batch()

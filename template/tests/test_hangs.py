@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import peers
 from ranks import last_lines, launch
 
 WAITS = Path(__file__).parent / "waits.py"
@@ -35,3 +36,27 @@ def test_a_stopped_rank_is_not_said_to_have_ended():
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
     (said,) = launch(3, [WAITS, "stop", 0], "gloo", timeout=200, env=short).errors()
     assert f"rank 1 on {HOST} does not answer" in said
+
+
+@pytest.mark.parametrize("ended, speaker", [({3}, 0), (set(range(8)), 8)])
+def test_of_thousands_that_are_left_one_asks_all_and_speaks(monkeypatch, ended, speaker):
+    """8,192 ranks, eight a host; all that are left know at the same time that one has ended."""
+    asked, said = [], []
+
+    def ask(self, rank: int) -> peers._Answer:
+        asked.append(rank)
+        return peers._Answer("gone", "", 0) if rank in ended else peers._Answer("", "asking", 0)
+
+    monkeypatch.setattr(peers.Peers, "_ask", ask)
+    monkeypatch.setattr(peers, "complain", said.append)
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: None)
+    for rank in (speaker, 9, 16, 4000, 8191):
+        monkeypatch.setattr(peers, "hostname", lambda rank=rank: f"node{rank // 8}")
+        one = object.__new__(peers.Peers)
+        one._rank, one._places = rank, [peers._Place(f"node{r // 8}", [], 1) for r in range(8192)]
+        asked.clear()
+        one._explain()
+        assert (
+            len(asked) == 8191 + len(ended) * (speaker > 0) if rank == speaker else len(asked) < 30
+        )
+    assert len(said) == 1 and f"rank {min(ended)} on node0 ended before the others" in said[0]

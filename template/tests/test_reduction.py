@@ -74,6 +74,19 @@ def test_cache_fusion_and_cycle_time(plain, tmp_path):
     assert plain.cycle_ms < 20 and 35 < other.cycle_ms < 80
 
 
+def test_the_cache_holds_large_models_unless_told(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
+
+    def capacity(**settings) -> str | None:
+        found = reduction.environment(config_lib.Config(**settings))
+        return found.get("HOROVOD_CACHE_CAPACITY")
+
+    assert capacity() == "8192" and capacity(cache_capacity=5) == "5"
+    assert capacity(timeline="5:6") == "0"
+    monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
+    assert capacity() is None
+
+
 def test_merge_groups(tmp_path):
     """13 gradients as two groups, each one message."""
     seen = timeline(tmp_path, "--gradient_groups=2")
@@ -107,8 +120,8 @@ def test_hierarchical_reduction_reaches_horovod_as_its_knobs():
     """Only that: Horovod compiles both algorithms for GPUs alone, so none runs on CPUs."""
     plain = reduction.environment(config_lib.Config(stall_shutdown_s=0))
     asked = {"hierarchical_allreduce": True, "hierarchical_allgather": True}
-    assert plain == {}
-    assert reduction.environment(config_lib.Config(stall_shutdown_s=0, **asked)) == {
+    assert plain.keys() == {"HOROVOD_CACHE_CAPACITY"}
+    assert reduction.environment(config_lib.Config(stall_shutdown_s=0, **asked)) == plain | {
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
         "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
     }

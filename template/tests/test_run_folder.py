@@ -7,6 +7,7 @@ begin, then save and add_score.
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -313,3 +314,27 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
         assert not (folder / "summary.json").exists()
     print(f"killed at {sum(outcomes.values())} moments, newest left: {dict(outcomes)}")
     assert set(outcomes) == {back_to or 0, *(s for s in (2, 4, 6) if s > (back_to or 0))}
+
+
+@pytest.mark.parametrize("name", ["gradients.jsonl", "events.out.tfevents.1"])
+def test_records_of_weeks_are_not_held_in_memory_to_be_cut(tmp_path, name):
+    """20 MB each, of which the last tenth goes."""
+    path, steps = tmp_path / name, 2000
+    if name.endswith("jsonl"):
+        lines = (json.dumps({"step": step, "x": "y" * 10_000}) + "\n" for step in range(steps))
+        path.write_text("".join(lines))
+    else:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for step in range(steps):
+                event = tf.compat.v1.Event(step=step, file_version="y" * 10_000)
+                writer.write(event.SerializeToString())
+    size, last = path.stat().st_size, steps * 9 // 10
+    tracemalloc.start()
+    if name.endswith("jsonl"):
+        run_folder._drop_lines(path, last, False)
+    else:
+        run_folder.drop_events(path, lambda event: event.step > last)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert abs(path.stat().st_size / size - 0.9) < 0.01 and most < 2e6
+    assert [p.name for p in tmp_path.iterdir()] == [name]

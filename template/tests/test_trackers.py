@@ -6,12 +6,38 @@ import json
 import threading
 import time
 
+import numpy as np
+import psutil
 import pytest
 
-from engine import trackers
+from config import Config
+from engine import telemetry, trackers
+from engine.world import World
 from ranks import last_lines, launch
 
 FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
+
+
+def test_weeks_of_logs_leave_memory_as_it_was(tmp_path):
+    """As numbers of Python's, 20,000 steps and figures took 31 MB."""
+    board = trackers.TensorBoard(tmp_path)
+    memory = psutil.Process().memory_info
+    for step in range(21_000):
+        board.scalars(step, {"loss": 1.0 / (step + 1)})
+        if step == 1000:
+            before = memory().rss
+    assert memory().rss - before < 5e6
+    board.close()
+
+
+def test_trackers_get_a_few_figures_of_thousands_of_ranks():
+    few = telemetry._by_rank(range(16))
+    assert few["loss_by_rank/7"] == 7 and len(few) == 20
+    losses = np.arange(8192.0)
+    losses[5] = np.nan
+    assert len(telemetry._by_rank(losses)) == 4
+    assert telemetry._by_rank(losses)["loss_by_rank/worst_rank"] == 5
+    assert telemetry._by_rank([1.0, 4.0, 2.0])["loss_by_rank/median"] == 2
 
 
 class Given:
@@ -140,3 +166,15 @@ def test_mlflow_against_a_folder_and_a_resumption(tmp_path):
     logged = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
     assert [float(row.split()[1]) for row in rows] == logged
     assert (folder / "params" / "optimizer").read_text() == "adam"
+
+
+def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry, "_RATES", 50)
+    monkeypatch.setattr(telemetry, "say", lambda *_: None)
+    config = Config(run_dir=str(tmp_path), trackers="")
+    with telemetry.Telemetry(config, World(0, 1, 0, 1), 0, 100) as records:
+        assert records.median_speed() is None
+        for step in range(200):
+            records.step(step, 8, {"loss": 1.0, "lr": 0.1}, [1.0], 0.0, {})
+            assert (records.median_speed() is None) == (step == 0)  # which builds the graphs
+        assert len(records._rates) == 50

@@ -1,0 +1,217 @@
+"""What grows with the number of ranks, and with time: figures of rank 0 of the blank task.
+
+    python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192] [--steps=100000]
+
+Real ranks run over Gloo on this host, many on a core: their times tell of the cores too. Of a
+mocked number of ranks there is one process: it is told that it is rank 0 of so many, all of which
+send what it sends itself. So its times are what that number costs rank 0's own Python, memory and
+files; what the network costs is not in them.
+
+  start         seconds from the command to the first step done
+  log, save     milliseconds of one log line (with the ranks' times), of one checkpoint's copy
+  together      milliseconds of World.together, in which all ranks learn whether one failed
+  MB, files     resident memory and open files at the end
+  exchanges     collectives outside of graphs until the first step, and kB that they gave to rank 0
+
+--steps: instead, one rank makes that many steps; printed at a tenth, half and the end are seconds
+for 1,000 steps since the last row, resident memory, open files and the bytes of what is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "template"
+TIMEOUT = 1200  # seconds, of one run
+MARK = "scale: "
+SHORT = ["--num_steps=30", "--log_every=1", "--checkpoint_every=6", "--eval_every=0"]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["rank"]:
+        sys.exit(rank(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="1,2,4,8", help="real ones; 16,24 take minutes")
+    parser.add_argument("--mocked", default="128,1024,8192")
+    parser.add_argument("--steps", type=int, default=0, help="growth over so many steps instead")
+    args = parser.parse_args()
+    if args.steps:
+        return growth(args.steps)
+    cores = len(os.sched_getaffinity(0))
+    print(f"Rank 0 of the blank task; real ranks share {cores} cores.\n")
+    print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
+    print("| --- " * 9 + "|")
+    for text, mocked in ((args.ranks, False), (args.mocked, True)):
+        for count in map(int, filter(None, text.split(","))):
+            row = run(count, mocked, [*SHORT, f"--global_batch_size={max(count, 32)}"])[-1]
+            values = [f"{row[name]:.{digits}f}" for name, digits in _COLUMNS.items()]
+            print(f"| {count:,}{' mocked' * mocked} | {' | '.join(values)} |", flush=True)
+
+
+_COLUMNS = {"start": 1, "log": 2, "save": 1, "together": 2, "MB": 0, "files": 0}
+_COLUMNS |= {"exchanges": 0, "kB": 0}
+
+
+def growth(steps: int) -> None:
+    """Prints the table of a long run."""
+    tenth = steps // 10
+    flags = [f"--num_steps={steps}", "--log_every=20", f"--checkpoint_every={tenth}"]
+    print("| step | s a 1,000 | MB | files | metrics.jsonl | tensorboard | checkpoints | other |")
+    print("| --- " * 8 + "|")
+    for row in run(1, False, [*flags, f"--eval_every={tenth}"])[:-1]:
+        sizes = [f"{row['bytes'].get(name, 0):,}" for name in _WRITTEN]
+        seconds = f"{row['seconds'] / row['steps'] * 1000:.2f}"
+        print(f"| {row['step']:,} | {seconds} | {row['MB']:.0f} | {row['files']} | ", end="")
+        print(f"{' | '.join(sizes)} |")
+
+
+_WRITTEN = ("metrics.jsonl", "tensorboard", "checkpoints", "other")
+
+
+def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
+    """What rank 0 said, of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, "rank", repr(time.time()), count if mocked else 0]
+        if count > 1 and not mocked:
+            words = [ROOT / "launch/hosts.sh", "--gloo", "-np", count, *words]
+        words += ["--flagfile=configs/blank.cfg", f"--run_dir={folder}/run", *flags]
+        ended = subprocess.run(
+            list(map(str, words)),
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            cwd=TEMPLATE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    said = re.findall(rf"{MARK}(\{{.*\}})", ended.stdout)
+    if ended.returncode or not said:
+        raise SystemExit(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
+    return [json.loads(text) for text in said]
+
+
+def rank(typed: float, mocked: int, flags: list[str]) -> int:
+    """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
+    sys.path.insert(0, str(TEMPLATE))
+    import engine.quiet  # noqa: F401
+
+    # isort: split
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    import actions
+    import train
+
+    seen: dict[str, list[float]] = {"log": [], "save": [], "kB": [], "start": []}
+
+    def after(owner: object, name: str, look) -> None:
+        """Calls look(seconds, *arguments) after every call of this function."""
+        inner = getattr(owner, name)
+
+        def call(*args, **how):
+            start = time.perf_counter()
+            found = inner(*args, **how)
+            look(time.perf_counter() - start, *args)
+            return found
+
+        setattr(owner, name, call)
+
+    def count(name: str) -> None:
+        """Collectives outside of graphs; of an allgather, what so many ranks would have sent."""
+        inner = getattr(hvd, name)
+
+        def call(*args, **how):
+            found = inner(*args, **how)
+            if not tf.executing_eagerly():
+                return found
+            if name == "allgather" and mocked:
+                found = tf.tile(found, [mocked] + [1] * (len(found.shape) - 1))
+            if not seen["start"]:
+                seen["kB"].append(found.numpy().nbytes / 1e3)
+            return found
+
+        setattr(hvd, name, call)
+
+    def judged(seconds: float, *_: object) -> None:
+        if not seen["start"]:
+            seen["start"].append(time.time() - typed)
+
+    last = {"step": 0, "time": 0.0}
+
+    def logged(seconds: float, action: actions.Log, step: int, *_: object) -> None:
+        seen["log"].append(seconds * 1e3)
+        config = action._run.config
+        if 10 * step in (config.num_steps, 5 * config.num_steps, 10 * config.num_steps):
+            now = time.perf_counter()
+            row = {"step": step, "steps": step - last["step"], "seconds": now - last["time"]}
+            say(row | held() | {"bytes": written(Path(config.run_dir))})
+            last.update(step=step, time=now)
+        last["time"] = last["time"] or time.perf_counter()
+
+    def say(row: dict) -> None:
+        if train.launch_rank() == 0:
+            print(MARK + json.dumps(row), flush=True)
+
+    def ending(run, *rest):
+        for name in ("first", *["scale"] * 20):
+            start = time.perf_counter()
+            with run.world.together(name):
+                pass
+            seen.setdefault("together", []).append((time.perf_counter() - start) * 1e3)
+        middle = {n: statistics.median(seen[n][1:] or seen[n]) for n in ("log", "save", "together")}
+        whole = {"exchanges": len(seen["kB"]), "kB": sum(seen["kB"]), "start": seen["start"][0]}
+        say(middle | whole | held())
+        return finish(run, *rest)
+
+    finish, train.finish = train.finish, ending
+    for name in ("allreduce", "allgather", "broadcast"):
+        count(name)
+    after(train.health.Health, "_judge", judged)
+    after(actions.Log, "__call__", logged)
+    after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
+    if mocked:
+        be_one_of(mocked, train)
+    return train.main(["train.py", *flags])
+
+
+def be_one_of(ranks: int, train) -> None:
+    """Rank 0 of so many, in one process, with a sample for each."""
+    from tasks import blank
+
+    connect, numbers = train.world_lib.connect, blank.numbers
+    train.world_lib.connect = lambda knobs: connect(knobs) and train.World(0, ranks, 0, 1)
+    blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
+
+
+def held() -> dict[str, float]:
+    """Of this process: resident memory and open files."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "MB": pages * os.sysconf("SC_PAGESIZE") / 1e6,
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def written(folder: Path) -> dict[str, int]:
+    """Bytes by kind of record."""
+    found: dict[str, int] = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(folder).parts[0]
+            name = name if name in _WRITTEN else "other"
+            found[name] = found.get(name, 0) + path.stat().st_size
+    return found
+
+
+if __name__ == "__main__":
+    main()

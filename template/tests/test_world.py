@@ -1,0 +1,46 @@
+"""The ranks' world: what starting it changes, and how often ranks wait for each other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from engine import messages
+from ranks import launch, run_checks
+
+FILE = Path(__file__).parent / "checks_world.py"
+
+
+def test_a_rank_may_have_as_many_open_files_as_are_allowed():
+    """Over Gloo it has a connection with every other one; 1,024 is what many systems begin with."""
+    code = (
+        "import resource, sys; sys.path.insert(0, '.'); kind = resource.RLIMIT_NOFILE;"
+        "resource.setrlimit(kind, (1000, resource.getrlimit(kind)[1]));"
+        "from engine import world; world.connect(); soft, most = resource.getrlimit(kind);"
+        "print('raised' if soft == min(most, 65536) else soft)"
+    )
+    assert "raised" in launch(1, ["-c", code]).output
+
+
+@pytest.mark.parametrize("ranks, backend", [(3, "gloo"), (2, "mpirun")])
+def test_ranks_meet_send_and_compare(ranks: int, backend: str):
+    outcomes = run_checks([FILE], ranks, backend)
+    assert set(outcomes.values()) == {None}, outcomes
+
+
+def test_what_thousands_of_ranks_send_is_read_in_time_that_grows_with_them_no_faster(monkeypatch):
+    """8,192 ranks' words, as an allgather brings them. Horovod's own way took 1.6 s."""
+    parts = []
+
+    def everyone(own: np.ndarray, name: str) -> tf.Tensor:
+        parts.append(own)
+        return tf.constant(np.tile(own, 8192))
+
+    monkeypatch.setattr(messages.hvd, "allgather", everyone)
+    start = time.process_time()
+    assert messages.gather(("host", 5), 8192) == [("host", 5)] * 8192
+    assert time.process_time() - start < 0.8 and len(parts) == 1
