@@ -266,3 +266,14 @@ def test_help_into_a_closed_pipe_leaves_no_trace():
         '"$@" --help | true; exit ${PIPESTATUS[0]}', "config.from_command_line(sys.argv)"
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_what_a_run_does_where_nothing_is_said():
+    """What README and docs promise of every run; other defaults may change freely."""
+    plain = config_lib.Config()
+    assert plain.bn_sync == "mean" and plain.lr_policy == "poly" and plain.power == 0.9
+    assert plain.optimizer == "sgd" and plain.precision == "float32"
+    assert plain.resume == "auto" and plain.drift == "stop" and plain.max_bad_steps == 3
+    assert plain.lr_scaling == "none" and plain.accumulation_steps == 1
+    off = ("weight_decay", "clip_norm", "ema_decay", "label_smoothing", "dropout", "end_lr")
+    assert not any(getattr(plain, name) for name in off)
