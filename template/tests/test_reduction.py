@@ -127,20 +127,3 @@ def test_autotune_writes_its_result_as_flags_that_can_be_used(tiny, tmp_path):
     assert str(found) in ended.output
     config = config_lib.parse(["train.py", f"--flagfile={found}"])
     assert config.cycle_time_ms > 0 and config.fusion_threshold_mb >= 0 and not config.autotune
-
-
-def test_the_best_setting_is_the_one_of_the_highest_score(tmp_path):
-    """Rows as Horovod 0.28.1 logs them; the last one, of a run that was cut off, has no score."""
-    (tmp_path / "autotune.csv").write_text(
-        "hierarchical_allreduce,hierarchical_allgather,cache_enabled,cycle_time_ms,"
-        "tensor_fusion_threshold,score\n"
-        "0,0,1,5.0,64,10.5\n0,1,1,12.5,31.6,200.25\n1,0,1,2.5,8,99.0\n0,0,1,1.0\n"
-    )
-    path = reduction.write_autotuned(config_lib.Config(run_dir=str(tmp_path)))
-    assert [line for line in path.read_text().splitlines() if line.startswith("--")] == [
-        "--noautotune",
-        "--fusion_threshold_mb=32",
-        "--cycle_time_ms=12.5",
-        "--nohierarchical_allreduce",
-        "--hierarchical_allgather",
-    ]

@@ -204,3 +204,13 @@ def test_weights_of_the_ranks_are_their_shares_of_the_global_batch(batch, micro,
     for one in samplers:
         assert one.weight == len(one.local_samples(tf.constant(0))[0]) / batch
     assert sum(one.weight for one in samplers) == pytest.approx(1.0, rel=1e-15)
+
+
+def test_batches_that_were_passed_over_are_left_out():
+    """With 3 batches left out, step 4 has the samples, and their keys, of what was step 7."""
+    plain = Sampler(50, 6, 2, 1, 0, 1)
+    after = Sampler(50, 6, 2, 1, 0, 1, passed_over=3)
+    for ours, theirs in zip(
+        after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
+    ):
+        np.testing.assert_array_equal(ours, theirs)

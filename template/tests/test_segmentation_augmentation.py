@@ -75,3 +75,13 @@ def test_an_evaluation_is_in_evaluation_mode(tiny_data):
     outputs = task.predict(model, inputs)
     np.testing.assert_array_equal(outputs, model(inputs, training=False))
     assert np.any(outputs != model(inputs, training=True))
+
+
+def test_the_mean_is_over_the_classes_that_occur(tiny_data):
+    """Class 0: 3 of 4 right, IoU 3/5; class 1: 1 of 2, IoU 1/3; class 2 occurs nowhere."""
+    task, _ = opened(tiny_data, num_classes=3)
+    figures = task.metrics({"confusion": np.array([[3, 1, 0], [1, 1, 0], [0, 0, 0]])})
+    np.testing.assert_allclose(figures["miou"], (3 / 5 + 1 / 3) / 2)
+    np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
+    assert np.isnan(figures["iou_2"])
+    assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0
