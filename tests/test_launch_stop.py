@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Two launches of two ranks; a rank exits with 75 when it is told. Printed: exit codes by launch.
 SCRIPT = """
-rank() { LAUNCH_ID=$1 HOROVOD_RANK=$2 bash -c 'trap "exit 75" USR1; while :; do sleep 0.05; done' & }
+wait='trap "exit 75" USR1; while :; do sleep 0.05; done'
+rank() { LAUNCH_ID=$1 HOROVOD_RANK=$2 bash -c "$wait" & }
 rank one 0; pids=$!; rank one 1; pids="$pids $!"
 rank two 0; others=$!; rank two 1; others="$others $!"
 sleep 0.5

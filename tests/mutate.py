@@ -1,0 +1,124 @@
+"""Automatic small changes of the code, one at a time: how many do the tests notice?
+
+    python tests/mutate.py [--count=150] [--seed=1] [--again]                        make mutate
+
+Draws so many of all changes that mutants.py knows, and for each runs the tests that reach the
+changed function (reach.py) until one fails; a hang is a failure. First come tests without ranks,
+then checks on real ranks, at most CHECKS of a launch. Results are kept in .cache/mutate, so
+that a run that is cut off goes on; --again tests those that survived anew, after a test was added.
+A change that nobody could see is listed with its reason in mutants_equivalent.txt and not counted.
+
+Writes tests/MUTATION.md. Exit code: 0 the score is at least GOAL; 1 not; 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+import mutation_page
+import scratch
+from mutants import Mutant, mutants
+from reach import Reach, launches, measure, run_checks, test_files
+
+GOAL = 0.85
+LONGEST = 20  # seconds of tests without ranks for one change
+CHECKS = 6
+_TOP = ("actions", "combinations", "config", "ending", "evaluation", "flagfiles", "run")
+_TOP += ("settings", "step", "train")
+# engine/quiet.py: imported before any fork.
+_NOT = ("template/engine/quiet.py",)
+
+
+def sources() -> list[str]:
+    """The files to be changed, relative to the repository."""
+    template = scratch.ROOT / "template"
+    found = [p for part in ("engine", "data", "tasks") for p in template.glob(f"{part}/**/*.py")]
+    found += [template / f"{name}.py" for name in _TOP]
+    names = [str(path.relative_to(scratch.ROOT)) for path in sorted(found) if path.stat().st_size]
+    return [name for name in names if name not in _NOT]
+
+
+def sample(count: int, seed: int) -> list[Mutant]:
+    """By a hash of each one's id: a change of the code elsewhere leaves most of them in it."""
+    everything = [m for f in sources() for m in mutants(f, (scratch.ROOT / f).read_text())]
+    everything.sort(key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).hexdigest())
+    return everything[:count]
+
+
+def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[str, list[str]]]:
+    """Tests that run the function in their own process; by launch, checks on ranks that do.
+
+    Those named after the module first, then the quickest.
+    """
+    file, function = mutant.function.split(":")
+    stem = Path(file).stem
+    alone: dict[str, float] = {}
+    checks: dict[str, list[str]] = {}
+    for name in sorted(reach, key=lambda name: (stem not in name, reach[name].seconds)):
+        found = reach[name]
+        seconds = found.tests
+        own = [t for t in found.functions.get(mutant.function, []) if t in seconds]
+        if not name.endswith(".py"):
+            checks[name] = sorted(own, key=seconds.get)[:CHECKS]
+        elif mutant.function in found.shared and function != "<module>":
+            alone |= seconds  # in a fixture or a process of its own
+        elif mutant.function in found.shared and found.seconds < LONGEST / 10:
+            alone |= seconds
+        else:
+            alone |= {test: seconds[test] for test in own}
+    within, total = [], 0.0
+    for test, needs in alone.items():
+        total += needs
+        if total < LONGEST:
+            within.append(test)
+    return within, {name: some for name, some in checks.items() if some}
+
+
+def judge(root: Path, mutant: Mutant, reach: dict[str, Reach]) -> tuple[str, str]:
+    """What came of it (killed, survived, unreached), and by which test."""
+    path = root / mutant.function.split(":")[0]
+    sound = path.read_text()
+    alone, checks = choose(mutant, reach)
+    if not alone and not checks:
+        return "unreached", ""
+    try:
+        path.write_text(mutant.text)
+        if alone:
+            ended = scratch.run_tests(root, alone, 4 * LONGEST)
+            if not ended.passed:
+                return "killed", ended.by
+        for launch, some in checks.items():
+            ended = run_checks(root, int(launch.split()[0]), some, 4 * LONGEST)
+            if not ended.passed:
+                return "killed", f"{ended.by} ({launch.split()[0]} ranks)"
+    finally:
+        path.write_text(sound)
+    return "survived", ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="those that survived, anew")
+    options = parser.parse_args()
+    chosen = sample(options.count, options.seed)
+    scratch.warm_up()
+    reach = measure([*test_files(), *launches()], sources(), mutation_page.KEPT / "reach")
+    done = mutation_page.known("mutants")
+    with scratch.scratch() as root:
+        for number, mutant in enumerate(chosen, 1):
+            before = done.get(mutant.id, {}).get("result")
+            if before == "killed" or (before and not options.again):
+                continue
+            result, by = judge(root, mutant, reach)
+            print(f"{number} {result}: {mutant.id}  {by}", flush=True)
+            mutation_page.keep("mutants", {"id": mutant.id, "result": result, "by": by})
+    return mutation_page.write([mutant.id for mutant in chosen], options.seed, GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
