@@ -1,6 +1,8 @@
 """Breaks the code in the ways of breaks.txt, one at a time: does the test that should notice fail?
 
-    python tests/breaks.py [NAME ...]                                                make breaks
+    python tests/breaks.py [--flags] [NAME ...]                                      make breaks
+
+--flags: instead, each flag of flags_seen.py is ignored, and its test must notice.
 
 In a copy of the repository, never in this one. Each break's tests must fail with it, and pass
 without it; a hang is a failure. Prints a table, and keeps it for tests/MUTATION.md. Exit code: 1
@@ -9,13 +11,19 @@ where a break is not caught; 2 where one does not apply any more.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "template"))
+
+import config
 import mutation_page
 import reach
 import scratch
+from flags_seen import SEEN
 
 LIST = Path(__file__).with_name("breaks.txt")
 _LIMIT = 600  # seconds of one break's tests
@@ -31,10 +39,13 @@ class Break(NamedTuple):
 
     def applied(self, text: str) -> str:
         """Raises ValueError where `old` is not found exactly once."""
-        if (found := ("\n" + text).count("\n" + self.old)) != 1:
-            raise ValueError(f"breaks.txt: [{self.name}] is found {found} times in {self.file}")
-        at = ("\n" + text).index("\n" + self.old)
-        return text[:at] + self.new + text[at + len(self.old) :]
+        lines = itertools.accumulate(map(len, text.splitlines(keepends=True)), initial=0)
+        places = [at for at in lines if text.startswith(self.old, at)]
+        if len(places) != 1:
+            raise ValueError(
+                f"breaks.txt: [{self.name}] is found {len(places)} times in {self.file}"
+            )
+        return text[: places[0]] + self.new + text[places[0] + len(self.old) :]
 
 
 def breaks() -> list[Break]:
@@ -54,6 +65,34 @@ def breaks() -> list[Break]:
             found[-1] = found[-1]._replace(new=f"{found[-1].new}{line[1:]}\n")
         elif line and not line.startswith("#"):
             raise ValueError(f"breaks.txt:{number}: {line!r} is no part of a break")
+    return found
+
+
+_IGNORED = """
+
+_whole = Config.__init__
+
+
+def _ignoring(self, *args, **settings):
+    _whole(self, *args, **settings)
+    object.__setattr__(self, {name!r}, {default!r})
+
+
+Config.__init__ = _ignoring
+"""
+
+
+def ignored_flags() -> list[Break]:
+    """Each flag of SEEN always as by default, whatever is said."""
+    file = "template/config.py"
+    last = (scratch.ROOT / file).read_text().splitlines(keepends=True)[-1]
+    found = []
+    for field in dataclasses.fields(config.Config):
+        if field.name in SEEN:
+            code = last + _IGNORED.format(name=field.name, default=field.default)
+            seen = SEEN[field.name]
+            tests, checks = ([seen], []) if "::" in seen else ([], [seen])
+            found.append(Break(f"--{field.name}", file, tests, checks, last, code))
     return found
 
 
@@ -84,7 +123,9 @@ def judge(root: Path, one: Break) -> tuple[str, str]:
 
 
 def main(names: list[str]) -> int:
-    everything = breaks()
+    flags = "--flags" in names
+    names = [name for name in names if name != "--flags"]
+    everything = ignored_flags() if flags else breaks()
     for one in everything:
         one.applied((scratch.ROOT / one.file).read_text())
     chosen = [one for one in everything if not names or one.name in names]
@@ -95,7 +136,8 @@ def main(names: list[str]) -> int:
             result, by = judge(root, one)
             uncaught += result != "caught"
             print(f"{one.name:45} {result:9} {by}", flush=True)
-            mutation_page.keep("breaks", {"id": one.name, "result": result, "by": by})
+            record = {"id": one.name, "result": result, "by": by}
+            mutation_page.keep("flags" if flags else "breaks", record)
     print(f"{len(chosen)} breaks, {uncaught} not caught")
     return int(uncaught > 0)
 

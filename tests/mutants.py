@@ -32,14 +32,18 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
     starts = [0]
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for function, old, new in _changes(ast.parse(text), ["<module>"]):
+    for names, old, new in _changes(ast.parse(text), ()):
         begin = starts[old.lineno - 1] + old.col_offset
         end = starts[old.end_lineno - 1] + old.end_col_offset
         piece = new if isinstance(new, str) else ast.unparse(new)
         if isinstance(new, ast.expr):
             piece = f"({piece})"
         changed = (data[:begin] + piece.encode() + data[end:]).decode()
-        key = f"{file}:{function}: {_short(ast.unparse(old), piece)}"
+        where = ".".join(node.name for node in names) or "<module>"
+        # What stands in a class runs at import.
+        inner = next((i for i in range(len(names), 0, -1) if _is_function(names[i - 1])), 0)
+        function = ".".join(node.name for node in names[:inner]) or "<module>"
+        key = f"{file}:{where}: {_short(ast.unparse(old), piece)}"
         seen[key] += 1
         number = f" #{seen[key]}" if seen[key] > 1 else ""
         yield Mutant(key + number, f"{file}:{function}", changed)
@@ -53,15 +57,20 @@ def _short(old: str, new: str) -> str:
     return f"{old[begin : begin + _SHOWN]} -> {new[begin : begin + _SHOWN]}"
 
 
-def _changes(node: ast.AST, names: list[str]) -> Iterator[tuple[str, ast.AST, ast.AST | str]]:
-    """Function, node, what it becomes; texts for people, types and tests of types are left out."""
+def _changes(
+    node: ast.AST, names: tuple[ast.AST, ...]
+) -> Iterator[tuple[tuple[ast.AST, ...], ast.AST, ast.AST | str]]:
+    """Functions and classes it is in, the node, what it becomes.
+
+    Not of texts for people, types, decorators and imports.
+    """
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        names = [*[n for n in names if n != "<module>"], node.name]
+        names = (*names, node)
     else:
         for new in _of_node(node):
-            yield ".".join(names), node, new
+            yield names, node, new
     if isinstance(node, ast.If | ast.While):
-        yield ".".join(names), node.test, ast.UnaryOp(ast.Not(), node.test)
+        yield names, node.test, ast.UnaryOp(ast.Not(), node.test)
     if isinstance(node, ast.JoinedStr | ast.Raise | ast.Import | ast.ImportFrom):
         return
     for name, value in ast.iter_fields(node):
@@ -99,6 +108,10 @@ def _of_node(node: ast.AST) -> Iterator[ast.AST | str]:
             yield "pass"
         case ast.Return(value=ast.expr() as value) if not _is_none(value):
             yield "return None"
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef)
 
 
 def _is_text(node: ast.BinOp) -> bool:

@@ -4,8 +4,9 @@
 
 Draws so many of all changes that mutants.py knows, and for each runs the tests that reach the
 changed function (reach.py) until one fails; a hang is a failure. First come tests without ranks,
-then checks on real ranks, at most CHECKS of a launch. Results are kept in .cache/mutate, so
-that a run that is cut off goes on; --again tests those that survived anew, after a test was added.
+then checks on real ranks, at most CHECKS on each number of ranks. Results are kept in
+.cache/mutate, so that a run that is cut off goes on; --again tries those that survived anew, after
+a test was added.
 A change that nobody could see is listed with its reason in mutants_equivalent.txt and not counted.
 
 Writes tests/MUTATION.md. Exit code: 0 the score is at least GOAL; 1 not; 2 wrong use.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import mutation_page
@@ -25,7 +27,7 @@ from reach import Reach, launches, measure, run_checks, test_files
 
 GOAL = 0.85
 LONGEST = 20  # seconds of tests without ranks for one change
-CHECKS = 6
+CHECKS = 9  # on each number of ranks, for one change
 _TOP = ("actions", "combinations", "config", "ending", "evaluation", "flagfiles", "run")
 _TOP += ("settings", "step", "train")
 # engine/quiet.py: imported before any fork.
@@ -48,25 +50,28 @@ def sample(count: int, seed: int) -> list[Mutant]:
     return everything[:count]
 
 
-def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[str, list[str]]]:
-    """Tests that run the function in their own process; by launch, checks on ranks that do.
+def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[int, list[str]]]:
+    """Tests that run the function in their own process; by number of ranks, checks that do.
 
-    Those named after the module first, then the quickest.
+    Those named after the module first, then the quickest; of checks some of each file.
     """
     file, function = mutant.function.split(":")
     stem = Path(file).stem
     alone: dict[str, float] = {}
-    checks: dict[str, list[str]] = {}
+    checks: dict[int, list[str]] = {}
     for name in sorted(reach, key=lambda name: (stem not in name, reach[name].seconds)):
         found = reach[name]
         seconds = found.tests
-        own = [t for t in found.functions.get(mutant.function, []) if t in seconds]
+        # Code that runs at import: what runs any function of the file may notice.
+        alike = [f for f in found.functions if f.startswith(f"{file}:")]
+        keys = alike if function == "<module>" else [mutant.function]
+        own = [t for key in keys for t in found.functions.get(key, []) if t in seconds]
         if not name.endswith(".py"):
-            checks[name] = sorted(own, key=seconds.get)[:CHECKS]
-        elif mutant.function in found.shared and function != "<module>":
+            ranks = int(name.split()[0])
+            most = CHECKS if stem in name else CHECKS // 3
+            checks.setdefault(ranks, []).extend(sorted({*own}, key=seconds.get)[:most])
+        elif mutant.function in found.shared and (stem in name or function != "<module>"):
             alone |= seconds  # in a fixture or a process of its own
-        elif mutant.function in found.shared and found.seconds < LONGEST / 10:
-            alone |= seconds
         else:
             alone |= {test: seconds[test] for test in own}
     within, total = [], 0.0
@@ -74,7 +79,7 @@ def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[str
         total += needs
         if total < LONGEST:
             within.append(test)
-    return within, {name: some for name, some in checks.items() if some}
+    return within, {ranks: some[:CHECKS] for ranks, some in checks.items() if some}
 
 
 def judge(root: Path, mutant: Mutant, reach: dict[str, Reach]) -> tuple[str, str]:
@@ -84,19 +89,37 @@ def judge(root: Path, mutant: Mutant, reach: dict[str, Reach]) -> tuple[str, str
     alone, checks = choose(mutant, reach)
     if not alone and not checks:
         return "unreached", ""
-    try:
+    for ranks, tests in [(0, alone), *checks.items()]:
+        if not tests:
+            continue
         path.write_text(mutant.text)
-        if alone:
-            ended = scratch.run_tests(root, alone, 4 * LONGEST)
-            if not ended.passed:
-                return "killed", ended.by
-        for launch, some in checks.items():
-            ended = run_checks(root, int(launch.split()[0]), some, 4 * LONGEST)
-            if not ended.passed:
-                return "killed", f"{ended.by} ({launch.split()[0]} ranks)"
-    finally:
-        path.write_text(sound)
+        try:
+            ended = _run(root, ranks, tests)
+        finally:
+            path.write_text(sound)
+        # Not by a test that fails, or is too slow for a busy machine, without the change as well.
+        if not ended.passed and _passes(root, ranks, ended.by, tests):
+            return "killed", ended.by + (f" ({ranks} ranks)" if ranks else "")
     return "survived", ""
+
+
+def _run(root: Path, ranks: int, tests: Sequence[str]) -> scratch.Ended:
+    """`ranks`: 0 for tests without."""
+    if ranks:
+        return run_checks(root, ranks, tests, 10 * LONGEST)
+    return scratch.run_tests(root, tests, 6 * LONGEST)
+
+
+_sound: dict[tuple[int, str], bool] = {}
+
+
+def _passes(root: Path, ranks: int, by: str, tests: Sequence[str]) -> bool:
+    """Whether what failed passes without the change; asked once of each test."""
+    suspects = [test for test in tests if by in (test, test.split(".")[-1])] or tests
+    key = ranks, " ".join(suspects)
+    if key not in _sound:
+        _sound[key] = _run(root, ranks, suspects).passed
+    return _sound[key]
 
 
 def main() -> int:

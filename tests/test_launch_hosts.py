@@ -380,6 +380,7 @@ def test_bound_ranks_and_too_many_ranks_run_as_they_are():
     cores = sorted(os.sched_getaffinity(0))
     assert bound(0, len(cores) + 1) == f"{cores} None"
     assert bound(0, 2, OMPI_MCA_orte_bound_at_launch="1") == f"{cores} None"
+    assert bound(0, 2, RANK_BOUND="0-1") == f"{cores} 0-1"  # by a bind.sh around this one
 
 
 def test_cores_are_those_near_the_gpu(tmp_path: Path):
