@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
+import keras
 import pytest
 
-from actions import Save, Sync, evaluation_due
+from actions import CheckDrift, Save, Sync, evaluation_due
 from config import Config
+from engine.health import Clock
+from engine.world import World
 
 
 def due(action) -> list[int]:
@@ -49,3 +53,37 @@ def test_a_checkpoint_comes_as_often_as_asked_and_with_each_evaluation(every, st
     assert due(save) == steps
     clock.asked = True  # by --checkpoint_minutes
     assert due(save) == list(range(1, 11))
+
+
+def test_drift_is_looked_for_as_often_as_asked_and_repaired_where_asked():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    for every, drift, steps in ((0, "stop", []), (3, "stop", [3, 6, 9]), (5, "repair", [5, 10])):
+        run = SimpleNamespace(
+            config=config(drift_every=every, drift=drift),
+            model=model,
+            state=SimpleNamespace(variables={v.path: v for v in model.variables}),
+            world=World(0, 1, 0, 1),
+        )
+        look, asked = CheckDrift(run), []
+        assert due(look) == steps
+        look._drift = SimpleNamespace(check=lambda *how: asked.append(how))  # noqa: B023
+        look(5, {})
+        assert asked == [(5, drift == "repair")]
+
+
+def test_a_checkpoint_by_the_clock_is_asked_for_by_votes_since_the_last(monkeypatch):
+    """Rank 0's vote of a step that was saved meanwhile is outdated."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = Clock(minutes=2.0)
+    assert not clock.due() and not Clock(minutes=0.0).due()
+    now[0] += 121.0
+    assert clock.due() and not Clock(minutes=0.0).due()
+    clock.heard(1)
+    assert clock.asked
+    clock.saved(4)
+    assert not clock.asked and not clock.due()
+    clock.heard(4)
+    assert not clock.asked
+    clock.heard(5)
+    assert clock.asked

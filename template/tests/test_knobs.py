@@ -63,3 +63,9 @@ def test_the_best_setting_is_the_one_of_the_highest_score(tmp_path):
         "--nohierarchical_allreduce",
         "--hierarchical_allgather",
     ]
+
+
+def test_small_gradients_are_packed_in_order_and_large_ones_travel_alone():
+    """Of at most 200 bytes, three in a pack: tf_cnn_benchmarks' small is "at most" too."""
+    assert reduction.pack([200, 201, 4, 8, 16, 999, 0], 200, 3) == [[0, 2, 3], [4, 6]]
+    assert reduction.pack([201], 200, 3) == []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from config import Config
@@ -38,3 +40,23 @@ def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, 
     assert [line["samples_per_second"] for line in lines] == [4.0, 8.0, 4.0]
     assert [line["data_wait"] for line in lines] == [0.25, 0.0, 1.0]
     assert telemetry.median_speed() == 6.0  # of 8 and 4: the first interval holds the start
+
+
+def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
+    """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
+    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=9, trackers="")
+    telemetry = Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50)
+    shown = []
+    tracker = SimpleNamespace(name="t", scalars=None, close=lambda: None)
+    tracker.scalars = lambda step, values: shown.append((step, values))
+    telemetry._trackers = [tracker]
+    with telemetry:
+        telemetry.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
+    (line,) = (tmp_path / "gradients.jsonl").read_text().splitlines()
+    layers = {
+        "a": {"sum": 1.0, "norm": 3.0, "nonfinite": 0.0},
+        "b": {"sum": None, "norm": 4.0, "nonfinite": 0.5},
+    }
+    assert json.loads(line) == {"step": 4, "global_norm": 5.0, "layers": layers}
+    (step, values), *_ = shown
+    assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) >= 5
