@@ -24,7 +24,7 @@ _BY_FILE: dict[str, dict[str, list[str]]] = {
         "speed_is_of_the_steps_since_the_last_line_without_evaluation": ["run_dir"],
     },
     "template/tests/test_segmentation_augmentation.py": {
-        "the_mean_is_over_the_classes_that_occur": ["num_classes"],
+        "dropout_smoothing_and_classes_are_those_of_the_flags": ["num_classes"],
         "flags_have_the_last_word": ["mirror", "scale_range", "synthetic_data"],
     },
     "2 checks_runs": {

@@ -109,10 +109,11 @@ def _test(root: Path, words: Sequence[str], log: int, plugin: object) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(root)
-        sys.path[:] = [p for p in sys.path if p and not Path(p).is_relative_to(ROOT / "tests")]
-        # Of the modules here, a test finds its own copy.
+        # A test finds the copy's modules, not those here.
+        here = (f"{ROOT}/tests", f"{ROOT}/template")
+        sys.path[:] = [path for path in sys.path if path and not path.startswith(here)]
         for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/tests/"):
+            if (getattr(module, "__file__", None) or "").startswith(here):
                 del sys.modules[name]
         import pytest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import keras
 import pytest
 
-from actions import CheckDrift, Save, Sync, evaluation_due
+from actions import CheckDrift, Commit, Evaluate, Log, Save, Sync, evaluation_due
 from config import Config
 from engine.health import Clock
 from engine.world import World
@@ -87,3 +88,23 @@ def test_a_checkpoint_by_the_clock_is_asked_for_by_votes_since_the_last(monkeypa
     assert not clock.asked
     clock.heard(5)
     assert clock.asked
+
+
+def test_what_looks_at_weights_waits_until_the_step_was_judged():
+    """A checkpoint, an evaluation or a copy of a step that is then taken back would be wrong."""
+    assert Save.settles and Evaluate.settles and Commit.settles and Log.settles
+    # They hold of any weights, and a GPU need not wait for them.
+    assert not Sync.settles and not CheckDrift.settles
+
+
+def test_one_step_is_saved_once():
+    saved, clock = [], SimpleNamespace(asked=False, saved=lambda step: None)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    state = SimpleNamespace(variables={})
+    run = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
+    saver = SimpleNamespace(save=lambda step, *rest: saved.append(step))
+    telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
+    save = Save(run, saver, clock, lambda: None, telemetry, saved_at=4)
+    for step in (4, 5, 5, 6):
+        save(step)
+    assert saved == [5, 6]

@@ -277,3 +277,13 @@ def test_what_a_run_does_where_nothing_is_said():
     assert plain.lr_scaling == "none" and plain.accumulation_steps == 1
     off = ("weight_decay", "clip_norm", "ema_decay", "label_smoothing", "dropout", "end_lr")
     assert not any(getattr(plain, name) for name in off)
+
+
+def test_a_timeline_is_of_the_steps_named_and_of_100_at_most():
+    def steps(timeline: str) -> range:
+        return config_lib.timeline_steps(config_lib.Config(timeline=timeline, num_steps=400))
+
+    assert steps("") == range(0) and steps("200:200") == range(200, 201)
+    assert steps("201:300") == range(201, 301)
+    with pytest.raises(ValueError, match="101 steps"):
+        steps("200:300")

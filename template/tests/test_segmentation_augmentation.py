@@ -56,11 +56,12 @@ def test_flags_have_the_last_word(tiny_data):
     assert how(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
 
 
-def test_dropout_and_smoothing_are_those_of_the_flags(tiny_data):
+def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
     """Logits 0 and ln 3: probabilities 1/4 and 3/4; smoothed, the target of class 1 is 1/8, 7/8."""
     settings = {"model": "tiny", "num_classes": 2, "dropout": 0.3, "label_smoothing": 0.25}
     task, _ = opened(tiny_data, **settings)
-    assert task.build_model().get_layer("dropout").rate == 0.3
+    model = task.build_model()
+    assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
     logits = tf.constant([[[[0.0, np.log(3.0)]]]], tf.float32)
     losses, _ = task.loss(logits, {"label": tf.constant([[[[1]]]], tf.uint8)})
     expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
