@@ -63,7 +63,7 @@ def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
     model = task.build_model()
     assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
     logits = tf.constant([[[[0.0, np.log(3.0)]]]], tf.float32)
-    losses, _ = task.loss(logits, {"label": tf.constant([[[[1]]]], tf.uint8)})
+    losses, _ = task.loss(logits, {"label": tf.ones([1, 1, 1, 1], tf.uint8)})
     expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
     np.testing.assert_allclose(losses[0, 0, 0], expected, rtol=1e-6)
 
