@@ -3,7 +3,7 @@
 #
 #   apt-install PACKAGE...
 #
-#   APT_MIRROR          what stands before /debian, /debian-security, /ubuntu instead of the
+#   APT_MIRROR          a server for /debian, /debian-security and /ubuntu instead of the
 #                       distribution's own server, as in https://mirror.example.com/apt
 #   /run/secrets/ca     certificates (PEM) by which a mirror is trusted
 set -eu

@@ -49,7 +49,7 @@ done
 [ -z "$hostfile" ] || [ -r "$hostfile" ] || die "cannot read the hostfile $hostfile"
 [ -z "$hostfile" ] || [ -z "$from" ] || die "--hostfile and --hosts-from: choose one"
 [ -z "$fewer" ] || [[ $fewer =~ ^[1-9][0-9]*$ ]] || die "--fewer '$fewer' is not a number of hosts"
-[ -z "$fewer" ] || [ -n "$hostfile$from" ] || die "--fewer: of which hosts? Give --hostfile or --hosts-from"
+[ -z "$fewer" ] || [ -n "$hostfile$from" ] || die "--fewer needs the hosts: give --hostfile or --hosts-from"
 
 say() {
     echo "again.sh: $*" >&2
@@ -137,8 +137,8 @@ wait_for_hosts() {
         [ "$said" = "$missing" ] || say "waiting for $missing to answer ssh"
         said=$missing
         if [ $((SECONDS - since)) -ge "$patience" ]; then
-            say "error: no answer to ssh from $missing for $patience seconds; when that host is" \
-                "there, start the job again: it goes on from what was saved"
+            say "error: no answer to ssh from $missing for $patience seconds; when it is back," \
+                "start the job again: it resumes from the newest checkpoint"
             end 1
         fi
         in_background sleep 5
@@ -170,10 +170,10 @@ while :; do
         stopped=$((stopped + 1)) quick=0
         if [ "$stopped" -ge 10 ]; then
             say "error: told to stop within a minute of its start, $stopped times in a row: find" \
-                "out what stops it, then start the job again: it goes on from what was saved"
+                "out what stops it, then start the job again: it resumes from the newest checkpoint"
             end 1
         fi
-        say "the run was told to stop and has saved: it goes on"
+        say "the run was stopped and has saved: resuming"
         ;;
     *)
         [ -z "$told" ] || exit "$code"

@@ -54,7 +54,7 @@ def listing(folder: Path, target: Path | None = None) -> Listing:
             elif _identity(about) in above:
                 wrong.append(f"{name} leads back to a folder that it is in: a loop of links")
             elif _identity(about) == copy:
-                wrong.append(f"{name} leads to {target}, where the copy is to be")
+                wrong.append(f"{name} leads to {target}, the place of the copy")
             elif name == WORK:
                 wrong.append(f"{name} is there: a staging into this folder runs or was cut off")
             else:

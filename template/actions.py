@@ -276,7 +276,7 @@ class Evaluate:
         return self.given_up(step)
 
     def given_up(self, step: int) -> Ending | None:
-        """An ending where no better score is to be expected."""
+        """An ending, if the score has not improved for --early_stop_evals evaluations."""
         config, best = self._run.config, self._best
         best_step = max(best.step if best else 0, self._scored_since)
         if (

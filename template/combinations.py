@@ -286,7 +286,7 @@ def boundaries(config: Config) -> list[int]:
 
 
 def timeline_steps(config: Config) -> range:
-    """The steps of which a timeline is recorded; empty where none is."""
+    """The steps whose timeline is recorded; empty without --timeline."""
     if not config.timeline:
         return range(0)
     flag = f"--timeline={config.timeline}"

@@ -84,7 +84,7 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     """Rows of a table: a name, then what it is of each run; first how they went, then settings.
 
     Args:
-      score: the time to it is told; None: the lowest of the runs' best scores.
+      score: a row has the time to reach it; None: the lowest of the runs' best scores.
     """
     measures = [run.starts[-1].get("score", "") if run.starts else "" for run in runs]
     bests = [_scored(run, measure) for run, measure in zip(runs, measures)]

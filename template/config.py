@@ -104,7 +104,7 @@ class Config:
     find_lr: bool = setting(
         False,
         "raise the learning rate over at most 200 steps and suggest one; keep only a page, "
-        "find_lr.html beside run_dir",
+        "RUN_DIR-find_lr.html",
     )
 
     global_batch_size: int = setting(
@@ -428,7 +428,7 @@ def write(config: Config, path: Path, given: Config | None = None) -> None:
     """Writes the settings as a flagfile that reads back to the same, from any working folder.
 
     Args:
-      given: the settings as they were before `for_ranks`; what it resolved is told in a comment.
+      given: the settings before `for_ranks`; a comment says what it resolved.
     Raises:
       ValueError: a text that a line of a flagfile cannot hold.
     """

@@ -53,8 +53,9 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
             if newest and config.resume == "auto":
                 say(world, f"from new weights; a run would resume from {newest}")
     made = world.broadcast_object(made, "dry_run.folder")
+    tried_dir = str(Path(made) / run_dir.name)
     resume = "never" if config.resume == "auto" else config.resume
-    tried = dataclasses.replace(config, run_dir=made, resume=resume)
+    tried = dataclasses.replace(config, run_dir=tried_dir, resume=resume)
     if config.find_lr:  # it goes on where the loss is no number, to say so
         steps = min(config.num_steps, _STEPS_OF_RATES)
         tried = dataclasses.replace(tried, num_steps=steps, max_bad_steps=steps + 1)
@@ -167,7 +168,7 @@ def _sizes(run: Run, feed: TrainingFeed) -> list[str]:
         + ("one rank sends none" if run.world.size == 1 else f"{_size(wire)} a step on the wire"),
         f"a checkpoint: {_size(whole)}; {config.keep} are kept, and the best",
         f"memory of a rank: at least {_size(whole + trained)} (weights, optimizer, gradients), "
-        "and what layers put out; what two steps took is told below",
+        "without activations; below: what two steps took",
         counted,
     ]
 

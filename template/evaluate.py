@@ -11,6 +11,7 @@ samples with the largest loss.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import heapq
@@ -152,11 +153,11 @@ def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
 def pictures(run: Run, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
     """What the task draws of each of the worst samples; the weights are those evaluated."""
     draw = tasks.optional(run.task, "draw")
+    for old in out.glob("*-sample-*.png"):  # of an evaluation before this one
+        old.unlink()
     if not draw or not worst:
         return
     out.mkdir(exist_ok=True)
-    for old in out.glob("*.png"):
-        old.unlink()
     for place, (loss, number) in enumerate(worst, start=1):
         batch, outputs = evaluator.one(number)
         with check.told("draw"):
@@ -174,11 +175,17 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples: give 0 or more")
+    return int(text)
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 75 stopped."""
     made = trained.parser(__doc__)
     made.add_argument("--split", default="", help="split of the data; default: that of the run")
-    made.add_argument("--worst", type=int, default=8, help="worst samples to draw; 0: none")
+    made.add_argument("--worst", type=_count, default=8, help="worst samples to draw; 0: none")
     made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
     own, flags = made.parse_known_args(argv[1:])
     flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]

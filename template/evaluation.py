@@ -75,7 +75,7 @@ class Evaluator:
                     check.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        """Every rank must call it. None: some rank was told to stop.
+        """Every rank must call it. None: some rank got a stop signal.
 
         Raises:
           Stop: on all ranks, when a sample cannot be read or evaluated, or none counts.
@@ -165,7 +165,7 @@ class Evaluator:
         return {"loss": loss} | check.metrics(self._task, sums)
 
     def _pictures(self, batch: Example, outputs: Any) -> np.ndarray | None:
-        """What only shows may fail: it is told, and the run goes on."""
+        """A failure here is printed, and does not end the run."""
         try:
             return check.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
         except Exception as error:
@@ -194,9 +194,9 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 
 class Ballot:
-    """Asks now and then whether any rank was told to stop; all ranks must call it equally often.
+    """Asks every few batches whether any rank got a stop signal; all ranks must call it alike.
 
-    A long evaluation ends within seconds so, and a short one pays for few questions.
+    So a long evaluation ends within seconds, and a short one asks only a few times.
     """
 
     def __init__(self) -> None:

@@ -3,14 +3,16 @@
     python find_batch.py --flagfile=configs/demo.cfg [--memory=8] [--most=256]
 
 Each line is a short `train.py --benchmark` of one rank: samples a second, and the most memory it
-held. On a GPU a batch fits unless its memory runs out; on CPUs, unless the process takes more than
---memory GiB (default: half of what is free now): then it is ended. Flags of train.py may follow.
+held. A batch does not fit when a GPU's memory runs out, or when the process takes more than
+--memory GiB of the host's (default: half of what is free now): then it is ended. Flags of train.py
+may follow, but none that sets the batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,9 +70,9 @@ def tried(flags: list[str], batch: int, limit: float) -> Tried:
 
 
 def _watched(child: subprocess.Popen, limit: float) -> float:
-    """Waits for its end; ends it where it takes more, and returns how much that was. 0: it did not.
+    """Waits for its end; ends it where it takes more of the host's memory, and returns how much.
 
-    Only what lies in the host's memory counts: on a GPU the limit is the GPU's own.
+    0: it did not.
     """
     process = psutil.Process(child.pid)
     while child.poll() is None:
@@ -115,7 +117,13 @@ def main(argv: list[str]) -> int:
     made.add_argument("--memory", type=float, help="GiB of the host that a rank may take")
     made.add_argument("--most", type=int, default=2**16, help="largest size that is tried")
     own, flags = made.parse_known_args(argv[1:])
+    for flag in ("--global_batch_size", "--batch_per_rank"):
+        if any(word.split("=")[0] in (flag, flag[1:]) for word in flags):
+            complain(f"{flag} is what find_batch.py looks for: leave it out; --most limits it")
+            return WRONG_USE
     config_lib.from_command_line([argv[0], *flags])  # a mistake is told at once
+    # As Ctrl-C: the process that tries a size ends with this one.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     free = psutil.virtual_memory().available
     limit = own.memory * _GIB if own.memory else free / 2
     if not 0 < limit <= free:

@@ -16,6 +16,9 @@ Curve = tuple[Sequence[float], Sequence[float]]  # x and y; NaN leaves a gap
 
 SIZE = (4.6, 2.7)  # inches: as wide as a telephone shows without zooming
 _MOST_POINTS = 400  # of a curve: what a screen shows
+_LONGEST = 24  # characters of a name
+_LEGEND = 60  # characters of one row of the legend
+_STYLES = ("-", "--", ":", "-.")
 _COLOURS = ("#2f7fd6", "#dd7a2c", "#2a9d74", "#b8559c", "#8a8f27", "#7d6bd0")
 # Replaced in the SVG: Matplotlib itself knows no colour of the page around it.
 _INK, _FAINT = "#010203", "#010204"
@@ -56,18 +59,23 @@ def curves(
     with matplotlib.rc_context(_LOOK):
         figure = Figure(SIZE, layout="constrained")
         axes = figure.add_subplot()
-        for (name, (x, y)), colour in zip(lines.items(), itertools.cycle(_COLOURS)):
+        looks = itertools.cycle(itertools.product(_STYLES, _COLOURS))
+        for (name, (x, y)), (style, colour) in zip(lines.items(), looks):
             x, y = thinned(x, y)
             alone = np.isfinite(y).sum() < 2
-            name = f" {name}" if name.startswith("_") else name  # else it is left out of the legend
-            axes.plot(x, y, label=name, color=colour, marker="o" if alone else None)
+            name = _short(f" {name}" if name.startswith("_") else name)  # else no legend has it
+            look = {"color": colour, "linestyle": style, "marker": "o" if alone else None}
+            axes.plot(x, y, label=name, **look)
         for place in marks:
             axes.axvline(place, color=_COLOURS[1], linestyle=":")
         axes.set_xlabel(xlabel)
         if log_x:
             axes.set_xscale("log")
         if len(lines) > 1:
-            figure.legend(loc="outside lower center", ncols=min(len(lines), 4))
+            columns = max(1, min(4, len(lines), _LEGEND // (6 + max(map(len, map(_short, lines))))))
+            rows = math.ceil(len(lines) / columns)
+            figure.set_size_inches(SIZE[0], SIZE[1] + 0.2 * max(rows - 2, 0))
+            figure.legend(loc="outside lower center", ncols=columns)
         return _svg(figure, title)
 
 
@@ -77,7 +85,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
         figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
         axes = figure.add_subplot()
-        names = [name if len(name) < 24 else f"{name[:21]}..." for name in values]
+        names = list(map(_short, values))
         places = range(len(names))
         axes.barh(places, shown, color=list(colours) or _COLOURS[0], height=0.7)
         axes.set_yticks(places, names)
@@ -104,8 +112,8 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
         axes.set_xlabel("prediction")
         axes.set_ylabel("label")
         if count <= 30:
-            axes.set_xticks(range(count), names, rotation=90)
-            axes.set_yticks(range(count), names)
+            axes.set_xticks(range(count), map(_short, names), rotation=90)
+            axes.set_yticks(range(count), map(_short, names))
         if count <= 12:
             for row, column in itertools.product(range(count), repeat=2):
                 shown = shares[row, column] >= 0.005
@@ -113,6 +121,12 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
                 colour = "white" if shares[row, column] > 0.5 else _INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
         return _svg(figure, title)
+
+
+def _short(name: str) -> str:
+    """Without its middle: runs' names often differ at their ends."""
+    half = _LONGEST // 2
+    return name if len(name) <= _LONGEST else f"{name[: half - 3]}...{name[-half:]}"
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,13 +4,15 @@
 
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
-five most probable classes of each picture. Pictures can have any format that Pillow reads. Files
-that cannot be read are listed and skipped, and the exit code is 1. With horovodrun, the ranks share
-the pictures. Flags of train.py may follow (--eval_flip, ...).
+five most probable classes of each picture, by name where the run's confusion.csv has names.
+Pictures can have any format that Pillow reads. Files that cannot be read are listed and skipped,
+and the exit code is 1. With horovodrun, the ranks share the pictures. Flags of train.py may follow
+(--eval_flip, ...).
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ from config import Config
 from data.palette import COLOURS
 from data.pipeline import said
 from data.readers import pictures
-from engine import live
+from engine import confusion, live
 from engine import world as world_lib
 from engine.interrupt import StopSignal
 from engine.stop import BUG, PREEMPTED, Stop
@@ -89,7 +91,7 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
     with world.together(f"writing {own.out}"):
         if world.is_chief and rows:
-            table(own.out / "predictions.csv", rows)
+            table(own.out / "predictions.csv", rows, class_names(Path(config.run_dir)))
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
@@ -126,6 +128,8 @@ def load(file: Path) -> np.ndarray:
 
     PNG and JPEG are decoded as in training and evaluation.
     """
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise Unreadable(f"{file} is no regular file")
     data = file.read_bytes()
     if fault := pictures.too_deep(data):
         raise Unreadable(f"{file} {fault}")
@@ -171,15 +175,27 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
     return []
 
 
-def table(file: Path, rows: Sequence[Row]) -> None:
-    """To the file, and printed."""
+def class_names(run_dir: Path) -> list[str]:
+    """As the run's newest evaluation wrote them; none where it wrote no matrix."""
+    with contextlib.suppress(OSError, ValueError):
+        return confusion.read(run_dir / "confusion.csv")[0]
+    return []
+
+
+def table(file: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """To the file, and printed; `names`: of the classes, or none."""
     shown = (len(rows[0]) - 1) // 2
+
+    def name_of(cell: str | float) -> str | float:
+        return names[cell] if isinstance(cell, int) and cell < len(names) else cell
+
+    named = [list(map(name_of, row)) for row in rows]
     # A name may be any bytes.
     with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         writer = csv.writer(opened)
         writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])
-        writer.writerows(rows)
-    for name, *pairs in rows:
+        writer.writerows(named)
+    for name, *pairs in named:
         said = "  ".join(f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
         print(f"{name}: {said}")
 

@@ -199,7 +199,8 @@ def fit(
     elif config.dry_run:
         actions.append(dry_run.DryRun(run, first_step, save, evaluate))
     elif config.find_lr:
-        actions.append(find_lr.FindLr(run, run_dir.parent / "find_lr.html"))
+        page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is thrown away
+        actions.append(find_lr.FindLr(run, page))
     else:
         actions += [save, evaluate]
 

@@ -112,7 +112,7 @@ def test_a_run_that_crashes_at_each_start_ends():
         (["--crash", "3", "true"], "unknown option --crash"),
         (["--crashes", "many", "true"], "'many' is not a number"),
         (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
-        (["--fewer", "2", "true"], "of which hosts?"),
+        (["--fewer", "2", "true"], "--fewer needs the hosts"),
         (["--hosts-from", "true", "--fewer", "some", "true"], "'some' is not a number of hosts"),
     ],
 )

@@ -13,7 +13,7 @@ stamp() {
     "$python" --version
     echo "$(readlink -f "$python"), device $DEVICE, mpi $mpi"
     echo "$(uname -m), $(getconf GNU_LIBC_VERSION)"
-    # What Horovod's build is told; other HOROVOD_* are for runs.
+    # Settings of Horovod's build; other HOROVOD_* are for runs.
     env | grep -E '^(CXX|CXXFLAGS|LDFLAGS|HOROVOD_(WITH|GPU|CUDA|NCCL)[A-Z_]*)=.' | sort || true
     cat "$root"/requirements*.txt "$locks"/*.txt "$script" "$here"/setup/* | sha256sum
     headers

@@ -1,9 +1,9 @@
 """Random scale, crop, mirror and colour for image/label pairs, and their evaluation form.
 
 Every draw comes from a key (int32 [2], of seed and position in the run): equal keys make
-equal samples on any machine, in any thread and order. A sample is what a source read: "image",
-"label" uint8 [H, W, 1], and where the image came from a file the "file" too, of which only the
-crop is decoded then. Labels are only ever picked from, never interpolated.
+equal samples on any machine, in any thread and order. A sample has an "image" and a "label", uint8
+[H, W, 1]; if the image was read from a file, it also has the "file", and only the crop is decoded.
+Labels are resized to the nearest pixel, never interpolated.
 """
 
 import dataclasses

@@ -3,11 +3,11 @@
     python -m data.check --data_dir=VOCdevkit/VOC2012 --data_format=voc
     python -m data.check --data_dir=datasets/voc                             a packed one
 
-Every sample goes through the reader that training uses, and its label must be a class. Of a packed
-set the shards' SHA-256 are compared first, so it is read twice. Each fault is a line on standard
-output that names the file. Then it prints how often each class occurs, how large the pictures are,
-and --class_weights that balance the classes. Exit code 0: all is well; 1: something is not;
-2: wrong flags.
+Every sample goes through the reader that training uses. Its label must be a class, and a label
+picture must have the size of its picture. Of a packed set the shards' SHA-256 are compared first,
+so it is read twice. Each fault is one line that names the file. Then it prints how often each class
+occurs and how large the pictures are; for the split to train on, if it has no faults, also
+--class_weights that balance the classes. Exit code 0: all is well; 1: faults found; 2: wrong flags.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -59,7 +60,7 @@ def check(
     classes: int,
     tell: Callable[[str], None],
     partner: dict[str, Source],
-) -> str:
+) -> tuple[str, counts.Counts | None]:
     """Reads one split; `tell` gets each fault, in a sentence.
 
     Args:
@@ -68,11 +69,11 @@ def check(
       partner: where the split to train on was put that this one is to score, by its name. This
         one is put there too. Their classes must be the same.
 
-    Returns what was read, in words.
+    Returns what was read, in words, and what the sound samples hold.
     """
     try:
         if layout == "records" and not _is_whole(root / split, tell):
-            return "not read"
+            return "not read", None
         if layout == "folders" and classes:
             source = ImageLabelFolder(root, split, classes)
         elif layout == "class_folders":
@@ -81,7 +82,7 @@ def check(
             source = READERS[layout](root, split)
     except (ValueError, OSError) as error:
         tell(str(error))
-        return "not read"
+        return "not read", None
     for name, other in partner.items():
         if differ := unshared_classes(source, other):
             tell(
@@ -93,22 +94,35 @@ def check(
         tell(fault)
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
-    classes = classes or source.num_classes
+    # A folder of label pictures does not say how many classes there are.
+    open_end = not classes and isinstance(source, ImageLabelFolder)
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
+    highest, counted = read_all(source, classes or source.num_classes, where, tell)
+    counted.classes = highest + 1 if open_end else classes or source.num_classes
+    for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
+        print(f"{split}: {line}", flush=True)
+    return f"{len(source):,} samples, labels 0 to {highest}", counted
+
+
+def read_all(
+    source: Source, classes: int, where: Callable[[int], str], tell: Callable[[str], None]
+) -> tuple[int, counts.Counts]:
+    """The highest label of all samples, and what the sound ones hold."""
     highest, counted = -1, counts.Counts(classes)
     for index, found in enumerate(_samples(source)):
         if isinstance(found, str):
             tell(found)
             continue
-        low, high, values, height, width = found
-        highest = max(highest, high)
-        counted.add(high, values, height, width)
-        wrong = [label for label in (low, high) if not 0 <= label < classes]
-        if wrong:
+        highest = max(highest, found.high)
+        wrong = [label for label in (found.low, found.high) if not 0 <= label < classes]
+        if found.size != found.label_size:
+            picture, label = (f"{h} x {w}" for h, w in (found.size, found.label_size))
+            tell(f"{where(index)} is {label} pixels (height x width), its picture {picture}")
+        elif wrong:
             tell(f"{where(index)}: label {wrong[0]} is no class; classes are 0 to {classes - 1}")
-    for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
-        print(f"{split}: {line}", flush=True)
-    return f"{len(source):,} samples, labels 0 to {highest}"
+        else:
+            counted.add(found.high, found.values, *found.size)
+    return highest, counted
 
 
 def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
@@ -133,28 +147,37 @@ def _other_content(packed: Records) -> str | None:
     return None if marked else packed.content_problem()
 
 
-def _samples(source: Source) -> Iterator[tuple[int, int, np.ndarray, int, int] | str]:
-    """Of each sample, or what is wrong with it: lowest and highest label, ignored pixels aside;
-    pixels of each value (counts.of_label); height and width of its picture."""
+class _Sample(NamedTuple):
+    """Labels are without ignored pixels; sizes are height and width."""
+
+    low: int
+    high: int
+    values: np.ndarray  # pixels of each value, see counts.of_label
+    size: tuple[int, int]
+    label_size: tuple[int, int]  # the picture's, where the label is no picture
+
+
+def _samples(source: Source) -> Iterator[_Sample | str]:
+    """Each sample, or what is wrong with it."""
 
     @pipeline.as_written
     def look(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
         sample = source.read(index)
         label = tf.cast(sample["label"], tf.int64)
         values = counts.of_label(label)
+        # The picture's size is asked for because what nobody asks for is not decoded.
+        size = tf.shape(sample["image"])[:2]
+        label_size = tf.shape(label)[:2] if label.shape.rank else size
         if label.shape.rank:  # one for each pixel
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
-        # The picture's size is asked for because what nobody asks for is not decoded.
-        size = tf.shape(sample["image"])
-        return tf.reduce_min(label), tf.reduce_max(label), values, size[0], size[1]
+        return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
 
     # The iterator goes on behind a sample that fails, in order.
     samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
     for index in range(len(source)):
         try:
-            low, high, *others = next(samples)
-            values, height, width = (part.numpy() for part in others)
-            yield int(low), int(high), values, int(height), int(width)
+            low, high, values, *sizes = (part.numpy() for part in next(samples))
+            yield _Sample(int(low), int(high), values, *(tuple(size.tolist()) for size in sizes))
         except tf.errors.OpError as error:
             reason = source.explain(index)
             yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"
@@ -203,13 +226,16 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     splits, partner = args.split or _splits(args.data_dir, layout), {}
+    trained = "train" if "train" in splits else splits[0]
     for split in splits:
         if len(splits) != 2:  # two are to train on and to score; of more, who knows
             partner = {}
-        read = check(args.data_dir, layout, split, args.num_classes, tell, partner)
+        read, counted = check(args.data_dir, layout, split, args.num_classes, tell, partner)
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         print(f"{split}: {read} ({layout}): {verdict}", flush=True)
+        if counted and counted.samples and not wrong and split == trained:
+            print(f"{split}: to balance classes: {counted.weights()}", flush=True)
     return 1 if faults else 0
 
 

@@ -23,10 +23,10 @@ def of_label(label: tf.Tensor) -> tf.Tensor:
 
 
 class Counts:
-    """Of one split; `add` gets each sample that could be read."""
+    """Of one split; `add` gets each sample that is sound. `classes` may be set later."""
 
     def __init__(self, classes: int) -> None:
-        self._classes, self.samples = classes, 0
+        self.classes, self.samples = classes, 0
         self._of = np.zeros(max(classes, _VALUES), np.int64)
         self._sizes: list[tuple[int, int]] = []
         self._pixels = False
@@ -46,10 +46,10 @@ class Counts:
         found = self._of.copy()
         if self._pixels:
             found[IGNORE] = 0
-        return found[: self._classes]
+        return found[: self.classes]
 
     def told(self, names: Sequence[str]) -> list[str]:
-        """Lines for a person: sizes, classes and their shares, and a flag from them."""
+        """Lines for a person: sizes, classes and their shares."""
         if not self.samples:
             return []
         lines, counts = [self._sizes_told()], self.of_classes()
@@ -68,8 +68,12 @@ class Counts:
         if missing := [str(names[n]) for n in np.flatnonzero(counts == 0)]:
             more = ", ..." if len(missing) > 5 else ""
             lines.append(f"{len(missing)} class(es) never occur: {', '.join(missing[:5])}{more}")
-        weights = ",".join(f"{weight:.4g}" for weight in balanced(counts))
-        return [*lines, f"to balance classes: --class_weights={weights}"]
+        return lines
+
+    def weights(self) -> str:
+        """The flag that makes all classes count alike."""
+        weights = ",".join(f"{weight:.4g}" for weight in balanced(self.of_classes()))
+        return f"--class_weights={weights}"
 
     def _sizes_told(self) -> str:
         by_area = sorted(self._sizes, key=lambda size: size[0] * size[1])

@@ -1,9 +1,9 @@
 """Random crops of pictures to be classified, and their evaluation form.
 
-Every draw comes from a key (int32 [2]); equal keys make equal crops anywhere. A sample is what a
-source read: its "image", uint8 [H, W, 3], and where it came from a file the "file" too, of which
-only the crop is decoded then. What comes out is uint8 [size, size, 3]: whole numbers are a quarter
-of the bytes, and a model's first layer scales them (engine/preprocessing.py).
+Every draw comes from a key (int32 [2]); equal keys make equal crops anywhere. A sample has an
+"image", uint8 [H, W, 3]; if it was read from a file, it also has the "file", and only the crop is
+decoded. Crops are uint8 [size, size, 3], a quarter of the bytes of floats; a model's first layer
+scales them (engine/preprocessing.py).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_code(world: World, folder: Path) -> None:
         if different:
             raise Stop(
                 WRONG_USE,
-                f"{some(different, 3)} on {host} (rank {rank}) are not rank 0's: bring the same "
+                f"{some(different, 3)} on {host} (rank {rank}) differ from rank 0's: copy the same "
                 "code to all hosts, or keep it on a disk that they share",
             )
 
@@ -116,8 +116,8 @@ def check_gradients(
             raise Stop(
                 BUG,
                 f"{variable.path} has no gradient on rank {some(without)} but has one on the "
-                "others: every rank's loss must depend on the same variables (multiply by 0 "
-                "rather than leave out)",
+                "others: every rank's loss must depend on the same variables (to leave one out, "
+                "multiply by 0)",
             )
 
 

@@ -93,7 +93,7 @@ class StopSignal:
 
 
 def _forget() -> None:
-    """In a forked child: it ends when it is told to, and the run's signals are not for it."""
+    """In a forked child: signals end it, as usual, and do not reach the run."""
     signal.set_wakeup_fd(-1)
     for number in _REQUESTS:
         if signal.getsignal(number) is _left_to_the_thread:

@@ -35,14 +35,14 @@ def start(model: keras.Model, config: Config) -> None:
     loaded = load(model, path, config.backbone_preprocessing)
     print(
         f"starting from the backbone in {path}: {len(loaded.set)} layers, {loaded.set[0]} to "
-        f"{loaded.set[-1]}, which are fed with {preprocessing.MEANING[loaded.mode]} "
+        f"{loaded.set[-1]}, trained on {preprocessing.MEANING[loaded.mode]} "
         f"({loaded.mode})",
         flush=True,
     )
     left, unused = (", ".join(names) or "none" for names in (loaded.left, loaded.unused))
     print(
-        f"note: not in that file, or a head of another shape, so left as made: {left}; there but "
-        f"not used: {unused}",
+        f"note: layers with new weights (not in that file, or a head of another shape): {left}; "
+        f"not used from the file: {unused}",
         flush=True,
     )
 
@@ -81,8 +81,8 @@ def load(model: keras.Model, path: Path, mode: str = "") -> Loaded:
     as_made = preprocessing.is_scaled(model) or not preprocessing.takes_pictures(model)
     if not pixels and not (mode == "tf" and as_made):
         raise ValueError(
-            f"{here} was trained on {preprocessing.MEANING[mode]}, which {model.name} does not "
-            "make of pictures: put an engine.preprocessing.Preprocess layer before its first one"
+            f"{here} was trained on {preprocessing.MEANING[mode]}, but {model.name} does not "
+            "convert pictures to that: put an engine.preprocessing.Preprocess layer first"
         )
     if pixels:
         pixels.mode.assign(preprocessing.MODES.index(mode))
@@ -108,8 +108,8 @@ def _layers(model: keras.Model) -> dict[str, list[keras.Variable]]:
         if own := [*layer._trainable_variables, *layer._non_trainable_variables]:
             if name in found:
                 raise ValueError(
-                    f"--backbone_weights goes by names, and two layers have the name {name}: "
-                    "give each its own"
+                    f"--backbone_weights matches layers by name, and two layers have the name "
+                    f"{name}: rename one"
                 )
             found[name] = own
         for child in layer._flatten_layers(include_self=False, recursive=False):
@@ -133,11 +133,11 @@ def _check(
     shared: list[str],
 ) -> None:
     """Raises ValueError where nothing is on both sides, or what is there is not one network's."""
-    way_out = "Name weights of the same network"
+    way_out = "Give weights of the same network"
     if not shared:
         raise ValueError(
-            f"{here} has no layer of {model}: there are {some(there)} there, {some(layers)} here. "
-            f"{way_out}"
+            f"{here} has no layer of {model}: the file has {some(there)}, the model "
+            f"{some(layers)}. {way_out}"
         )
     faults = [f"{n} ({why})" for n in shared if (why := _fault(layers[n], there[n]))]
     if faults:
@@ -150,8 +150,8 @@ def _check(
     ]
     if any(odd):
         raise ValueError(
-            f"{here} is of another network: only there are {odd[0] or 'none'}, only here "
-            f"{odd[1] or 'none'}, beside layers of both. {way_out}"
+            f"{here} is of another network: only the file has {odd[0] or 'none'}, only the model "
+            f"{odd[1] or 'none'}, though they share other layers. {way_out}"
         )
 
 
@@ -187,8 +187,8 @@ def _mode(path: Path, asked: str, carried: weight_files.Weights) -> str:
         place = carried.get("mode", carried.get("0"))
         if place is None or place.shape or int(place) not in range(len(preprocessing.MODES)):
             raise ValueError(
-                f"--backbone_weights={path} has pictures of its own kind: what its layer "
-                f"preprocess holds ({', '.join(carried)}) is not known here. Leave that layer out"
+                f"--backbone_weights={path}: its layer preprocess holds {', '.join(carried)}, "
+                "which this code does not know: remove that layer from the file"
             )
         known = preprocessing.MODES[int(place)]
     else:

@@ -29,7 +29,7 @@ def environment(config: Config) -> dict[str, str]:
     """Horovod's environment variables for the flags that were set; read by hvd.init.
 
     Raises:
-      Stop: --timeline, where Horovod was told already to write one.
+      Stop: --timeline, where HOROVOD_TIMELINE asks for another one already.
     """
     knobs = _timeline(config) if config.timeline else {}
     if config.fusion_threshold_mb >= 0:
@@ -48,7 +48,7 @@ def environment(config: Config) -> dict[str, str]:
         if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
             knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
     if config.autotune:
-        # Horovod opens its log when it starts; a folder that cannot be made is told of later.
+        # Horovod opens its log when it starts; a folder that cannot be made is reported later.
         with contextlib.suppress(OSError):
             autotune_log(config).parent.mkdir(parents=True, exist_ok=True)
         knobs["HOROVOD_AUTOTUNE"] = "1"

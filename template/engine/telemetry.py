@@ -221,7 +221,7 @@ class Telemetry:
         except Exception as error:  # of a tracker it may be anything
             if what not in self._failed:
                 reason = str(error) or type(error).__name__
-                say(self._world, f"note: {what} cannot be written, the run goes on: {reason}")
+                say(self._world, f"note: {what} cannot be written; training continues: {reason}")
             self._failed.add(what)
 
 

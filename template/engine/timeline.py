@@ -126,7 +126,7 @@ class Timeline:
         try:
             yield
         except (OSError, ValueError, tf.errors.OpError) as error:
-            say(self._world, f"note: {what} cannot be written, the run goes on: {error}")
+            say(self._world, f"note: {what} cannot be written; training continues: {error}")
 
 
 def _remove(folder: Path) -> None:

@@ -151,7 +151,7 @@ class Passes:
         numbers = tf.constant([part.number for part in group], tf.int64)
         firsts = tf.constant([part.first for part in group], tf.int64)
 
-        # Not inlined: what stands around it must not change how TensorFlow fuses its kernels.
+        # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def one(number: tf.Tensor, first: tf.Tensor) -> _Pass:
             def cut(t: tf.Tensor) -> tf.Tensor:

@@ -22,7 +22,7 @@ def start(model: keras.Model, config: Config) -> None:
     what = "averages of the weights" if config.init_ema else "weights"
     print(f"starting from the {what} of {path}", flush=True)
     if left:
-        print(f"note: not there, or of another shape, so left as made: {_some(left)}", flush=True)
+        print(f"note: not in it, or of another shape, so left as made: {_some(left)}", flush=True)
 
 
 def load(

@@ -349,6 +349,6 @@ def say(world: World, text: str) -> None:
     except OSError as error:  # `| head`, a log on a full disk
         # Python would complain at exit of what is left to be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        note = f"note: standard output cannot be written, the run goes on: {error.strerror}"
+        note = f"note: standard output cannot be written; training continues: {error.strerror}"
         with contextlib.suppress(OSError):
             print(note, file=sys.stderr, flush=True)

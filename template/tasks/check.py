@@ -77,8 +77,8 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
-                f'{name} returns a list in "{part}", which tf.data makes one tensor of: use a '
-                "tuple or a dict"
+                f'{name} returns a list in "{part}", which tf.data would stack into one tensor: '
+                "use a tuple or a dict"
             )
     for spec in tf.nest.flatten(example):
         _check_part(name, spec, training)
@@ -113,8 +113,8 @@ def check_file(sample: Mapping[str, tf.Tensor]) -> None:
     """Raises ValueError where a sample's "file" holds another picture than its "image"."""
     if not np.array_equal(sample["image"], decode_image(sample["file"])):
         raise ValueError(
-            'the "file" of a sample holds another picture than its "image", and crops are taken '
-            'from the file: who changes "image" must take "file" out of the sample'
+            'a sample\'s "file" and "image" are different pictures, and crops are read from '
+            '"file": code that changes "image" must remove "file" from the sample'
         )
 
 
@@ -122,13 +122,13 @@ def _check_part(name: str, spec: Any, training: bool) -> None:
     """Raises ValueError where a part of an example cannot be one of a batch."""
     if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
         raise ValueError(
-            f"{name} must return dense tensors; it returns {_describe(spec)}: pad what is ragged "
-            "or sparse, and give () for targets that there are not"
+            f"{name} must return dense tensors; it returns {_describe(spec)}: pad ragged and "
+            "sparse tensors, and return () where there are no targets"
         )
     if training and not spec.shape.is_fully_defined():
         raise ValueError(
-            f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed, and known "
-            "before it runs; crop or pad, and say the shape with tf.ensure_shape"
+            f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed and known "
+            "in advance: crop or pad, and set the shape with tf.ensure_shape"
         )
 
 
@@ -150,8 +150,8 @@ def build(model: Any, example: Example) -> None:
     for name in ("train_step", "compute_loss"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise ValueError(
-                f"the model {model.name} has a {name} of its own, which belongs to model.fit and "
-                "would not be called here: the task's loss is what is trained"
+                f"the model {model.name} defines its own {name}, which only model.fit calls: put "
+                "what it does into the task's loss"
             )
     inputs = example["inputs"]
     functional = hasattr(model, "_inputs_struct")  # built, and knows its inputs
@@ -168,8 +168,8 @@ def build(model: Any, example: Example) -> None:
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
     if stateful := [layer.path for layer in layers if layer.stateful]:
         raise ValueError(
-            f"stateful=True of {some(stateful)} keeps a state from one batch to the next, which "
-            "holds other samples here: leave it out"
+            f"{some(stateful)} has stateful=True, which carries a state from one batch to the "
+            "next; here batches hold unrelated samples: remove it"
         )
 
 
@@ -240,8 +240,8 @@ def loss(
         raise ValueError(f"the task's loss must return a loss for each example, not {shapes}")
     if losses.shape.as_list() != weights.shape.as_list():
         raise ValueError(
-            f"the task's loss returns {shapes}: make them of one shape, else one would be spread "
-            "over the other"
+            f"the task's loss returns {shapes}: give both the same shape, or one would be "
+            "broadcast over the other"
         )
     if not losses.dtype.is_floating:
         raise ValueError(f"the task's loss returns losses of {losses.dtype.name}: make them floats")
@@ -286,7 +286,9 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         found = dict(task.sums(outputs, targets))
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
     if taken := {"loss", "weight"} & set(found):
-        raise ValueError(f"the task's sums use the name {some(taken)}, which is the loss's own")
+        raise ValueError(
+            f"the task's sums use the name {some(taken)}, which is reserved for the loss"
+        )
     for name, value in found.items():
         if not (value.dtype.is_floating or value.dtype.is_integer):
             raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
@@ -312,8 +314,8 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         figures = {str(name): float(value) for name, value in figures.items()}
     if "loss" in figures:
         raise ValueError(
-            'the task\'s metrics return a figure "loss", which is what the run calls the loss it '
-            "computes: choose another name"
+            'the task\'s metrics return a figure "loss", a name that is reserved for the loss of '
+            "the run: choose another name"
         )
     if task.main_metric == "loss":
         raise ValueError(

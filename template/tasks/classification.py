@@ -16,8 +16,8 @@ from tasks.base import Example
 from tasks.classification_models import MODELS
 
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
-MOST_CONFUSED = 1000  # classes, of which all pairs are counted
-LARGE = 64  # pixels, from which pictures are taken as photographs of things at any distance
+MOST_CONFUSED = 1000  # classes: of more, no confusion matrix is counted
+LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 
 
 class Task:

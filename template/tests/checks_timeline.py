@@ -115,7 +115,7 @@ def check_a_timeline_that_cannot_be_written_does_not_end_the_run(world):
         ended, text = said(world, timeline="1:2", run_dir=str(run_dir))
     assert ended.code == DONE, ended.message
     for what in ("Horovod's timeline", "TensorFlow's profile"):
-        assert text.count(f"note: {what} cannot be written, the run goes on") == 1, text
+        assert text.count(f"note: {what} cannot be written; training continues") == 1, text
 
 
 def check_two_timelines_are_refused(world):

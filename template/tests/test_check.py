@@ -244,3 +244,45 @@ def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
     assert re.search(r"0 cat +2 samples +66.667%", printed), printed
     assert "pictures: 9 x 3 to 20 x 30, median 5 x 7" in printed
     assert "--class_weights=0.75,1.5" in printed
+
+
+def pairs(folder: Path, sizes: dict[str, tuple[tuple[int, int], int]]) -> Path:
+    """Folders of pictures of 4 x 6; of each label, by name, its size and class."""
+    for part in ("images", "labels", "splits"):
+        (folder / part).mkdir(parents=True)
+    for name, (size, number) in sizes.items():
+        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(folder / f"images/{name}.png")
+        Image.fromarray(np.full(size, number, np.uint8)).save(folder / f"labels/{name}.png")
+    for split in ("train", "val"):
+        (folder / "splits" / f"{split}.txt").write_text("\n".join(sizes) + "\n")
+    return folder
+
+
+def test_without_a_number_of_classes_those_that_occur_are_counted(tmp_path: Path, whole):
+    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 2)})
+    code, printed = whole(f"--data_dir={tmp_path}")
+    assert code == 0, printed
+    assert "1 class(es) never occur: 1" in printed and not re.search(r"^train: +3 ", printed, re.M)
+    # Only of the split to train on: weights of another one would not fit it.
+    (flag,) = re.findall(r"^train: .*--class_weights=(\S+)", printed, re.M)
+    assert flag == "1,1,1" and printed.count("--class_weights") == 1
+
+
+def test_faults_come_without_weights(tmp_path: Path, whole):
+    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 7)})
+    code, printed = whole(f"--data_dir={tmp_path}", "--num_classes=3")
+    assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
+
+
+def test_labels_of_another_size_than_their_pictures():
+    """As another tool may write it: pack itself refuses such pairs."""
+
+    class Odd(Arrays):
+        def read(self, index):
+            size = tf.where(index == 1, [4, 5], [4, 6])
+            return {"image": tf.zeros([4, 6, 3], tf.uint8), "label": tf.zeros(size, tf.uint8)}
+
+    told: list[str] = []
+    highest, counted = check.read_all(Odd(x=np.arange(3)), 2, "label {}".format, told.append)
+    assert told == ["label 1 is 4 x 5 pixels (height x width), its picture 4 x 6"]
+    assert highest == 0 and counted.samples == 2

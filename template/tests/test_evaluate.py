@@ -65,6 +65,8 @@ def test_each_class_and_the_worst_samples(trained, tmp_path):
     assert len(sheets) == 3 and f"sample-{found[0]['sample']}-" in sheets[0].name
     assert Image.open(sheets[0]).size[0] >= 96
     assert Image.open(tmp_path / "confusion.png").size == (640, 640)
+    ended = evaluate(trained, "--checkpoint=last", f"--out={tmp_path}", "--worst=0")
+    assert ended.code == 0 and not list((tmp_path / "worst").iterdir()), "of the one before"
 
 
 def test_weights_as_trained_are_others_than_averaged_ones(trained, tmp_path):
@@ -88,6 +90,7 @@ def test_by_default_the_best_and_into_the_runs_folder(trained):
         (["--num_classes=12"], "the digits have 10 classes"),
         (["--nonsense=1"], "no flag --nonsense"),
         (["--out=/dev/null/x"], "writing /dev/null/x"),
+        (["--worst=-3"], "-3 is no number of samples"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(trained, flags, said):

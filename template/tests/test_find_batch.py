@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+
+import psutil
 
 from ranks import PROJECT
 
@@ -36,3 +39,19 @@ def test_another_failure_is_shown_as_what_it_is():
     assert found.returncode == 2 and "nothing" in found.stderr and "Traceback" not in found.stderr
     found = call(*FLAGS, "--base_lr=x")
     assert found.returncode == 2 and "--base_lr" in found.stderr and not found.stdout
+
+
+def test_a_batch_is_not_given():
+    found = call(*FLAGS, "--global_batch_size=8")
+    assert found.returncode == 2 and "--global_batch_size is what" in found.stderr
+
+
+def test_what_is_being_tried_ends_with_it():
+    command = [sys.executable, "find_batch.py", *FLAGS]
+    with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as search:
+        search.stdout.readline()  # the table's head: the first size follows
+        while not (children := psutil.Process(search.pid).children(recursive=True)):
+            assert search.poll() is None
+        search.send_signal(signal.SIGTERM)
+        assert search.wait(20) == 128 + signal.SIGTERM
+    assert not any(child.is_running() for child in children)

@@ -21,8 +21,8 @@ def suggested(tmp_path_factory):
         folder = tmp_path_factory.mktemp("find_lr")
         ended = launch(ranks, ["train.py", *FLAGS, f"--run_dir={folder}/run"], how)
         assert ended.code == 0, last_lines(ended.output)
-        assert [path.name for path in folder.iterdir()] == ["find_lr.html"]
-        page = (folder / "find_lr.html").read_text()
+        assert [path.name for path in folder.iterdir()] == ["run-find_lr.html"]
+        page = (folder / "run-find_lr.html").read_text()
         found[ranks] = float(re.search(r"try --base_lr=(\S+):", ended.output)[1])
         assert f"suggested: {found[ranks]:.1e}" in page
         found[f"{ranks} output"] = ended.output

@@ -15,6 +15,7 @@ from PIL import Image
 
 from conftest import TINY_FLAGS
 from data.readers.digits import Digits
+from engine import confusion
 from ranks import last_lines, launch, train
 
 DIGITS = ["--flagfile=configs/digits.cfg", "--num_steps=40", "--eval_every=20", "--log_every=20"]
@@ -69,6 +70,20 @@ def test_a_table_of_classes_agrees_with_the_runs_score(digits, tmp_path):
     assert (np.diff(chances, axis=1) <= 0).all() and (chances.sum(1) <= 1 + 1e-9).all()
 
 
+def test_classes_have_the_names_of_the_runs_own_evaluation(digits, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(digits, run)
+    names, counts = confusion.read(run / "confusion.csv")
+    confusion.write(run / "confusion.csv", [f"digit {name}" for name in names], counts)
+    save_digits(tmp_path / "in", 2)
+    ended = command("predict", run, f"--out={tmp_path}/out", str(tmp_path / "in"))
+    assert ended.code == 0, last_lines(ended.output)
+    with (tmp_path / "out" / "predictions.csv").open() as file:
+        _, *rows = csv.reader(file)
+    assert all(name.startswith("digit ") for row in rows for name in row[1::2])
+    assert f"000.png: {rows[0][1]} " in ended.output
+
+
 def test_labels_and_overlays_at_the_pictures_own_size(scenes, tmp_path):
     rng, folder = np.random.default_rng(1), tmp_path / "in"
     (folder / "deep").mkdir(parents=True)
@@ -94,6 +109,7 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     Image.fromarray(deep).save(tmp_path / "in" / "deep.png")
     Image.fromarray(deep.astype(np.int32)).save(tmp_path / "in" / "wide.tiff")
     (tmp_path / "in" / "away.png").symlink_to("nowhere.png")
+    os.mkfifo(tmp_path / "pipe.png")
     # At these Pillow raises what does not name the file: a ValueError, a NotImplementedError.
     (tmp_path / "in" / "head.ppm").write_bytes(b"P6")
     Image.new("RGB", (8, 8)).save(tmp_path / "in" / "kind.dds")
@@ -103,14 +119,29 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     odd = [os.fsencode(tmp_path / "in") + name for name in (b"/odd\xff.png", b"/odd\xff.txt")]
     shutil.copy(os.fsencode(tmp_path / "in" / "001.png"), odd[0])
     shutil.copy(os.fsencode(tmp_path / "in" / "text.png"), odd[1])
-    ended = command("predict", digits, f"--out={tmp_path}/out", str(tmp_path / "in"), ranks=2)
+    ended = command(
+        "predict",
+        digits,
+        f"--out={tmp_path}/out",
+        str(tmp_path / "in"),
+        str(tmp_path / "pipe.png"),
+        ranks=2,
+    )
     assert ended.code == 1, last_lines(ended.output)
-    names = ["text.png", "torn.png", "deep.png", "wide.tiff", "away.png", "odd\\udcff.txt"]
+    names = [
+        "pipe.png",
+        "text.png",
+        "torn.png",
+        "deep.png",
+        "wide.tiff",
+        "away.png",
+        "odd\\udcff.txt",
+    ]
     for name in (*names, "head.ppm", "kind.dds"):
         (said,) = [line for line in ended.output.splitlines() if name in line]
         assert "skipped: " in said
     (error,) = ended.errors()
-    assert "8 of 12 files were skipped" in error
+    assert "9 of 13 files were skipped" in error
     with (tmp_path / "out" / "predictions.csv").open(errors="surrogateescape") as file:
         names = [row[0] for row in csv.reader(file)]
     assert names == ["file", "000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]

@@ -171,8 +171,8 @@ def test_what_is_on_one_side_only_is_listed(form, tmp_path, capsys):
     assert mode(model) == "torch" and starts(model) == {0.0, 5.0}
     pretrained.start(network(), config(file, "caffe"))
     said = capsys.readouterr().out
-    assert "2 layers, conv1_conv to conv1_bn, which are fed with BGR in [0, 255]" in said
-    assert "left as made: logits3; there but not used: logits7" in said
+    assert "2 layers, conv1_conv to conv1_bn, trained on BGR in [0, 255]" in said
+    assert "another shape): logits3; not used from the file: logits7" in said
 
 
 def config(file, mode):
@@ -197,7 +197,10 @@ def refused(model, file, words, mode="tf"):
             r"2 layers: conv1_conv \(kernel \[3, 3, 3, 5\] there, \[3, 3, 3, 4\] here",
         ),
         ({"bias": False}, r"1 layers: conv1_conv \((0|kernel) there, kernel, bias here\)"),
-        ({"more": True}, "another network: only there are conv1_block2_conv, only here none"),
+        (
+            {"more": True},
+            "another network: only the file has conv1_block2_conv, only the model",
+        ),
         ({"start": np.nan}, "conv1_conv .kernel holds values that are not finite"),
     ],
 )
@@ -207,14 +210,14 @@ def test_weights_of_another_network_are_refused_by_name(form, how, words, tmp_pa
 
 
 def test_a_shallower_network_is_refused(tmp_path):
-    refused(network(more=True), plain(tmp_path), "only there are none, only here conv1_block2_conv")
+    refused(network(more=True), plain(tmp_path), "none, only the model conv1_block2_conv")
 
 
 def test_a_file_that_fits_nothing_is_refused(tmp_path):
     x = keras.Input((4,))
     other = keras.Model(x, keras.layers.Dense(3, name="conv1")(x), name="other")
     file = published.write(other, tmp_path, "h5")
-    refused(network(), file, "no layer of small: there are conv1 there, conv1_conv, conv1_bn, ")
+    refused(network(), file, "no layer of small: the file has conv1, the model conv1_conv, ")
 
 
 @pytest.mark.parametrize("form", published.FORMS)
@@ -236,13 +239,13 @@ def test_a_head_of_other_classes_is_left_as_made(form, tmp_path, capsys):
     assert loaded.set == ["conv1_conv", "conv1_bn"]
     pretrained.start(model, config(file, "tf"))
     said = capsys.readouterr().out
-    assert "another shape, so left as made: logits; there but not used: logits" in said
+    assert "another shape): logits; not used from the file: logits" in said
     # Only the head is: before it, and as all that is shared, another shape is another network.
     wide = network(pixels=False, filters=5, head="logits")
     refused(model, published.write(wide, tmp_path, form), "not fit 2 layers: conv1_conv")
     x = keras.Input((4,))
     other = keras.Model(x, keras.layers.Dense(9, name="logits")(x), name="other")
-    refused(model, published.write(other, tmp_path, form), "has no layer of small: there are log")
+    refused(model, published.write(other, tmp_path, form), "no layer of small: the file has log")
     # Of the same shape it goes along.
     alike = published.write(network(5.0, pixels=False, head="logits"), tmp_path, form)
     assert pretrained.load(model, alike, "tf").left == [] and starts(model) == {5.0}
@@ -329,7 +332,7 @@ def test_a_layer_may_call_its_own_ones_layers(form, tmp_path):
         assert pretrained.load(model(0.0), file, "tf").set == ["stem", "second"]
     else:  # which of the three?
         refused(model(0.0), file, "it holds two layers of the name second")
-    refused(network(pixels=False), file, "has no layer of small: there are .*stem")
+    refused(network(pixels=False), file, "has no layer of small: the file has .*stem")
 
 
 def test_what_is_no_file_is_refused(tmp_path):
@@ -365,10 +368,10 @@ def test_a_layer_of_that_name_and_another_kind_is_refused(tmp_path):
     x = keras.layers.Normalization(name="preprocess")(image)
     x = keras.layers.Conv2D(4, 3, name="conv1_conv")(x)
     file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
-    refused(network(), file, "is of another network: only there are none, only here conv1_bn")
+    refused(network(), file, "another network: only the file has none, only the model conv1_bn")
     x = keras.layers.BatchNormalization(name="conv1_bn")(x)
     file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
-    refused(network(), file, "pictures of its own kind")
+    refused(network(), file, "which this code does not know")
 
 
 def test_a_network_without_the_layer_takes_what_was_trained_on_the_same_pictures(tmp_path):

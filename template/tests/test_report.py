@@ -199,3 +199,14 @@ def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
     line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
     run = records.Records(Path("run"), {}, [], [line], [], {})
     assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
+
+
+def test_thirty_long_names_fit_under_their_curves():
+    names = [f"runs/an-experiment-with-a-long-name-{number}" for number in range(30)]
+    drawn = plots.curves("Loss", {name: ([1, 2], [number, 0]) for number, name in enumerate(names)})
+    shown = re.findall(r">(runs/an-e\.\.\.[^<]+)<", drawn)
+    assert len(set(shown)) == 30 and max(map(len, shown)) <= 24
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn).groups())
+    assert height > width, "a legend of many rows has its place below"
+    looks = re.findall(r'<path d="[^"]+" clip-path[^>]+style="([^"]+)"', drawn)
+    assert len(set(looks)) >= 24

@@ -169,8 +169,8 @@ def too_deep(data: bytes) -> str:
     if data[:8] != _PNG_SIGNATURE or data[24:25] != b"\x10":
         return ""
     return (
-        "has 16 bits a channel, of which only the high 8 would be read: convert it to 8 bits, "
-        "choosing the range of values that matters"
+        "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with the "
+        "range of values that matters"
     )
 
 
