@@ -26,7 +26,7 @@ from mutants import Mutant, mutants
 from reach import Reach, launches, measure, run_checks, test_files
 
 GOAL = 0.85
-LONGEST = 20  # seconds of tests without ranks for one change
+LONGEST = 40  # seconds of tests without ranks for one change
 CHECKS = 9  # on each number of ranks, for one change
 _TOP = ("actions", "combinations", "config", "ending", "evaluation", "flagfiles", "run")
 _TOP += ("settings", "step", "train")
@@ -69,7 +69,7 @@ def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[int
         if not name.endswith(".py"):
             ranks = int(name.split()[0])
             most = CHECKS if stem in name else CHECKS // 3
-            quick = sorted({t for t in own if seconds[t] < LONGEST}, key=seconds.get)
+            quick = sorted({t for t in own if seconds[t] < 1.5 * LONGEST}, key=seconds.get)
             checks.setdefault(ranks, []).extend(quick[:most])
         elif mutant.function in found.shared and (stem in name or function != "<module>"):
             alone |= seconds  # in a fixture or a process of its own

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from config import Config
 from engine.telemetry import Telemetry
@@ -60,3 +61,17 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     assert json.loads(line) == {"step": 4, "global_norm": 5.0, "layers": layers}
     (step, values), *_ = shown
     assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) >= 5
+
+
+def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_path):
+    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=9, trackers="")
+    pictures = np.zeros((2, 30, 40, 3), np.uint8)
+    pictures[1] = 200
+    with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:
+        telemetry.evaluation(4, {"loss": 1.5, "miou": 0.25}, "miou", pictures)
+    sheet = np.asarray(Image.open(tmp_path / "predictions.png"))
+    assert sheet.shape == (2 * 30 * 16, 640, 3)  # 16 times as wide as 40
+    assert sheet[:480].max() == 0 and sheet[480:].min() == 200
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["step"], found["eval_loss"], found["eval_miou"]) == (4, 1.5, 0.25)

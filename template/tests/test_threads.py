@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import tensorflow as tf
 
 from config import Config
-from engine import devices
+from engine import devices, fingerprint
 from engine import world as world_lib
 from engine.stop import Stop
 from engine.world import World
@@ -48,3 +49,10 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "why_no_gpu", lambda device: f"{device}: none" * (device == "gpu"))
     with pytest.raises(Stop, match="gpu: none"):
         world_lib.set_up(ALONE, Config(device="gpu"))
+
+
+def test_a_run_on_cpus_tells_its_threads():
+    """Kernels split their sums by them, so two runs compare only where they are equal."""
+    found = fingerprint.here()
+    assert found["threads"] == str(tf.config.threading.get_intra_op_parallelism_threads())
+    assert {*found} == {"device", "threads", "tensorflow", "keras", "horovod", "switches"}
