@@ -210,6 +210,31 @@ def test_settings_without_effect_are_a_note():
     assert config_lib.notes(config_lib.Config()) == []
 
 
+@pytest.mark.parametrize(
+    ("with_effect", "without", "flag"),
+    [
+        ("--optimizer=sgd", "--optimizer=adam", "--momentum=0.5"),
+        ("--lr_policy=poly", "--lr_policy=cosine", "--power=2"),
+        ("--lr_policy=cosine", "--lr_policy=step", "--end_lr=0.001"),
+        ("--lr_policy=step", "--lr_policy=poly", "--lr_gamma=0.5"),
+        ("--lr_policy=step", "--lr_policy=poly", "--lr_boundaries=0.4"),
+        ("--warmup_steps=5", "--warmup_steps=0", "--warmup_from=0.001"),
+        ("--pack_bytes=9", "--pack_bytes=0", "--pack_count=3"),
+        ("--elastic", "--noelastic", "--elastic_commit_every=3"),
+        ("--bn_sync=moments", "--bn_sync=none", "--bn_sync_every=3"),
+        ("--nodeterministic", "--deterministic", "--bn_sync_every=3"),
+        ("--resume=never", "--resume=other", "--init_from=run"),
+        ("--resume=auto", "--resume=other", "--backbone_weights=a.h5"),
+        ("--nosynthetic_data", "--synthetic_data", "--val_split=other"),
+    ],
+)
+def test_what_leaves_a_setting_without_effect(with_effect, without, flag):
+    name = flag.split("=")[0]
+    assert not any(name in note for note in config_lib.notes(parse(flag, with_effect)))
+    (note,) = config_lib.notes(parse(flag, without))
+    assert note.startswith("without effect here: ") and name in note
+
+
 def test_help_has_every_flag_under_its_heading(capsys):
     with pytest.raises(SystemExit) as end:
         parse("--help")
