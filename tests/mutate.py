@@ -1,6 +1,6 @@
 """Automatic small changes of the code, one at a time: how many do the tests notice?
 
-    python tests/mutate.py [--count=150] [--seed=1] [--again]                        make mutate
+    python tests/mutate.py [--count=150] [--seed=1] [--again] [--page]                  make mutate
 
 Draws so many of all changes that mutants.py knows, and for each runs the tests that reach the
 changed function (reach.py) until one fails; a hang is a failure. First come tests without ranks,
@@ -139,8 +139,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="those that survived, anew")
+    parser.add_argument("--page", action="store_true", help="only the page, of what is known")
     options = parser.parse_args()
     chosen = sample(options.count, options.seed)
+    ids = [mutant.id for mutant in chosen]
+    if options.page:
+        return mutation_page.write(ids, options.seed, GOAL)
     scratch.warm_up()
     reach = measure([*test_files(), *launches()], sources(), mutation_page.KEPT / "reach")
     done = mutation_page.known("mutants")
@@ -152,7 +156,7 @@ def main() -> int:
             result, by = judge(root, mutant, reach)
             print(f"{number} {result}: {mutant.id}  {by}", flush=True)
             mutation_page.keep("mutants", {"id": mutant.id, "result": result, "by": by})
-    return mutation_page.write([mutant.id for mutant in chosen], options.seed, GOAL)
+    return mutation_page.write(ids, options.seed, GOAL)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ _QUICK = ("test_reduction.py", "test_warm_start.py", "test_find_lr.py", "test_fi
 _MIXED = {
     "test_checkpoint_parts.py": "not on_ranks and not kill",
     "test_virtual.py": "not on_ranks and not same_bits",
+    "test_report.py": "own_figure or time_lost or markup or many_points or no_run",
     "test_trackers.py": "calls_arrive or slow_server or never_answers or what_it_raises",
     "test_tasks.py": "not ranks and not loss_falls",
     "test_devices.py": "not training",
