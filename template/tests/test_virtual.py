@@ -272,3 +272,12 @@ def test_gradients_that_are_too_small_are_told_only_where_they_are():
     assert virtual.too_small({"step": 3}) is None
     assert virtual.too_small({"step": 3, "faults": [True, True, True, False]}) is None
     assert "at step 3" in virtual.too_small({"step": 3, "faults": [False, False, False, True]})
+
+
+def test_gradients_are_added_as_whole_numbers_of_the_grid():
+    """0.5 and -0.25 of a grid of 2**-48; the first addend, and one more."""
+    flat, scale = tf.constant([0.5, -0.25]), tf.constant(1.0, tf.float64)
+    one = fixed_point.add_gradients(None, flat, 2, scale)
+    assert one.numpy().tolist() == [2**47, -(2**46)]
+    both = fixed_point.add_gradients(one, flat, 2, scale)
+    assert both.numpy().tolist() == [2**48, -(2**47)]
