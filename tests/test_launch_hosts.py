@@ -238,7 +238,8 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):  # noqa
 def test_the_environment_is_the_same_over_gloo_and_mpi(hosts: Hosts, tmp_path):  # noqa: F811
     """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
     env = {"WANDB_MODE": "offline", "https_proxy": "http://p:1", "KERAS_HOME": "/k"}
-    env |= {"OFI_NCCL_PROTOCOL": "RDMA", "CUDA_CACHE_PATH": "/c", "ODD": "a  'b'\n$c"}
+    env |= {"NCCL_DEBUG": "WARN", "OFI_NCCL_PROTOCOL": "RDMA"}
+    env |= {"CUDA_CACHE_PATH": "/c", "ODD": "a  'b'\n$c"}
     env |= {"CUDA_VISIBLE_DEVICES": "0"}
     show = f"import json, os; json.dump(dict(os.environ), open('{tmp_path}/seen', 'w'))"
     seen = []
@@ -420,6 +421,7 @@ def test_bound_ranks_and_too_many_ranks_run_as_they_are():
     cores = sorted(os.sched_getaffinity(0))
     assert bound(0, len(cores) + 1) == f"{cores} None"
     assert bound(0, 2, OMPI_MCA_orte_bound_at_launch="1") == f"{cores} None"
+    assert bound(0, 2, RANK_BOUND="0-1") == f"{cores} 0-1"  # by a bind.sh around this one
 
 
 def test_cores_are_those_near_the_gpu(tmp_path: Path):

@@ -337,3 +337,23 @@ def test_one_rank_on_each_host_copies(hosts: Hosts, source: Path, tmp_path: Path
     finally:
         for host in hosts:
             host.sh(f"umount {local}")
+
+
+def test_what_is_copied_is_flushed_before_it_gets_its_name(source, tmp_path, monkeypatch):
+    """A power cut must not leave a file of the right name, size and time without its bytes."""
+    flushed, seen, fsync, rename = {}, {}, os.fsync, Path.rename
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        flushed[about.st_ino] = about.st_size
+
+    def renamed(path: Path, target: Path) -> Path:
+        about = path.stat()
+        seen[target.name] = flushed.get(about.st_ino) == about.st_size
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(Path, "rename", renamed)
+    stage.stage(source, tmp_path / "local", 1)
+    assert seen == {"1.png": True, "2.png": True, "3.txt": True, "list": True}

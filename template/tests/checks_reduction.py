@@ -220,6 +220,16 @@ def check_sums_as_bfloat16_do_not_depend_on_the_buffers(world):
             np.testing.assert_array_equal(a, b)
 
 
+def check_parts_of_16_bits_are_added_in_32(world):
+    """256 and then 1 of each rank: bfloat16's next number after 256 is 258."""
+    own = 256.0 if world.is_chief else 1.0
+    variable = keras.Variable(np.ones(5, np.float32), name="kernel")
+    config = dataclasses.replace(PLAIN, compression="bf16")
+    (grad,) = reduced(world, config, lambda: own * tf.reduce_sum(raw(variable)), [variable])
+    exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
+    np.testing.assert_array_equal(grad, np.full(5, exact))
+
+
 def check_sparse_gradients_alone_and_mixed_with_dense_ones(world):
     """Rows named by several ranks, and twice by one, are added."""
     table = keras.Variable(rng(1).normal(size=(10, 4)).astype(np.float32), name="table")

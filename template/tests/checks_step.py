@@ -82,6 +82,20 @@ def check_loss_and_gradient_are_means_over_valid_positions_of_all_ranks(world):
     np.testing.assert_allclose(state.model.get_weights()[0], kernel, rtol=1e-5, atol=1e-6)
 
 
+def check_the_rate_of_the_schedule_is_the_one_applied(world):
+    """In the first of 4 steps of warm-up a quarter of the rate: w - 0.1 / 4 * gradient."""
+    config = dataclasses.replace(PLAIN, lr_policy="constant", warmup_steps=4)
+    do, state = regression_step(world, config)
+    kernel, bias = (v.numpy() for v in state.model.variables)
+    x, y = batch()
+    result = do(x, y)
+    error = x @ kernel + bias - y
+    slopes = 2 * x.T @ error / len(x), 2 * error.mean(0)
+    for variable, before, slope in zip(state.model.variables, (kernel, bias), slopes):
+        np.testing.assert_allclose(variable.numpy(), before - 0.025 * slope, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(float(result["lr"]), 0.025)
+
+
 def check_accumulation_equals_the_large_batch(world):
     results = []
     for steps in (1, 2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -193,6 +195,22 @@ def acting(act):
             return [Acts(run)]
 
     return Task
+
+
+def check_prepare_is_called_once_on_every_host(world):
+    """By the first rank of each; here it makes what it alone needs on its disk."""
+    called = []
+
+    class Prepares(Small):
+        def prepare(self):
+            called.append(world.rank)
+
+    one_host = fit(world, Prepares)
+    assert one_host.code == DONE and called == ([0] if world.is_chief else [])
+    called.clear()
+    # As where each rank is on a host of its own.
+    apart = fit(dataclasses.replace(world, local_rank=0, local_size=1), Prepares)
+    assert apart.code == DONE and called == [world.rank]
 
 
 def check_a_task_of_its_own_actions_and_schedule(world):

@@ -17,7 +17,7 @@ STEPS = 40
 # Name -> settings. Shares of 10 samples are uneven on 3 and 4 ranks; the demo's ignored rings
 # make the counts of valid pixels uneven everywhere.
 _COMMON = {"bn_sync": "full", "global_batch_size": 10, "num_steps": STEPS, "image_size": 32}
-_SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 5.0}
+_SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 0.5}
 _ADAM = {"optimizer": "adam", "base_lr": 0.002}
 _F64 = {"precision": "float64"}
 SETTINGS = {
@@ -32,6 +32,32 @@ SETTINGS = {
     "float32 sgd dropout": _SGD | {"dropout": 0.2},
     "float64 sgd local batch norm": _F64 | _SGD | {"bn_sync": "mean"},
 }
+# On 1 rank only: each leaves out one flag of "float64 sgd".
+WITHOUT = {
+    f"float64 sgd without {flag}": _F64 | _SGD | {flag: 0.0}
+    for flag in ("momentum", "weight_decay", "clip_norm")
+}
+# A setting and the one that differs from it by a flag or its rule: on 1 rank their weights must
+# differ, else a run that ignores the flag would pass for the same on any number of ranks.
+CONTRASTS = {
+    **dict.fromkeys(WITHOUT, "float64 sgd"),
+    "float64 sgd accumulation": "float64 sgd",
+    "float64 adam": "float64 sgd",
+    "float64 adam accumulation": "float64 adam",
+    "float64 adam dropout": "float64 adam",
+    "float32 sgd": "float64 sgd",
+    "float32 sgd accumulation": "float32 sgd",
+    "float32 adam": "float32 sgd",
+    "float32 sgd dropout": "float32 sgd",
+}
+ROUNDING = 1e-9  # more than that is no rounding of float64; float32 differs by more than that
+
+
+def same(folder: Path) -> list[str]:
+    """Of those CONTRASTS that FOLDER holds weights of, the ones that do not differ."""
+    pairs = [[folder / f"{name}.npz" for name in pair] for pair in CONTRASTS.items()]
+    there = [pair for pair in pairs if all(file.exists() for file in pair)]
+    return [f"{a.stem}: {b.stem}" for a, b in there if largest_difference(a, b) <= ROUNDING]
 
 
 def largest_difference(a: Path, b: Path) -> float:
@@ -87,7 +113,7 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     world = world_lib.connect()
     world_lib.set_up(world, usual)
     for name in names:
-        weights, seconds = _run(dataclasses.replace(usual, **SETTINGS[name]), world)
+        weights, seconds = _run(dataclasses.replace(usual, **(SETTINGS | WITHOUT)[name]), world)
         world.check_same(world_lib.hashlib.sha256(weights["000"].tobytes()).hexdigest(), name)
         if world.is_chief:
             np.savez(Path(out_dir) / f"{name}.npz", **weights)

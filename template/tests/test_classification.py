@@ -190,3 +190,11 @@ def test_any_split_may_be_named():
 def test_wrong_model_is_named():
     with pytest.raises(ValueError, match=r"--model=vgg.*resnet20"):
         classification.Task(dataclasses.replace(CONFIG, model="vgg"))
+
+
+@pytest.mark.parametrize(
+    ("area", "size", "smallest"), [(0.0, 63, None), (0.0, 64, 0.08), (0.5, 32, 0.5), (0.5, 64, 0.5)]
+)
+def test_the_smallest_crop_is_the_flags_or_as_usual_by_size(area, size, smallest):
+    config = dataclasses.replace(CONFIG, crop_area=area, image_size=size)
+    assert classification.Task(config).smallest == smallest

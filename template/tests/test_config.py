@@ -210,6 +210,31 @@ def test_settings_without_effect_are_a_note():
     assert config_lib.notes(config_lib.Config()) == []
 
 
+@pytest.mark.parametrize(
+    ("with_effect", "without", "flag"),
+    [
+        ("--optimizer=sgd", "--optimizer=adam", "--momentum=0.5"),
+        ("--lr_policy=poly", "--lr_policy=cosine", "--power=2"),
+        ("--lr_policy=cosine", "--lr_policy=step", "--end_lr=0.001"),
+        ("--lr_policy=step", "--lr_policy=poly", "--lr_gamma=0.5"),
+        ("--lr_policy=step", "--lr_policy=poly", "--lr_boundaries=0.4"),
+        ("--warmup_steps=5", "--warmup_steps=0", "--warmup_from=0.001"),
+        ("--pack_bytes=9", "--pack_bytes=0", "--pack_count=3"),
+        ("--elastic", "--noelastic", "--elastic_commit_every=3"),
+        ("--bn_sync=moments", "--bn_sync=none", "--bn_sync_every=3"),
+        ("--nodeterministic", "--deterministic", "--bn_sync_every=3"),
+        ("--resume=never", "--resume=other", "--init_from=run"),
+        ("--resume=auto", "--resume=other", "--backbone_weights=a.h5"),
+        ("--nosynthetic_data", "--synthetic_data", "--val_split=other"),
+    ],
+)
+def test_what_leaves_a_setting_without_effect(with_effect, without, flag):
+    name = flag.split("=")[0]
+    assert not any(name in note for note in config_lib.notes(parse(flag, with_effect)))
+    (note,) = config_lib.notes(parse(flag, without))
+    assert note.startswith("without effect here: ") and name in note
+
+
 def test_help_has_every_flag_under_its_heading(capsys):
     with pytest.raises(SystemExit) as end:
         parse("--help")
@@ -266,3 +291,24 @@ def test_help_into_a_closed_pipe_leaves_no_trace():
         '"$@" --help | true; exit ${PIPESTATUS[0]}', "config.from_command_line(sys.argv)"
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_what_a_run_does_where_nothing_is_said():
+    """What README and docs promise of every run; other defaults may change freely."""
+    plain = config_lib.Config()
+    assert plain.bn_sync == "mean" and plain.lr_policy == "poly" and plain.power == 0.9
+    assert plain.optimizer == "sgd" and plain.precision == "float32"
+    assert plain.resume == "auto" and plain.drift == "stop" and plain.max_bad_steps == 3
+    assert plain.lr_scaling == "none" and plain.accumulation_steps == 1
+    off = ("weight_decay", "clip_norm", "ema_decay", "label_smoothing", "dropout", "end_lr")
+    assert not any(getattr(plain, name) for name in off)
+
+
+def test_a_timeline_is_of_the_steps_named_and_of_100_at_most():
+    def steps(timeline: str) -> range:
+        return config_lib.timeline_steps(config_lib.Config(timeline=timeline, num_steps=400))
+
+    assert steps("") == range(0) and steps("200:200") == range(200, 201)
+    assert steps("201:300") == range(201, 301)
+    with pytest.raises(ValueError, match="101 steps"):
+        steps("200:300")

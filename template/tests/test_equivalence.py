@@ -1,5 +1,6 @@
 """1 and 3 real ranks end with the same weights; benchmarks/equivalence.py tries more."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def weights(tiny_data, tmp_path_factory) -> Path:
     for ranks in (1, 3):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
-        ended = launch(ranks, [*worker, *EQUAL, LOCAL], "gloo", timeout=560)
+        names = [*EQUAL, LOCAL, *equivalence.WITHOUT] if ranks == 1 else [*EQUAL, LOCAL]
+        ended = launch(ranks, [*worker, *names], "gloo", timeout=560)
         assert ended.code == 0, last_lines(ended.output)
     return root
 
@@ -42,6 +44,13 @@ def test_settings_lead_to_different_weights(weights):
     for name in EQUAL[1:]:
         files = [weights / "1" / f"{n}.npz" for n in (EQUAL[0], name)]
         assert equivalence.largest_difference(*files) > 1e-3
+    assert equivalence.same(weights / "1") == []
+
+
+def test_a_flag_that_were_ignored_would_be_found(weights, tmp_path):
+    for name in ("float64 sgd", "float64 sgd without momentum"):
+        shutil.copy(weights / "1" / "float64 sgd.npz", tmp_path / f"{name}.npz")
+    assert equivalence.same(tmp_path) == ["float64 sgd without momentum: float64 sgd"]
 
 
 def test_local_batch_norm_differs_by_number_of_ranks(weights):

@@ -114,3 +114,10 @@ def test_mirrored():
     for turn in (False, True):
         found = parts.mirrored(tf.constant(SMOOTH), tf.constant(turn))
         np.testing.assert_array_equal(found, SMOOTH[:, ::-1] if turn else SMOOTH)
+
+
+def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
+    """Depth 8 and colour grey where a PNG has them, in a file that is none."""
+    data = b"x" * 24 + bytes([8, 0]) + b"x" * 40
+    with pytest.raises(tf.errors.InvalidArgumentError, match="8-bit grey or a palette PNG"):
+        pictures.decode_label(tf.constant(data), tf.constant("a.png"))

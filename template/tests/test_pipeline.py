@@ -83,3 +83,41 @@ def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
         assert ("input-bound: rank 0 waited for data 100% of the time" in said) == (step == 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert ['"data_wait": 0.0' in line for line in lines] == [False, True, False, False]
+
+
+def test_samples_keep_their_order_however_long_each_takes():
+    """Those of step 2, where a run begins with it."""
+    order = Sampler(40, 8, 1, 1, 0, 1)
+    ids = order.ids_of(2, 0)
+
+    def slow(sample, key):
+        def wait(x):
+            time.sleep(0.2 if x == ids[0] else 0.0)
+            return x
+
+        return {"x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])}
+
+    feed = TrainingFeed(SOURCE, order, reader(SOURCE, slow, keyed=True), 2, 3, workers=4)
+    assert feed.next()["x"][0].numpy().tolist() == ids
+
+
+def test_the_sample_that_cannot_be_read_is_the_one_named():
+    """Every step's samples are named by a source that blames all it is asked about."""
+    order = Sampler(40, 4, 1, 1, 0, 1)
+    bad = order.ids_of(2, 0)[1]
+
+    class Source(Arrays):
+        def explain(self, index):
+            return f"sample {index} is bad" if index == bad else None
+
+    def take(sample, key):
+        sound = tf.debugging.assert_none_equal(sample["x"], tf.constant(bad, tf.int64))
+        with tf.control_dependencies([sound]):
+            return {"x": tf.identity(sample["x"])}
+
+    source = Source(x=np.arange(40))
+    feed = TrainingFeed(source, order, reader(source, take, keyed=True), 0, 5)
+    for step in range(3):
+        assert feed.error is None, step
+        feed.next()
+    assert feed.error == f"sample {bad} is bad"

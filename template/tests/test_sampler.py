@@ -196,3 +196,21 @@ def test_too_little_for_the_ranks(settings, words):
     usual = {"num_samples": 9, "global_batch_size": 8, "micro_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=words):
         Sampler(**(usual | settings), rank=0, size=4)
+
+
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(12, 1, 1), (12, 3, 2), (10, 2, 3)])
+def test_weights_of_the_ranks_are_their_shares_of_the_global_batch(batch, micro, ranks):
+    samplers = [Sampler(100, batch, micro, 1, rank, ranks) for rank in range(ranks)]
+    for one in samplers:
+        assert one.weight == len(one.local_samples(tf.constant(0))[0]) / batch
+    assert sum(one.weight for one in samplers) == pytest.approx(1.0, rel=1e-15)
+
+
+def test_batches_that_were_passed_over_are_left_out():
+    """With 3 batches left out, step 4 has the samples, and their keys, of what was step 7."""
+    plain = Sampler(50, 6, 2, 1, 0, 1)
+    after = Sampler(50, 6, 2, 1, 0, 1, passed_over=3)
+    for ours, theirs in zip(
+        after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
+    ):
+        np.testing.assert_array_equal(ours, theirs)

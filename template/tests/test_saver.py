@@ -1,11 +1,14 @@
 """Checkpoints that are written beside the steps; by one rank, without a launcher."""
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from config import Config
 from engine import checkpoint_files, drift
 from engine.saver import Saver
+from engine.state import State
+from engine.world import raw
 
 
 def test_what_is_written_are_the_values_at_the_step(kept):
@@ -74,3 +77,28 @@ def test_a_checksum_changes_with_any_bit_and_any_two():
     assert int(drift._checksum(tf.constant([1.0, 2.0], tf.float64))) != int(
         drift._checksum(tf.constant([-1.0, -2.0], tf.float64))
     )
+
+
+def test_all_that_a_run_counts_comes_back(kept):
+    """The loss scale and its counters too: begun anew, it would skip steps once more."""
+
+    def state(start: int) -> tuple[State, list[tf.Variable]]:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+        made = State(model, optimizer, "float16")
+        scale = made.loss_scale
+        counters = [made.step, made.skipped, made.passed_over]
+        counters += [scale.value, scale.sound_steps, scale.skipped_in_a_row]
+        everything = [*counters, *map(raw, (*model.variables, *optimizer.variables))]
+        for number, variable in enumerate(everything, start):
+            variable.assign(tf.fill(variable.shape, tf.cast(number, variable.dtype)))
+        return made, everything
+
+    saved, values = state(100)
+    restored, found = state(0)
+    kept.write(kept.copy(100, saved.variables, Config()))
+    kept.restore(kept.find("auto", 10**9), restored.variables, Config())
+    assert len(found) == len(saved.variables)
+    for one, other in zip(values, found):
+        np.testing.assert_array_equal(one, other)

@@ -54,3 +54,35 @@ def test_flags_have_the_last_word(tiny_data):
     assert how(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
     assert how(tiny_data, synthetic_data=True) == USUAL
     assert how(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
+
+
+def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
+    """Logits 0 and ln 3: probabilities 1/4 and 3/4; smoothed, the target of class 1 is 1/8, 7/8."""
+    settings = {"model": "tiny", "num_classes": 2, "dropout": 0.3, "label_smoothing": 0.25}
+    task, _ = opened(tiny_data, **settings)
+    model = task.build_model()
+    assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
+    logits = tf.reshape(tf.constant([0.0, np.log(3.0)], tf.float32), (1, 1, 1, 2))
+    losses, _ = task.loss(logits, {"label": tf.ones([1, 1, 1, 1], tf.uint8)})
+    expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
+    np.testing.assert_allclose(losses[0, 0, 0], expected, rtol=1e-6)
+
+
+def test_an_evaluation_is_in_evaluation_mode(tiny_data):
+    task, _ = opened(tiny_data, model="tiny", dropout=0.5)
+    model = task.build_model()
+    inputs = {"image": tf.random.stateless_uniform([2, 32, 32, 3], [1, 2], maxval=255.0)}
+    inputs["key"] = tf.zeros([2, 2], tf.int32)
+    outputs = task.predict(model, inputs)
+    np.testing.assert_array_equal(outputs, model(inputs, training=False))
+    assert np.any(outputs != model(inputs, training=True))
+
+
+def test_the_mean_is_over_the_classes_that_occur(tiny_data):
+    """Class 0: 3 of 4 right, IoU 3/5; class 1: 1 of 2, IoU 1/3; class 2 occurs nowhere."""
+    task, _ = opened(tiny_data, num_classes=3)
+    figures = task.metrics({"confusion": np.array([[3, 1, 0], [1, 1, 0], [0, 0, 0]])})
+    np.testing.assert_allclose(figures["miou"], (3 / 5 + 1 / 3) / 2)
+    np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
+    assert np.isnan(figures["iou_2"])
+    assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0

@@ -119,6 +119,7 @@ def test_a_loop_is_not_counted():
         ("NVIDIA A100-PCIE-40GB", "bfloat16", (312e12, "bfloat16")),
         ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
         ("NVIDIA H100 PCIe", "bfloat16", (756.5e12, "bfloat16")),
+        ("NVIDIA H100 PCIe", "float32", (378e12, "TF32")),
         ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
         ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),

@@ -258,3 +258,26 @@ def test_what_has_no_place_beside_it_is_refused_by_name(flag, monkeypatch):
     name = flag.split("=")[0]
     assert name in str(error.value) and "--virtual_ranks=4" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_limits_are_where_the_grid_ends():
+    """Sums stay below 2**62 units of the grid; the smallest gradient keeps 4 bits, 16 units."""
+    assert fixed_point.LARGEST_GRADIENT * 2.0**fixed_point.GRADIENT_BITS == 2.0**62
+    assert fixed_point.LARGEST_STATE * 2.0 ** fixed_point.STATE_BITS[0] == 2.0**62
+    assert fixed_point.SMALLEST_GRADIENT * 2.0**fixed_point.GRADIENT_BITS == 16.0
+    assert fixed_point.GRADIENT_BITS == 48 and fixed_point.STATE_BITS == (20, 70)
+
+
+def test_gradients_that_are_too_small_are_told_only_where_they_are():
+    assert virtual.too_small({"step": 3}) is None
+    assert virtual.too_small({"step": 3, "faults": [True, True, True, False]}) is None
+    assert "at step 3" in virtual.too_small({"step": 3, "faults": [False, False, False, True]})
+
+
+def test_gradients_are_added_as_whole_numbers_of_the_grid():
+    """0.5 and -0.25 of a grid of 2**-48; the first addend, and one more."""
+    flat, scale = tf.constant([0.5, -0.25]), tf.constant(1.0, tf.float64)
+    one = fixed_point.add_gradients(None, flat, 2, scale)
+    assert one.numpy().tolist() == [2**47, -(2**46)]
+    both = fixed_point.add_gradients(one, flat, 2, scale)
+    assert both.numpy().tolist() == [2**48, -(2**47)]

@@ -297,3 +297,35 @@ def outcomes(tmp_path_factory):
 def test_real_runs(name, outcomes):
     failure = outcomes[name.split("_")[1]][name]
     assert failure is None, failure
+
+
+def test_two_layers_of_one_path_each_get_their_own(tmp_path):
+    """Two models inside another may name their layers alike; order tells them apart."""
+
+    def twins(start: float) -> keras.Model:
+        parts = [
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="body")], name="part")
+            for _ in range(2)
+        ]
+
+        class Both(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.one, self.other = parts
+
+            def call(self, x):
+                return self.other(self.one(x))
+
+        model = Both()
+        model(np.zeros((1, 4), np.float32))
+        for number, variable in enumerate(model.variables):
+            variable.assign(np.full(variable.shape, start + number, np.float32))
+        return model
+
+    trained, fresh = twins(10.0), twins(0.0)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(trained.trainable_variables)
+    kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
+    path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Config()))
+    warm_start.load(fresh, path, skip_mismatched=False)
+    assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]
