@@ -92,9 +92,14 @@ def check_what_only_shows_may_fail(world):
                 raise RuntimeError("no fonts here")
             return np.zeros((1, 4, 4, 3), np.uint8)
 
-    ended = fit(world, Draws, eval_every=2)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        ended = fit(world, Draws, eval_every=1)
     assert ended.code == DONE, ended.message
     assert ended.checkpoints[-1] == "step-00000003"
+    # Said once, and by one rank; of three evaluations.
+    told = printed.getvalue().count("note: no pictures: draw failed: RuntimeError: no fonts here")
+    assert told == world.is_chief, printed.getvalue()
 
 
 def check_a_score_that_is_no_number_is_never_the_best(world):

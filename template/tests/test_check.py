@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,22 @@ def test_pictures_are_decoded(tmp_path: Path, run):
     bad.write_bytes(bad.read_bytes()[:60])
     code, said = run(f"--data_dir={tmp_path}")
     assert code == 1 and said.count("\n") == 3 and f"train: {bad} cannot be decoded" in said, said
+
+
+def test_a_single_class_is_a_fault(tmp_path: Path, run):
+    readers.save(tmp_path / "train" / "n01" / "a.png", readers.noise(0))
+    code, said = run(f"--data_dir={tmp_path}", "--split=train")
+    assert code == 1 and f"{tmp_path / 'train'} holds one class only" in said, said
+
+
+def test_the_command_ends_with_what_it_found(tmp_path: Path):
+    readers.write_classes(tmp_path)
+    command = [sys.executable, "-m", "data.check", f"--data_dir={tmp_path}"]
+    for code, words in ((0, "train: 4 samples"), (1, "bad.png is neither PNG nor JPEG")):
+        ended = subprocess.run(command, cwd=config_lib.PROJECT, capture_output=True, text=True)
+        assert ended.returncode == code and words in ended.stdout, ended
+        assert f"samples: {4 + code}/{4 + code}" in ended.stderr, ended
+        (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
 
 
 def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
