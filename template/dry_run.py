@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from benchmark import count_operations, peak_bytes
 from config import Config
 from data.pipeline import TrainingFeed
 from data.source import Source
-from engine import checkpoint_files, schedule
+from engine import checkpoint_files, run_folder, schedule
 from engine.health import Ending
 from engine.sampler import Sampler
 from engine.stop import DONE
@@ -31,6 +32,7 @@ from engine.world import World, raw, say
 from run import Run
 
 STEPS = 2
+_PREFIX = ".dry-run-"
 _STEPS_OF_RATES = 200  # of --find_lr
 _BATCHES = 4  # of each rank, that are evaluated
 _SHOWN = 8  # ranks, and samples of each
@@ -48,7 +50,9 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
             if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
                 raise ValueError(f"{there} is no folder that can be written to")
             parent = there if there != run_dir else there.parent
-            made = tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
+            _clear(parent)
+            made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            run_folder.lock(Path(made))
             newest, _ = checkpoint_files.newest_sound(run_dir / "checkpoints")
             if newest and config.resume == "auto":
                 say(world, f"from new weights; a run would resume from {newest}")
@@ -64,6 +68,14 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
     finally:
         if world.is_chief:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _clear(parent: Path) -> None:
+    """Removes what dry runs left that were killed; one that goes on holds its lock."""
+    for lock in parent.glob(f"{_PREFIX}*/.lock"):
+        with contextlib.suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 class Few:

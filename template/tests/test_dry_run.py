@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 
 import pytest
@@ -34,11 +35,17 @@ def test_a_used_folder_stays_as_it_is(tmp_path):
     first = launch(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
     assert first.code == 0, last_lines(first.output)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={run}"])
+    killed, goes_on = tmp_path / ".dry-run-1", tmp_path / ".dry-run-2"
+    for folder in (killed, goes_on):
+        (folder / "run").mkdir(parents=True)
+        (folder / ".lock").touch()
+    with (goes_on / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = launch(1, ["train.py", *FLAGS, f"--run_dir={run}"])
     assert ended.code == 0, last_lines(ended.output)
     assert "a run would resume from" in ended.output
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    assert after == before and list(tmp_path.iterdir()) == [run]
+    assert after == before and {*tmp_path.iterdir()} == {run, goes_on}
 
 
 def test_what_fails_fails_there_too(tmp_path):
