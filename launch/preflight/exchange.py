@@ -232,7 +232,7 @@ def watch(
     """Ends this process, saying where it hung, when the block takes longer than `seconds`.
 
     Args:
-      known: what is to be said before that, found out until then.
+      known: returns lines to print first, about what was found out so far.
     """
 
     def expire() -> None:

@@ -1,11 +1,12 @@
 """Checkpoints are written beside the steps: rank 0 copies the values, a thread of it writes them.
 
-A write that fails ends nothing at first. A person is told, older checkpoints are as they were, and
-the next save tries again. How many saves failed in a row is a vote of rank 0 (engine/health.py), so
-that all ranks end together when there are too many.
+One failed write does not end the run: rank 0 prints a note, older checkpoints stay as they are, and
+the next save tries again. The number of saves that failed in a row is a vote of rank 0
+(engine/health.py), so that all ranks end together when there are too many.
 
-Of a checkpoint in parts other ranks do the same with their part. That one of them could not write
-is a vote, too: the ranks then tell each other, between steps, since the disk may not take the news.
+When a checkpoint is saved in parts, other ranks do the same with theirs. A rank that could not
+write says so by a vote as well: ranks exchange what went wrong between steps, not through the disk,
+which may be what failed.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Saver:
         self.wait()
         self._score = step, score
         if not self._world.is_chief or (step == self._step and self.error):
-            return  # it was told already, and is scored if it is written after all
+            return  # a note was printed already; it gets its score if a later try writes it
         try:
             self._checkpoints.add_score(step, score, self._skipped)
         except (OSError, ValueError) as error:
