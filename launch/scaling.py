@@ -61,10 +61,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--gpus", type=_gpus, required=True, help="numbers of GPUs, as in 8,64,512")
     job = parser.add_argument_group("the model, on one GPU").add_argument
-    job("--run_dir", type=Path, help="a run of train.py --benchmark, instead of the next three")
+    job("--run_dir", type=Path, help="a run of train.py --benchmark, instead of the next four")
     job("--params", type=_count, help="parameters that are trained: 25.6M")
     job("--step_ms", type=_above_zero, help="milliseconds of a step, input not waited for")
     job("--batch", type=_whole, help="samples a step on one GPU, all micro-batches of it")
+    job("--accumulation_steps", type=_whole, help="micro-batches of a step (1)")
     job(
         "--profile",
         default="even",
@@ -83,8 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     links("--price", type=_zero_or_more, default=0.0, help="of a GPU hour")
     sent = parser.add_argument_group("flags of train.py (environment variables of Horovod)")
     sent.add_argument("--reduce_backend", default="nccl", choices=("nccl", "gloo", "mpi"))
-    sent.add_argument("--compression", default="none", choices=("none", "fp16"))
-    sent.add_argument("--accumulation_steps", type=_whole, default=1)
+    sent.add_argument("--compression", choices=("none", "fp16"), help="default: the run's, or none")
     sent.add_argument("--fusion_threshold_mb", type=_zero_or_more, default=64.0)
     sent.add_argument("--cycle_time_ms", type=_above_zero, default=1.0)
     sent.add_argument("--hierarchical_allreduce", action="store_true")
@@ -107,23 +107,32 @@ def planned(args: argparse.Namespace) -> Plan:
     missing = [name for name, value in given.items() if value is None]
     if args.run_dir is None and missing:
         raise ValueError(f"{' and '.join(missing)}: give them, or --run_dir of a benchmark")
-    if args.run_dir is not None and len(missing) < 3:
-        raise ValueError("--run_dir tells --params, --step_ms and --batch: leave them out")
+    if args.run_dir is not None and (len(missing) < 3 or args.accumulation_steps):
+        flags = "--params, --step_ms, --batch and --accumulation_steps"
+        raise ValueError(f"--run_dir tells {flags}: leave them out")
     if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
         raise ValueError(f"--plot={args.plot}: a name that ends in .svg or .png")
     note = ""
     if args.run_dir is not None:
         run = benchmark(args.run_dir)
         args.params, args.step_ms, args.batch = run.parameters, run.seconds * 1e3, run.batch
-        args.accumulation_steps, args.compression = run.accumulation, run.compression
-        if run.compression == "bf16":
-            raise ValueError(f"{args.run_dir} has --compression=bf16, which sends otherwise")
+        args.accumulation_steps = run.accumulation
+        args.compression = args.compression or run.compression
+        if args.compression == "bf16":
+            raise ValueError(
+                f"{args.run_dir} has --compression=bf16, which is not modelled: give --compression"
+            )
+        if run.virtual_ranks:
+            raise ValueError(
+                f"{args.run_dir} has --virtual_ranks, whose messages are not modelled: benchmark "
+                "without"
+            )
         if run.ranks > 1:
             note = f"note: measured on {run.ranks} ranks: its time holds their communication too"
     profile = PROFILES.get(args.profile) or arrivals(Path(args.profile))
-    bytes_each = 4 if args.compression == "none" else 2
+    bytes_each = 2 if args.compression == "fp16" else 4
     job = Job(args.step_ms / 1e3, args.batch, args.params * bytes_each, profile,
-              args.accumulation_steps, TOTALS, args.jitter, args.input_rate)  # fmt: skip
+              args.accumulation_steps or 1, TOTALS, args.jitter, args.input_rate)  # fmt: skip
     kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
     inside = INSIDE.get(args.inside) or _inside(args.inside)
     links = Links(args.gpus_per_host, inside, INSIDE_LATENCY[kind],

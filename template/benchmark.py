@@ -130,6 +130,9 @@ class Benchmark:
             "ranks": size,
             "device": everyone[0]["device"],
             "precision": config.precision,
+            "trained_parameters": sum(
+                v.shape.num_elements() for v in self._run.model.trainable_variables
+            ),
             "global_batch_size": config.global_batch_size,
             "warm_up_steps": self._warm_up,
             "windows": WINDOWS,

@@ -190,13 +190,46 @@ def test_a_benchmark_and_a_timeline_are_read(tmp_path: Path):
     assert np.allclose(run.arrivals(tmp_path), [(0.0, 0.75), (1.0, 0.25)])
 
 
+def test_flags_beside_a_benchmark_count_or_are_refused(tmp_path: Path):
+    benchmark_of(tmp_path, ranks=1)
+    words = [f"--run_dir={tmp_path}", "--gpus=8", "--link=1Gbit"]
+    assert "1.1 MB of gradients" in scaling(*words, "--compression=fp16").stdout
+    refused = scaling(*words, "--accumulation_steps=4")
+    assert refused.returncode == 2 and "--accumulation_steps: leave them out" in refused.stderr
+    settings = tmp_path / "config.cfg"
+    settings.write_text(settings.read_text().replace("virtual_ranks=0", "virtual_ranks=8"))
+    assert "--virtual_ranks, whose messages" in scaling(*words).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ranks", 0), ("seconds_a_step", float("nan")), ("global_batch_size", float("inf")),
+     ("trained_parameters", 0), ("seconds_a_step", None)],
+)  # fmt: skip
+def test_a_damaged_benchmark_is_refused(tmp_path: Path, name: str, value: float | None):
+    benchmark_of(tmp_path, ranks=1)
+    file = tmp_path / "benchmark.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    ended = scaling(f"--run_dir={tmp_path}", "--gpus=8", "--link=1Gbit")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "is not as --benchmark writes it" in ended.stderr
+
+
+def test_a_save_waits_for_the_one_before_it():
+    slow = scaling(*PLAN, "--gpus=1024", "--write_s=1800").stdout
+    assert float(_value(slow, "save every")) == pytest.approx(30, abs=0.1)
+    # Of 31 minutes one is training, and the failures come on top.
+    often = scaling(*PLAN, "--gpus=1024", "--write_s=1800", "--checkpoint_minutes=1").stdout
+    assert float(_value(often, "saves and failures").rstrip("%")) > 96
+
+
 def benchmark_of(folder: Path, ranks: int) -> None:
     """What train.py --benchmark writes, and a timeline of two steps and two gradients."""
     about = {"ranks": ranks, "seconds_a_step": 0.1, "global_batch_size": 16 * ranks}
+    about["trained_parameters"] = 549_755
     (folder / "benchmark.json").write_text(json.dumps(about))
-    what = {"what": "segmentation/small: 549,755 parameters, 6,000 + 400 samples; 30 steps"}
-    (folder / "starts.jsonl").write_text(json.dumps(what) + "\n")
-    (folder / "config.cfg").write_text("--accumulation_steps=1\n--compression=none\n")
+    flags = "--accumulation_steps=1\n--compression=none\n--virtual_ranks=0\n"
+    (folder / "config.cfg").write_text(flags)
     events = [{"ph": "M", "name": "process_name", "pid": p, "args": {"name": f"grad_{p}"}}
               for p in (1, 2)]  # fmt: skip
     for start in (1000, 5000):

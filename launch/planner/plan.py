@@ -109,8 +109,10 @@ def _limits(losses: dict[str, float]) -> list[str]:
 def _kept(running: Running, hosts: int) -> tuple[float, float]:
     """Share of the time that counts, and seconds between saves; ValueError where none counts."""
     between = running.between_failures / hosts
-    every = running.every or daly(running.save, between)
-    kept = goodput(every, running.save, running.restart + running.write, between)
+    # A save waits until the one before it is written (template/engine/saver.py).
+    every = running.every or max(daly(running.save, between), running.write)
+    save = running.save + max(0.0, running.write - every)
+    kept = goodput(every, save, running.restart + running.write, between)
     if not kept:
         raise ValueError(
             f"with {hosts:,} hosts one fails every {between:.3g} s (--mtbf_days), sooner than "

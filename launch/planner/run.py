@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ class Measured(NamedTuple):
     ranks: int
     accumulation: int
     compression: str
+    virtual_ranks: int
 
 
 def benchmark(run: Path) -> Measured:
@@ -33,26 +35,27 @@ def benchmark(run: Path) -> Measured:
     """
     try:
         record = json.loads((run / "benchmark.json").read_text())
-        start = json.loads((run / "starts.jsonl").read_text().splitlines()[-1])
         flags = dict(re.findall(r"^--(\w+)=(.*)$", (run / "config.cfg").read_text(), re.M))
-        counted = re.search(r"([\d,]+) parameters", start["what"])
-        ranks = int(record["ranks"])
-        return Measured(
-            int(counted[1].replace(",", "")),
+        found = Measured(
+            int(record["trained_parameters"]),
             float(record["seconds_a_step"]),
-            round(record["global_batch_size"] / ranks),
-            ranks,
+            round(record["global_batch_size"] / record["ranks"]),
+            int(record["ranks"]),
             int(flags["accumulation_steps"]),
             flags["compression"],
+            int(flags["virtual_ranks"]),
         )
+        if not all(0 < figure < math.inf for figure in found[:5]):
+            raise ValueError(f"figures that are not above 0: {found[:5]}")
+        return found
     except OSError as error:
         raise ValueError(
             f"--run_dir={run}: no {Path(error.filename).name}: train with --benchmark"
         ) from None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, ArithmeticError):
         raise ValueError(
-            f"--run_dir={run}: benchmark.json, starts.jsonl or config.cfg is not as --benchmark "
-            "writes it: train with --benchmark again"
+            f"--run_dir={run}: benchmark.json or config.cfg is not as --benchmark writes it: "
+            "train with --benchmark again"
         ) from None
 
 

@@ -366,6 +366,7 @@ def check_a_benchmark_tells_where_the_time_goes(world):
     mean = record["samples_per_second"]["mean"]
     np.testing.assert_allclose(mean, np.mean(np.sum(rates, 0)), rtol=1e-12)
     assert (record["warm_up_steps"], record["steps_a_window"]) == (5, 1)
+    assert record["trained_parameters"] == (FEATURES + 1) * 5 + (5 + 1) * CLASSES
     products = FEATURES * 5 + 5 * CLASSES
     assert record["model_flops"]["training_a_sample"] == 3 * 2 * products
     assert "utilization" not in record["model_flops"]  # of CPUs
