@@ -84,13 +84,14 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     """Rows of a table: a name, then what it is of each run; first how they went, then settings.
 
     Args:
-      score: a row has the time to reach it; None: the lowest of the runs' best scores.
+      score: a row has the time to reach it; None: the lowest of the runs' best scores, where all
+        are of one measure.
     """
     measures = [run.starts[-1].get("score", "") if run.starts else "" for run in runs]
     bests = [_scored(run, measure) for run, measure in zip(runs, measures)]
     goal = score
-    if goal is None:
-        goal = min((max(s for s, _, _ in found) for found in bests if found), default=math.nan)
+    if goal is None and len({m for m, found in zip(measures, bests) if found}) < 2:
+        goal = min((max(s for s, _, _ in found) for found in bests if found), default=None)
     rows = [
         ["ended", *(str(run.summary.get("exit_reason", "not yet")) for run in runs)],
         ["step", *(f"{run.last_step():,}" for run in runs)],
@@ -100,7 +101,7 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     keys = dict.fromkeys(n for run in runs for n in run.scores())
     rows += [[f"{n}, last", *(_text(run.scores().get(n)) for run in runs)] for n in keys]
     rows.append(["best score", *(_best(*pair) for pair in zip(measures, bests))])
-    if not math.isnan(goal):
+    if goal is not None:
         reached = [next((x for x in found if x[0] >= goal), None) for found in bests]
         told = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
         rows.append([f"to a score of {goal:.4g}", *told])
@@ -150,7 +151,9 @@ def labels(folders: Sequence[Path]) -> list[str]:
     """As short as they can be and differ: without the folders that all paths begin with."""
     paths = [folder.resolve() for folder in folders]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [str(path.relative_to(shared)) for path in paths]
+    # A folder's name may be any bytes, a page's text may not.
+    names = (str(path.relative_to(shared)) for path in paths)
+    return [name.encode("utf-8", "replace").decode() for name in names]
 
 
 def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
@@ -185,6 +188,7 @@ def main(argv: list[str]) -> int:
     if len(own.folders) < 2:
         complain("give two runs or more: python compare.py runs/one runs/other")
         return WRONG_USE
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
     try:
         runs = [records.read(folder) for folder in own.folders]
         rows, names = side_by_side(runs, own.score), labels(own.folders)

@@ -136,8 +136,9 @@ def write(
         writer.writerow(["class", *columns])
         writer.writerows([name, *row] for name, row in zip(names, zip(*columns.values())))
     print(f"{'class':>16}  {'  '.join(f'{name:>9}' for name in columns)}")
-    for name, row in zip(names, zip(*columns.values())):
-        print(f"{name[:16]:>16}  {'  '.join(f'{value:9.4g}' for value in row)}")
+    for name, (labels, *shares) in zip(names, zip(*columns.values())):
+        cells = "  ".join(f"{share:9.4g}" for share in shares)
+        print(f"{name[:16]:>16}  {labels:9.0f}  {cells}")
     Image.fromarray(drawn(confusion)).save(out / "confusion.png")
 
 

@@ -1,4 +1,4 @@
-"""Exports the model of a trained run as SavedModel and .keras, which need none of this code.
+"""Exports the model of a trained run as a SavedModel, which needs none of this code, and as .keras.
 
     python export.py --run_dir=runs/demo --out=exported [--check=photo.jpg]
 
@@ -7,8 +7,9 @@ OUT/saved_model has two signatures, for any number of pictures of one size:
     pictures          "image": uint8 [B, height, width, 3]
 Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
 int64, the most probable class. The SavedModel includes everything that evaluation does to a
-picture. OUT/model.keras is the model alone, for use with Keras. To check the export, a new process
-without this code loads it and predicts a picture; the outputs must equal those of predict.py.
+picture. To check it, a new process without this code loads it and predicts a picture; the outputs
+must equal those of predict.py. OUT/model.keras is the model alone, for use with Keras; if it has
+layers that are not Keras's own, loading it needs their code, and a note names them.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
     with world.together("exporting"):
         data = _readable(own.check) if own.check else _some_picture()
+        own.out.mkdir(parents=True, exist_ok=True)
         averaged = own.ema and config.ema_decay > 0
         task, model, path = trained.model_of(config, own.checkpoint, averaged)
         module, folder = Exported(task, model), own.out / "saved_model"
@@ -99,6 +101,11 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
         # As a graph, as it is loaded: operations one by one round otherwise.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
+    if layers := foreign(model):
+        print(
+            f"note: model.keras has layers that are not Keras's own, {', '.join(layers)}: import "
+            "their modules before you load it; the SavedModel needs no code"
+        )
     found = loaded_elsewhere(folder, data)
     for name, value in wanted.items():
         if not np.array_equal(value.numpy(), found[name]):
@@ -106,6 +113,13 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
             raise Stop(BUG, f"loaded in a new process {name} differ by {least:g}: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
     print(f"loaded in a new process without this code: equal outputs ({shapes})")
+
+
+def foreign(model: keras.Model) -> list[str]:
+    """Classes of the model and its layers that are not Keras's own."""
+    kinds = {type(layer) for layer in model._flatten_layers()}
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
+    return sorted(name for name in names if not name.startswith("keras."))
 
 
 def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:

@@ -121,13 +121,17 @@ def main(argv: list[str]) -> int:
         if any(word.split("=")[0] in (flag, flag[1:]) for word in flags):
             complain(f"{flag} is what find_batch.py looks for: leave it out; --most limits it")
             return WRONG_USE
+    if own.most < 1:
+        complain(f"--most={own.most}: give 1 or more")
+        return WRONG_USE
     config_lib.from_command_line([argv[0], *flags])  # a mistake is told at once
     # As Ctrl-C: the process that tries a size ends with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     free = psutil.virtual_memory().available
-    limit = own.memory * _GIB if own.memory else free / 2
+    limit = free / 2 if own.memory is None else own.memory * _GIB
     if not 0 < limit <= free:
-        complain(f"--memory={own.memory:g}: {free / _GIB:.1f} GiB are free here")
+        most = free / _GIB
+        complain(f"--memory={own.memory:g}: give more than 0 and at most {most:.1f} (GiB free now)")
         return WRONG_USE
     return search(flags, limit, own.most)
 

@@ -41,6 +41,13 @@ def test_another_failure_is_shown_as_what_it_is():
     assert found.returncode == 2 and "--base_lr" in found.stderr and not found.stdout
 
 
+def test_limits_that_are_none_are_refused():
+    for flag in ("--most=0", "--memory=0", "--memory=nan"):
+        found = call(*FLAGS, flag)
+        assert found.returncode == 2 and f"error: {flag}: give " in found.stderr, found.stderr
+        assert not found.stdout
+
+
 def test_a_batch_is_not_given():
     found = call(*FLAGS, "--global_batch_size=8")
     assert found.returncode == 2 and "--global_batch_size is what" in found.stderr

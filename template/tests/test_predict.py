@@ -16,7 +16,7 @@ from PIL import Image
 from conftest import TINY_FLAGS
 from data.readers.digits import Digits
 from engine import confusion
-from ranks import last_lines, launch, train
+from ranks import PROJECT, last_lines, launch, train
 
 DIGITS = ["--flagfile=configs/digits.cfg", "--num_steps=40", "--eval_every=20", "--log_every=20"]
 DIGITS += ["--checkpoint_every=20", "--global_batch_size=32", "--warmup_steps=0"]
@@ -203,6 +203,21 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
     served = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     shapes = {"digits": "(3,) (3, 10)", "scenes": "(3, 24, 40) (3, 24, 40, 11)"}
     assert f"shapes {shapes[kind]}" in served.stdout, served.stderr[-2000:]
+    # The .keras alone: digits' dropout is a layer of this project, which a note says.
+    told = "not Keras's own, engine.dropout.SampleDropout: import their modules before you load it"
+    assert (told in ended.output) == (kind == "digits"), ended.output
+    modules = "keras, sys" + ", engine.dropout" * (kind == "digits")
+    script = f"import {modules}; keras.saving.load_model(sys.argv[1])"
+    words = [sys.executable, "-c", script, tmp_path / "out" / "model.keras"]
+    place = PROJECT if kind == "digits" else tmp_path
+    assert not subprocess.run(words, cwd=place, capture_output=True).returncode
+
+
+def test_an_export_into_a_file_is_refused(digits, tmp_path):
+    (tmp_path / "out").touch()
+    ended = command("export", digits, f"--out={tmp_path}/out")
+    (error,) = ended.errors()
+    assert ended.code == 2 and "File exists" in error and "export.py, line" not in error
 
 
 @pytest.mark.parametrize("content", [b"no picture", b""])

@@ -185,6 +185,19 @@ def test_two_runs_side_by_side(trained, tmp_path):
     assert all(link.startswith(("data:", "#")) for link in drawn.links)
 
 
+def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
+    start = {"step": 0, "time": 1.0, "ranks": 1}
+    runs = []
+    for score, name in (("miou", "a"), ("accuracy", "\udcff")):
+        lines = [step(1, 2.0), {"step": 1, "eval_loss": 1.0, f"eval_{score}": 0.5, "time": 3.0}]
+        runs.append(made_up(tmp_path / name, lines, [start | {"score": score}]))
+    found = call("compare.py", *runs, f"--html={tmp_path}/page.html")
+    assert "Traceback" not in found.stderr and f"page: {tmp_path}" in found.stdout, found.stderr
+    # 0.5 of mIoU is not 0.5 of accuracy: no row says who was there first, unless it is asked for.
+    assert "to a score of" not in found.stdout
+    assert "to a score of 0.4" in call("compare.py", *runs, "--score=0.4").stdout
+
+
 def json_flag(run: Path, name: str) -> str:
     return records.read(run).settings[name]
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import evaluate
+import evaluation
 import predict
 import report
 from engine import confusion, records
@@ -25,6 +26,14 @@ def test_figures_of_each_class():
     assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
     np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])
     np.testing.assert_allclose(found["iou"][:2], [8 / 14, 1 / 7])
+
+
+def test_labels_are_counted_in_full(tmp_path, capsys):
+    counts = np.array([[1_234_567, 0], [0, 89]])
+    found = evaluation.Evaluation({"loss": 1.0}, {"confusion": counts}, None)
+    run = SimpleNamespace(val_source=SimpleNamespace(class_names=["sky", "car"]))
+    evaluate.write(run, tmp_path, {}, found, [])
+    assert "sky    1234567  " in capsys.readouterr().out
 
 
 def test_the_matrix_is_drawn_as_shares_of_each_label():
