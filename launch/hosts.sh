@@ -84,13 +84,13 @@ fi
 
 slots=0 names=() entries=()
 for entry in ${hosts//,/ }; do
-    [[ $entry =~ ^([^:]+):([1-9][0-9]*)$ ]] || die "'$entry' is not HOST:RANKS, as in -H node1:8,node2:8"
+    [[ $entry =~ ^([^:]+):([1-9][0-9]{0,5})$ ]] || die "'$entry' is not HOST:RANKS, as in -H node1:8,node2:8"
     names+=("${BASH_REMATCH[1]}") entries+=("$entry")
     slots=$((slots + BASH_REMATCH[2]))
 done
 hosts=$(IFS=, && echo "${entries[*]}")
 np=${np:-$slots}
-[[ $np =~ ^[1-9][0-9]*$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
+[[ $np =~ ^[1-9][0-9]{0,5}$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
 
 # Over Gloo each rank reads every other's addresses, some 140 bytes a rank each, from horovodrun's

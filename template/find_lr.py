@@ -50,7 +50,9 @@ class FindLr:
         with self._run.world.together(f"writing {self._page}"):
             if self._run.world.is_chief:
                 self._write(smooth, rate)
-        if rate is None:
+        if len(smooth) < _FEWEST:
+            message = f"--num_steps={len(smooth)} tells nothing: give {_FEWEST} or more, better 100"
+        elif rate is None:
             message = "the loss did not fall at any rate: is the model's loss right?"
         else:
             message = f"try --base_lr={rate:.1e}: there the loss falls most steeply"

@@ -101,7 +101,8 @@ def check(
     counted.classes = highest + 1 if open_end else classes or source.num_classes
     for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
         print(f"{split}: {line}", flush=True)
-    return f"{len(source):,} samples, labels 0 to {highest}", counted
+    labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
+    return f"{len(source):,} samples, {labels}", counted
 
 
 def read_all(

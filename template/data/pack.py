@@ -10,6 +10,9 @@ which is faster to read.
 After a kill, the next pack into OUT removes the leftovers. `python -m data.check` verifies a pack.
 """
 
+import engine.quiet  # noqa: F401
+
+# isort: split
 import argparse
 import hashlib
 import os

@@ -56,7 +56,10 @@ def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> li
             if settings.get("dry_run") or settings.get("find_lr"):
                 continue  # what keeps nothing here leaves nothing on a server either
             kind = {"mlflow": MLflow, "wandb": Wandb}[name]
-            found.append(OnThread(kind(package, run_dir, settings)))
+            try:
+                found.append(OnThread(kind(package, run_dir, settings)))
+            except Exception as error:  # of a package it may be anything
+                raise ValueError(f"--trackers={name} cannot be started: {error}") from None
     return found
 
 

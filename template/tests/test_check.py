@@ -19,6 +19,7 @@ from data import check, pack, pipeline
 from data.arrays import Arrays
 from data.readers import records
 from data.readers.class_folders import ClassFolders
+from ranks import PROJECT
 from test_readers_records import as_version_1
 
 
@@ -92,6 +93,16 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     assert "splits/val.txt is missing" in lines[4] and lines[5].startswith("val: not read")
     # Without the number of classes, only what no label can hold is wrong.
     assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
+    for number in range(9):
+        (tmp_path / "images" / f"{number}.png").write_bytes(b"no picture")
+    said = run(f"--data_dir={tmp_path}", "--split=train")[1]
+    assert "9 samples, no label could be read (folders): 9 fault(s)" in said
+
+
+def test_pack_starts_without_tensorflows_lines():
+    words = [sys.executable, "-m", "data.pack", "--help"]
+    told = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True)
+    assert told.returncode == 0 and not told.stderr
 
 
 def test_pictures_are_decoded(tmp_path: Path, run):

@@ -33,6 +33,12 @@ def test_any_number_of_ranks_suggests_the_same(suggested):
     assert suggested[1] == suggested[2] and 1e-5 < suggested[1] < 5
 
 
+def test_too_few_steps_are_told_as_that(tmp_path):
+    words = [*FLAGS, "--num_steps=9", f"--run_dir={tmp_path}/run"]
+    output = launch(1, ["train.py", *words]).output
+    assert "--num_steps=9 tells nothing: give 10 or more" in output, last_lines(output)
+
+
 def test_rates_rise_by_one_factor(suggested):
     rows = re.findall(r"^\s*(\d\.\d\de[-+]\d\d)  ", suggested["1 output"], re.M)
     rates = [float(row) for row in rows]

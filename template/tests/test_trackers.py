@@ -168,6 +168,14 @@ def test_mlflow_against_a_folder_and_a_resumption(tmp_path):
     assert (folder / "params" / "optimizer").read_text() == "adam"
 
 
+def test_a_tracker_that_cannot_be_started_is_refused_in_one_sentence(tmp_path):
+    words = [*FLAGS, "--trackers=mlflow", f"--run_dir={tmp_path}/run"]
+    ended = launch(2, words, "mpirun", env={"MLFLOW_TRACKING_URI": "nosuch://x"})
+    assert ended.code == 2 and "Traceback" not in ended.output, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "--trackers=mlflow cannot be started: " in error and "nosuch" in error
+
+
 def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "_RATES", 50)
     monkeypatch.setattr(telemetry, "say", lambda *_: None)
