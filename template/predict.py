@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from engine.world import World, say
 from tasks import check
 
 SHOWN = 5  # classes of a picture
+WRITTEN = ("labels", "overlays", "predictions.csv")  # in --out
 Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
 
 
@@ -57,7 +59,7 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         task, model, path = trained.model_of(
             config, own.checkpoint, own.ema and config.ema_decay > 0
         )
-        files = listed(own.pictures)
+        files = listed(own.pictures, own.out)
         own.out.mkdir(parents=True, exist_ok=True)
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
     world.check_same(repr(list(files)), "the names of the pictures")
@@ -101,19 +103,24 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
         raise Stop(BUG, f"{len(faults)} of {len(files)} files were skipped, see above")
 
 
-def listed(named: Sequence[Path]) -> dict[str, Path]:
+def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
     """The files to predict on, by the name of what is written; of folders all that is in them.
+
+    Args:
+      out: may lie in one of the folders; what predict.py has written there is left out.
 
     Raises:
       ValueError: there is none, or a name does not exist.
     """
     found: dict[str, Path] = {}
+    written = tuple(f"{os.path.realpath(out / name)}/" for name in WRITTEN)
     for path in named:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         inside = [path]
         if path.is_dir():  # with links that lead nowhere: they are passed over by name
             inside = sorted(p for p in path.rglob("*") if p.is_file() or not p.exists())
+            inside = [p for p in inside if not f"{os.path.realpath(p)}/".startswith(written)]
         for file in inside:
             name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
             if found.setdefault(name, file) != file:

@@ -54,6 +54,15 @@ def test_the_likeliest_classes_come_first_with_their_probabilities(tmp_path):
     np.testing.assert_allclose(row[2::2], [0.6, 0.3, 0.1], rtol=1e-5)
 
 
+def test_what_was_written_into_a_folder_of_pictures_is_not_predicted_on(tmp_path):
+    for name in ("a.png", "labels.png", "out/labels/a.png.png", "out/predictions.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    out = tmp_path / "away" / ".." / "out"
+    assert list(predict.listed([tmp_path], out)) == ["a.png", "labels.png"]
+    assert len(predict.listed([tmp_path], tmp_path / "other")) == 4
+
+
 def test_what_is_exported_gives_probabilities():
     """A model that gives back its input as logits; the task divides pictures by 255."""
     x = keras.Input((3,))
