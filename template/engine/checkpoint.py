@@ -102,17 +102,29 @@ class Checkpoints:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     writers: Writers = dataclasses.field(default_factory=Writers)
+    _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, step: int, variables: Variables, config: Config, save: str = "") -> Copy:
-        """The values as they are now, in memory of their own; writers call it, between steps.
+        """The values as they are now; writers call it, between steps.
+
+        They are in memory of their own, which the next copy takes over: new memory takes six times
+        as long to fill, so what was copied last must be written by then.
 
         Args:
           save: a name that no other save of any run has; for a checkpoint in parts.
         """
         own = checkpoint_parts.part(variables, self.writers.parts, self.part)
-        arrays = {name: np.asarray(raw(v).numpy()) for name, v in own.items()}
+        arrays = {name: self._filled(name, np.asarray(raw(v).value())) for name, v in own.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
         return Copy(step, arrays, dataclasses.asdict(config), save, skipped)
+
+    def _filled(self, name: str, value: np.ndarray) -> np.ndarray:
+        room = self._room.get(name)
+        if room is None or (room.shape, room.dtype) != (value.shape, value.dtype):
+            room = self._room[name] = value.copy()
+        else:
+            np.copyto(room, value)
+        return room
 
     @property
     def part(self) -> int | None:

@@ -45,6 +45,15 @@ def test_types_that_numpy_does_not_know(kept):
         check_types({"t": tf.Variable("text")})
 
 
+def test_a_copy_takes_over_the_memory_of_the_one_before_where_it_fits(kept):
+    first = kept.copy(1, {"w": tf.Variable([1.0, 2.0])}, Config()).arrays["w"]
+    second = kept.copy(2, {"w": tf.Variable([3.0, 4.0])}, Config()).arrays["w"]
+    assert second is first and second.tolist() == [3.0, 4.0]
+    for other in ([5.0], [5, 6]):
+        third = kept.copy(3, {"w": tf.Variable(other)}, Config()).arrays["w"]
+        assert third.tolist() == other and third.dtype == np.asarray(tf.constant(other)).dtype
+
+
 def test_the_newest_and_the_best_are_kept(kept):
     for step, score in [(1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, None)]:
         save(kept, step, score=score)
