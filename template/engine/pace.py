@@ -50,12 +50,13 @@ class Pace:
         Args:
           waited: seconds that this rank waited for its input.
         """
+        own_times, step_times = self._own, self._steps
+        self._own, self._steps = [], []
         if self._world.size == 1:
             return {}, ""
-        steps = max(len(self._own), 1)
+        steps = max(len(own_times), 1)
         # Medians: one of the steps may hold an evaluation.
-        own, step = (statistics.median(times or [0.0]) for times in (self._own, self._steps))
-        self._own, self._steps = [], []
+        own, step = (statistics.median(times or [0.0]) for times in (own_times, step_times))
         numbers = [own, waited / steps, own / self._samples, step]
         found = self._world.gather_numbers(numbers, "pace.interval")
         figures = {f"own_seconds_{name}": value for name, value in _spread(found[:, 0]).items()}

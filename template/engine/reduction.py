@@ -40,7 +40,7 @@ def environment(config: Config) -> dict[str, str]:
         knobs["HOROVOD_CYCLE_TIME"] = str(config.cycle_time_ms)
     if config.cache_capacity >= 0:
         knobs["HOROVOD_CACHE_CAPACITY"] = str(config.cache_capacity)
-    elif not config.autotune and "HOROVOD_CACHE_CAPACITY" not in os.environ:  # it would crash
+    elif "HOROVOD_CACHE_CAPACITY" not in os.environ:
         knobs.setdefault("HOROVOD_CACHE_CAPACITY", str(_CACHED))
     if config.hierarchical_allreduce:
         knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from engine.pace import Pace
 from engine.world import World
@@ -24,6 +25,13 @@ def test_a_rank_is_slow_after_three_intervals_and_told_once(pace):
     said = [pace._sentence(slow) for _ in range(5)]
     assert [bool(s) for s in said] == [False, False, True, False, False]
     assert "rank 2 on b takes 160 ms" in said[2] and "the median rank 100 ms" in said[2]
+
+
+def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):
+    for step in range(5):
+        pace.add(tf.constant([step + 0.4, step + 1.0], tf.float64))
+    assert len(pace._own) == len(pace._steps) == 4
+    assert pace.interval(0.0) == ({}, "") and not pace._own and not pace._steps
 
 
 def test_one_good_interval_begins_the_count_anew(pace):
