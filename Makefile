@@ -69,8 +69,8 @@ bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50
 
 fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
-	@[ -z "$$(git status --porcelain)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
-	@$(IN_VENV) copier copy --vcs-ref HEAD $(ARGS) "$(CURDIR)" "$(NAME)"
+	@[ -z "$$(git status --porcelain --untracked-files=no)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
+	@$(IN_VENV) copier copy --vcs-ref "$$(git rev-parse HEAD)" $(ARGS) "$(CURDIR)" "$(NAME)"
 
 image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
 	@docker/build.sh

@@ -119,6 +119,19 @@ def test_names_that_make_no_project_are_refused(source, tmp_path):
         make(source, tmp_path / "x", "blank", project_name="my model")
 
 
+def test_make_fork_takes_what_is_committed(tmp_path):
+    """Pictures that a user left in the folder stay there; a changed file would be forgotten."""
+    clone = repository(tmp_path / "clone")
+    (clone / ".venv").symlink_to(os.path.realpath(ROOT / ".venv"))
+    (clone / "template" / "photo.jpg").write_text("mine")
+    command = f"make -o setup fork NAME={tmp_path}/new ARGS=--defaults"
+    shell(command, clone)
+    assert (tmp_path / "new/train.py").exists() and not list((tmp_path / "new").rglob("photo.jpg"))
+    (clone / "README.md").write_text("changed")
+    with pytest.raises(AssertionError, match="commit first"):
+        shell(command.replace("new", "newer"), clone)
+
+
 def test_no_license_means_no_license_file(source, tmp_path):
     fork = make(source, tmp_path / "x", "blank", license="none")
     assert not (fork / "LICENSE").exists() and "License" not in (fork / "README.md").read_text()
