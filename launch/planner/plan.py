@@ -109,7 +109,7 @@ def _limits(losses: dict[str, float]) -> list[str]:
 def _kept(running: Running, hosts: int) -> tuple[float, float]:
     """Share of the time that counts, and seconds between saves; ValueError where none counts."""
     between = running.between_failures / hosts
-    # A save waits until the one before it is written (template/engine/saver.py).
+    # A save waits until the one before it is written (engine/saver.py).
     every = running.every or max(daly(running.save, between), running.write)
     save = running.save + max(0.0, running.write - every)
     kept = goodput(every, save, running.restart + running.write, between)
