@@ -1,6 +1,5 @@
 """benchmarks/gpu.py in its small form, on CPUs: rows, and a real run of two of them."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -8,13 +7,11 @@ import sys
 
 import pytest
 
+import by_path
 from hosts import ROOT
 from ranks import ENVIRONMENT
 
-# By its path: other files there have the names of tests' modules.
-spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
-gpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gpu)
+gpu = by_path.benchmark("gpu")
 
 
 def record(rate, **more):

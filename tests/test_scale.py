@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from hosts import ROOT
+import by_path
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import scale
+scale = by_path.benchmark("scale")
 
 
 @pytest.fixture(scope="module")

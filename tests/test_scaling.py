@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import by_path
 from hosts import ROOT, require
 
 PLAN = ["--params=25.6M", "--step_ms=110", "--batch=64", "--link=25Gbit", "--gpus_per_host=8"]
@@ -246,11 +246,7 @@ def benchmark_of(folder: Path, ranks: int) -> None:
 
 
 def test_published_figures_are_predicted_from_other_sources():
-    # By its path: template/tests has a module of this name.
-    path = ROOT / "benchmarks" / "published.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_published", path)
-    published = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(published)
+    published = by_path.benchmark("published")
     table = published.rows()
     of_all = published.errors(table)
     places = published.left_out(table, of_all)
