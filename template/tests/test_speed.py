@@ -154,9 +154,9 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
         now += 5
 
     config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=27, global_batch_size=8)
-    run = types.SimpleNamespace(
-        config=config, world=World(0, 1, 0, 1), model=types.SimpleNamespace(name="model")
-    )
+    kernel = types.SimpleNamespace(shape=tf.TensorShape([3, 5]))
+    model = types.SimpleNamespace(name="model", trainable_variables=[kernel, kernel])
+    run = types.SimpleNamespace(config=config, world=World(0, 1, 0, 1), model=model)
     spec = {"inputs": tf.TensorSpec([1, 8, 3])}
     feed = types.SimpleNamespace(waited=lambda: data, spec=spec)
     monitor = types.SimpleNamespace(waited=lambda: end)
@@ -173,6 +173,7 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
     found = json.loads((tmp_path / "benchmark.json").read_text())
     assert found["shares_of_a_step"] == {"input": 0.2, "bookkeeping": 0.2, "reduction_alone": 0.05}
     assert found["seconds_a_step"] == 10 and found["steps_a_window"] == 2
+    assert found["trained_parameters"] == 2 * 3 * 5
     expected = {"mean": 0.8, "interval_95": [0.8, 0.8], "median": 0.8, "jitter": 0}
     for name, value in expected.items():
         assert found["samples_per_second"][name] == pytest.approx(value, rel=1e-12)
