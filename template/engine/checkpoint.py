@@ -87,6 +87,12 @@ class Found(NamedTuple):
         return self.path.parent.resolve() == folder.resolve()
 
 
+def _seen(value: tf.Tensor) -> np.ndarray:
+    """Its memory, not copied where it lies in the host's."""
+    # NumPy takes no scalar of a type that is not its own.
+    return np.asarray(value if value.shape.rank else value.numpy())
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run: `folder`, and how many of the newest are kept.
@@ -114,7 +120,7 @@ class Checkpoints:
           save: a name that no other save of any run has; for a checkpoint in parts.
         """
         own = checkpoint_parts.part(variables, self.writers.parts, self.part)
-        arrays = {name: self._filled(name, np.asarray(raw(v).value())) for name, v in own.items()}
+        arrays = {name: self._filled(name, _seen(raw(v).value())) for name, v in own.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
         return Copy(step, arrays, dataclasses.asdict(config), save, skipped)
 

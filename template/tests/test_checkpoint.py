@@ -34,13 +34,14 @@ def test_what_was_saved_is_restored(kept):
 
 def test_types_that_numpy_does_not_know(kept):
     value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-    values = {"v": tf.Variable(value), "w": tf.Variable(True)}
+    values = {"v": tf.Variable(value), "w": tf.Variable(True), "s": tf.Variable(value[0])}
     check_types(values)
     path = kept.write(kept.copy(1, values, Config()))
     assert checkpoint_files.read(path)["v"].dtype == value.dtype
     into = {"v": tf.Variable(tf.zeros_like(value)), "w": tf.Variable(False)}
+    into["s"] = tf.Variable(tf.zeros_like(value[0]))
     kept.restore(kept.find("auto", 1), into, Config())
-    assert np.all(into["v"].numpy() == value) and bool(into["w"])
+    assert np.all(into["v"].numpy() == value) and bool(into["w"]) and into["s"].numpy() == 1.5
     with pytest.raises(ValueError, match="t is of type object: a checkpoint holds numbers only"):
         check_types({"t": tf.Variable("text")})
 
