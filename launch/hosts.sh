@@ -79,7 +79,10 @@ if [ -n "$discover" ]; then
     [ -n "$interface" ] || die "--discover needs --interface NAME, which hosts that come later have too" \
         "(lo where all are this one)"
     [[ $least$most =~ ^[1-9][0-9]*$ ]] || die "--min-np '$least' and --max-np '$most' are numbers of ranks"
+    [ "${most:-$least}" -ge "$least" ] || die "--max-np $most is less than --min-np $least"
     hosts=$(sh -c "$discover" | paste -sd,) && [ -n "$hosts" ] || die "--discover '$discover' prints no host"
+elif [ "$least$most" != 1 ]; then
+    die "--min-np and --max-np are for --discover"
 fi
 
 slots=0 names=() entries=()
@@ -101,8 +104,9 @@ if [ -z "$via" ]; then
     via=gloo
     if [ "$np" -ge "$many" ] && command -v mpirun >/dev/null; then via=mpi; fi
 fi
-if [ "$via" = gloo ] && [ "$np" -gt "$most_gloo" ]; then
-    die "$np ranks over Gloo would take many minutes to find each other, and need $np open files each:" \
+ranks=$((np > ${most:-0} ? np : most)) # at most: an elastic run grows
+if [ "$via" = gloo ] && [ "$ranks" -gt "$most_gloo" ]; then
+    die "$ranks ranks over Gloo would take many minutes to find each other, and need $ranks open files each:" \
         "use --mpi${discover:+ (without --discover)}, or at most $most_gloo ranks"
 elif [ "$via" = gloo ] && [ "$np" -ge "$many" ]; then
     echo "warning: $np ranks over Gloo start slowly (all read all others' addresses from one server):" \

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -229,4 +230,5 @@ def _finite(value: object) -> object:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no trace where `| head` has read enough
     sys.exit(main())

@@ -332,7 +332,7 @@ def test_from_64_hosts_all_are_reached_from_here(count: int):
 
 
 def test_from_64_ranks_mpi_unless_told_and_over_256_no_gloo(tmp_path: Path):
-    """Where there is an mpirun."""
+    """Where there is an mpirun. An elastic run counts as many as it may grow to."""
     assert " --gloo -np 63 " in dry("-np", "63") and dry("-np", "64").startswith("mpirun -np 64 ")
     assert "warning" not in dry("-np", "63") + dry("-np", "64") + dry("--mpi", "-np", "8192")
     told = dry("--gloo", "-np", "256")
@@ -342,6 +342,14 @@ def test_from_64_ranks_mpi_unless_told_and_over_256_no_gloo(tmp_path: Path):
         ended = run([HOSTS_SH, *words, "--dry-run", "true"], timeout=20)
         assert ended.code == 2 and "ranks over Gloo would take many minutes" in ended.output
         assert way_out in ended.output
+    discover[1] = "echo a:2"
+    for words, said in (
+        ([*discover, "--max-np", "257"], "257 ranks over Gloo would"),
+        ([*discover, "--min-np", "3", "--max-np", "2"], "--max-np 2 is less than --min-np 3"),
+        (["-np", "2", "--max-np", "3"], "--min-np and --max-np are for --discover"),
+    ):
+        ended = run([HOSTS_SH, *words, "--dry-run", "true"], timeout=20)
+        assert ended.code == 2 and said in ended.output
     for name in ("horovodrun", "bash", "sh", "readlink", "dirname", "uname", "date", "sed", "head"):
         (tmp_path / name).symlink_to(shutil.which(name))
     ended = run([HOSTS_SH, "-np", "64", "--dry-run", "true"], 20, {"PATH": str(tmp_path)})

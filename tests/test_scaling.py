@@ -137,6 +137,12 @@ def test_a_table_json_and_a_plot(tmp_path: Path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_reads_only_the_first_line_gets_no_trace():
+    command = f"{sys.executable} {ROOT}/launch/scaling.py {' '.join(PLAN)} --gpus=8,64 | true"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert not ended.stderr
+
+
 def test_flags_that_help_against_a_slow_link():
     ended = scaling(*PLAN, "--gpus=64", "--link=1Gbit")
     assert "limited by bandwidth (--compression=fp16: " in ended.stdout
