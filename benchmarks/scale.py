@@ -108,6 +108,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     # isort: split
     import horovod.tensorflow as hvd
     import tensorflow as tf
+    from horovod.tensorflow import functions
 
     import actions
     import train
@@ -126,9 +127,9 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
         setattr(owner, name, call)
 
-    def count(name: str) -> None:
+    def count(owner: object, name: str) -> None:
         """Collectives outside of graphs; of an allgather, what so many ranks would have sent."""
-        inner = getattr(hvd, name)
+        inner = getattr(owner, name)
 
         def call(*args, **how):
             found = inner(*args, **how)
@@ -140,7 +141,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
                 seen["kB"].append(found.numpy().nbytes / 1e3)
             return found
 
-        setattr(hvd, name, call)
+        setattr(owner, name, call)
 
     def judged(seconds: float, *_: object) -> None:
         if not seen["start"]:
@@ -175,7 +176,9 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
     finish, train.finish = train.finish, ending
     for name in ("allreduce", "allgather", "broadcast"):
-        count(name)
+        count(hvd, name)
+    for name in ("allgather", "broadcast"):  # of broadcast_object and such
+        count(functions, name)
     after(train.health.Health, "_judge", judged)
     after(actions.Log, "__call__", logged)
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
@@ -186,11 +189,14 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
 def be_one_of(ranks: int, train) -> None:
     """Rank 0 of so many, in one process, with a sample for each."""
+    from horovod.tensorflow import functions
+
     from tasks import blank
 
     connect, numbers = train.world_lib.connect, blank.numbers
     train.world_lib.connect = lambda knobs: connect(knobs) and train.World(0, ranks, 0, 1)
     blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
+    functions.global_process_set.size = lambda: ranks  # allgather_object reads what so many sent
 
 
 def held() -> dict[str, float]:

@@ -35,9 +35,10 @@ def read(file: Path) -> tuple[list[str], np.ndarray]:
             (_, *names), *rows = csv.reader(opened)
         counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{file} holds no confusion matrix: {error}") from None
+        raise ValueError(f"{file} holds no confusion matrix, remove it: {error}") from None
     if counts.shape != (len(names), len(names)):
-        raise ValueError(f"{file} holds no confusion matrix: {len(names)} names, {counts.shape}")
+        size = f"{len(names)} names, {counts.shape}"
+        raise ValueError(f"{file} holds no confusion matrix, remove it: {size}")
     return names, counts
 
 

@@ -11,6 +11,7 @@ import sys
 
 from engine.stop import RANK_VARIABLES
 
+_LEAST = 5  # columns of a bar
 _there = False  # a line that the next one is written over
 
 
@@ -23,12 +24,17 @@ def possible() -> bool:
     return not launched and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def show(text: str) -> None:
-    """Over the last one; cut to the terminal's width, because a line that wraps stays."""
+def show(text: str, done: int, count: int) -> None:
+    """Over the last one, after a bar where there is room for one.
+
+    Cut to the terminal's width, because a line that wraps stays.
+    """
     global _there
     with contextlib.suppress(OSError):
         width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
-        print(f"\r\x1b[K{text[: width - 1]}", end="", flush=True)
+        room = min(20, width - len(text) - len("[] ") - 1)
+        line = f"{bar(done, count, room)} {text}" if room >= _LEAST else text[: width - 1]
+        print(f"\r\x1b[K{line}", end="", flush=True)
         _there = True
 
 

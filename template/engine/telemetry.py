@@ -123,7 +123,7 @@ class Telemetry:
         )
         if live.possible():
             epochs = f"epoch {step * samples / self._epoch:.1f}"
-            live.show(f"{live.bar(step, self._num_steps)} {line}  {epochs}{self._score}")
+            live.show(f"{line}{self._score}  {epochs}", step, self._num_steps)
         else:
             say(self._world, line)
         # Not at the first step that is logged, for which nothing could be read ahead.
