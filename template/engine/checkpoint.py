@@ -359,7 +359,7 @@ def load(path: Path, variables: Variables) -> None:
     """
     newer = {name: value for name, value in _NEWER.items() if name in variables}
     state = newer | checkpoint_files.read(path)
-    other = "Use another --run_dir or --resume=never"
+    other = "Use a checkpoint of this model, another --run_dir or --resume=never"
     missing = [n for n in variables if n not in state]
     unknown = [n for n in state if n not in variables]
     if missing or unknown:
