@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,9 @@ def read(folder: Path) -> Records:
     """Raises ValueError where the folder is no run's."""
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
-    lines = _lines(folder / "metrics.jsonl")
+    lines = [
+        line for line in _lines(folder / "metrics.jsonl") if all(map(is_figure, line.values()))
+    ]
     try:
         summary = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -51,6 +54,13 @@ def read(folder: Path) -> Records:
         [line for line in _lines(folder / "starts.jsonl") if isinstance(line.get("time"), float)],
         summary if isinstance(summary, dict) else {},
     )
+
+
+def is_figure(value: object) -> bool:
+    """Whether a value is as metrics.jsonl holds them: null, or a number of a float's size."""
+    if isinstance(value, int | float):
+        return not abs(value) > sys.float_info.max
+    return value is None
 
 
 def is_score(name: str) -> bool:

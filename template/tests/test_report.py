@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import compare
 import plots
 import report
 from engine import confusion, records
@@ -161,6 +162,14 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path):
     assert (
         made.returncode == 2 and made.stderr.count("\n") == 1 and "no run's folder" in made.stderr
     )
+
+
+@pytest.mark.parametrize("value", ["much", 10**400, [1.0]], ids=["text", "huge", "list"])
+def test_lines_with_what_no_run_writes_are_left_out(tmp_path, value):
+    lines = [step(1, 2.0), step(2, 2.5) | {"loss": value}, {"step": 2, "eval_loss": value}]
+    run = made_up(tmp_path / "run", lines, [{"step": 0, "time": 1.0, "ranks": 1}])
+    assert report.write(run).exists() and records.read(run).last_step() == 1
+    assert compare.side_by_side([records.read(run)] * 2, None)
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
