@@ -44,3 +44,19 @@ def test_what_thousands_of_ranks_send_is_read_in_time_that_grows_with_them_no_fa
     start = time.process_time()
     assert messages.gather(("host", 5), 8192) == [("host", 5)] * 8192
     assert time.process_time() - start < 0.8 and len(parts) == 1
+
+
+def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):
+    """Else a rank that receives gigabytes for minutes would count as hanging."""
+    heard, parts = [], []
+
+    def broadcast(part: np.ndarray, root_rank: int, name: str) -> tf.Tensor:
+        parts.append((len(part), len(heard)))
+        return tf.constant(part + 1)
+
+    monkeypatch.setattr(messages, "_PART", 4)
+    monkeypatch.setattr(messages.hvd, "broadcast", broadcast)
+    monkeypatch.setattr(messages.pulse, "beat", lambda: heard.append(1))
+    array = np.zeros(10, np.uint8)
+    messages.fill(array, own=False)
+    assert parts == [(4, 0), (4, 1), (2, 2)] and len(heard) == 3 and np.all(array == 1)
