@@ -260,14 +260,6 @@ def test_what_has_no_place_beside_it_is_refused_by_name(flag, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_limits_are_where_the_grid_ends():
-    """Sums stay below 2**62 units of the grid; the smallest gradient keeps 4 bits, 16 units."""
-    assert fixed_point.LARGEST_GRADIENT * 2.0**fixed_point.GRADIENT_BITS == 2.0**62
-    assert fixed_point.LARGEST_STATE * 2.0 ** fixed_point.STATE_BITS[0] == 2.0**62
-    assert fixed_point.SMALLEST_GRADIENT * 2.0**fixed_point.GRADIENT_BITS == 16.0
-    assert fixed_point.GRADIENT_BITS == 48 and fixed_point.STATE_BITS == (20, 70)
-
-
 def test_gradients_that_are_too_small_are_told_only_where_they_are():
     assert virtual.too_small({"step": 3}) is None
     assert virtual.too_small({"step": 3, "faults": [True, True, True, False]}) is None
