@@ -102,9 +102,15 @@ def test_one_step_is_saved_once():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = SimpleNamespace(variables={})
     run = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
-    saver = SimpleNamespace(save=lambda step, *rest: saved.append(step))
+    waited = []
+    saver = SimpleNamespace(
+        save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
+    )
     telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
     save = Save(run, saver, clock, lambda: None, telemetry, saved_at=4)
     for step in (4, 5, 5, 6):
         save(step)
     assert saved == [5, 6]
+    save.last(6)  # there already; whether it could be written is still to be learnt
+    save.last(7)
+    assert saved == [5, 6, 7] and waited == [6, 7]

@@ -57,10 +57,11 @@ def test_what_others_put_there_stays(tmp_path: Path):
     with unfinished.folder(tmp_path, "train"):
         pass
     assert sorted(tmp_path.rglob("*")) == before
-    (tmp_path / ".train.packing.lock").write_text("a text of mine")
-    words = (tmp_path / ".train.packing.lock", "no pack made it", "--as")
-    readers.fails(lambda: unfinished.folder(tmp_path, "train").__enter__(), *words)
-    assert (tmp_path / ".train.packing.lock").read_text() == "a text of mine"
+    for mine in (b"a text of mine", b"\xff\xfe, and no text"):
+        (tmp_path / ".train.packing.lock").write_bytes(mine)
+        words = (tmp_path / ".train.packing.lock", "no pack made it", "--as")
+        readers.fails(lambda: unfinished.folder(tmp_path, "train").__enter__(), *words)
+        assert (tmp_path / ".train.packing.lock").read_bytes() == mine
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "train.packing-2", ".packing"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from engine import messages
+from config import Config
+from engine import agreement, messages
+from engine import fingerprint as fingerprints
 from ranks import launch, run_checks
 
 FILE = Path(__file__).parent / "checks_world.py"
@@ -60,3 +63,10 @@ def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):
     array = np.zeros(10, np.uint8)
     messages.fill(array, own=False)
     assert parts == [(4, 0), (4, 1), (2, 2)] and len(heard) == 3 and np.all(array == 1)
+
+
+def test_ranks_that_are_alike_send_each_other_no_details():
+    """Of thousands each one's packages, device and host would be megabytes."""
+    world = SimpleNamespace(gather_alike=lambda own, name: [own] * 3, gather_objects=None)
+    found = agreement.fingerprint(world, Config())
+    assert found == fingerprints.of_all([fingerprints.here()])
