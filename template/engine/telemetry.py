@@ -52,6 +52,8 @@ class Telemetry:
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             self._lines = (run_dir / "metrics.jsonl").open("a")
+            settings = run_dir / "config.cfg"
+            self._settings = settings.read_bytes() if settings.exists() else b""
             names = tracker_names(config)
             self._trackers = trackers.make(names, run_dir, dataclasses.asdict(config))
 
@@ -211,8 +213,23 @@ class Telemetry:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._told_once("metrics.jsonl"):
+            if not Path(self._lines.name).exists():
+                self._begin_anew()
             self._lines.write(json.dumps(_finite(record) | {"time": _now()}) + "\n")
             self._lines.flush()
+
+    def _begin_anew(self) -> None:
+        """Somebody removed the folder, or the file: what comes from here on is kept."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._lines.close()
+        self._lines = Path(self._lines.name).open("a")
+        if not (self._dir / "config.cfg").exists():
+            (self._dir / "config.cfg").write_bytes(self._settings)
+        say(
+            self._world,
+            f"note: {self._lines.name} was removed while the run goes on: a new one begins, "
+            "and what the old one held is lost",
+        )
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:

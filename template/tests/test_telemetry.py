@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -41,6 +42,23 @@ def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, 
     assert [line["samples_per_second"] for line in lines] == [4.0, 8.0, 4.0]
     assert [line["data_wait"] for line in lines] == [0.25, 0.0, 1.0]
     assert telemetry.median_speed() == 6.0  # of 8 and 4: the first interval holds the start
+
+
+def test_a_folder_that_is_removed_meanwhile_begins_anew_and_says_so(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.cfg").write_text("--num_steps=9\n")
+    config = dataclasses.replace(Config(), run_dir=str(run), trackers="")
+    figures = {"loss": 1.0, "lr": 0.1}
+    with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:
+        for step in range(1, 5):
+            if step == 3:
+                shutil.rmtree(run)
+            telemetry.step(step, 8, figures, [1.0], waited=0.0, times={})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+    assert (run / "config.cfg").read_text() == "--num_steps=9\n"
+    assert capsys.readouterr().out.count(f"note: {run}/metrics.jsonl was removed") == 1
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
