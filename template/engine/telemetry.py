@@ -222,7 +222,7 @@ class Telemetry:
         """Somebody removed the folder, or the file: what comes from here on is kept."""
         self._dir.mkdir(parents=True, exist_ok=True)
         self._lines.close()
-        self._lines = Path(self._lines.name).open("a")
+        self._lines = (self._dir / "metrics.jsonl").open("a")
         if not (self._dir / "config.cfg").exists():
             (self._dir / "config.cfg").write_bytes(self._settings)
         say(
