@@ -35,6 +35,25 @@ def check_a_model_that_is_not_built_is_built_from_an_example(world):
     assert ended.code == DONE and len(ended.weights()) == 4, ended.message
 
 
+def check_a_head_that_only_training_calls_is_built_and_trained(world):
+    class Aux(Net):
+        def __init__(self):
+            super().__init__()
+            self.aux = keras.layers.Dense(CLASSES)
+
+        def call(self, x, training=False):
+            inner = self.body(x)
+            return self.head(inner) + (self.aux(inner) if training else 0)
+
+    class Task(Small):
+        def build_model(self):
+            return Aux()
+
+    ended = fit(world, Task, num_steps=2)
+    assert ended.code == DONE and len(ended.model.trainable_variables) == 6, ended.message
+    assert any("aux" in n for n in np.load(ended.folder / "checkpoints/step-00000002/state.npz"))
+
+
 def check_what_is_no_model_is_told(world):
     class Task(Small):
         def build_model(self):
