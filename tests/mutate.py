@@ -77,9 +77,9 @@ def choose(mutant: Mutant, reach: dict[str, Reach]) -> tuple[list[str], dict[int
             alone |= {test: seconds[test] for test in own}
     within, total = [], 0.0
     for test, needs in alone.items():
-        total += needs
-        if total < LONGEST:
+        if total + needs < LONGEST:  # a long one leaves room for quick ones after it
             within.append(test)
+            total += needs
     return within, {ranks: some[:CHECKS] for ranks, some in checks.items() if some}
 
 
