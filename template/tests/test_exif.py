@@ -57,6 +57,10 @@ def test_segments_before_the_exif_are_passed():
         jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
     ):
         assert exif.orientation(data[:2] + before + rest) == 6
+    # It is looked for in the first 16 KiB: 10 bytes of heads come before its 6-byte name.
+    for size, found in ((2**14 - 16, 6), (2**14 - 15, 1)):
+        comment = b"\xff\xfe" + (size + 2).to_bytes(2, "big") + bytes(size)
+        assert exif.orientation(data[:2] + comment + rest) == found, size
     # The name inside a comment begins no Exif segment.
     fake = b"\xff\xfe\x00\x12Exif\0\0II*\0\x08\0\0\0\0\0"
     assert exif.orientation(data[:2] + fake + rest) == 6
