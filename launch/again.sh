@@ -102,8 +102,9 @@ answering='xargs -P 64 -I {} sh -c '"'"'name=${1%%[[:space:]:]*}
         </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} "$2" <"$0" >"$1"'
 
 # list_hosts: a host a line into $work/hosts, without comments; false where the command has none.
+# Sets `listed`, the command's exit code.
 list_hosts() {
-    local listed=0
+    listed=0
     if [ -n "$from" ]; then
         in_background bash -c "$from" >"$work/printed"
         listed=$code
@@ -118,7 +119,7 @@ list_hosts() {
 
 # A worker that was drained needs a new node first. That is no crash.
 wait_for_hosts() {
-    local since=$SECONDS said='' missing there
+    local since=$SECONDS said='' missing there lack wanted listed
     while [ -z "$told" ]; do
         if list_hosts; then
             in_background sh -c "$answering" "$work/hosts" "$work/answered" "$answer"
@@ -127,18 +128,20 @@ wait_for_hosts() {
             there=$(wc -l <"$work/answered")
             grep -xFf "$work/answered" "$work/hosts" >"$work/live" || true # in the list's order
             [ -n "$missing" ] || break
+            wanted="$missing to answer ssh" lack="no answer to ssh from $missing"
             if [ -n "$fewer" ] && [ "$there" -ge "$fewer" ] && [ $((SECONDS - since)) -ge "$grace" ]; then
                 say "going on without $missing, on $there host(s)"
                 break
             fi
         else
-            missing="any host"
+            lack="no host from --hosts-from '$from', which ended with exit code $listed"
+            wanted="hosts: $lack"
         fi
-        [ "$said" = "$missing" ] || say "waiting for $missing to answer ssh"
-        said=$missing
+        [ "$said" = "$wanted" ] || say "waiting for $wanted"
+        said=$wanted
         if [ $((SECONDS - since)) -ge "$patience" ]; then
-            say "error: no answer to ssh from $missing for $patience seconds; when it is back," \
-                "start the job again: it resumes from the newest checkpoint"
+            say "error: $lack for $patience seconds; when that is mended, start the job again:" \
+                "it resumes from the newest checkpoint"
             end 1
         fi
         in_background sleep 5

@@ -121,6 +121,14 @@ def test_wrong_use_is_said(words: list[str], said: str):
     assert ended.code == 2 and said in ended.output
 
 
+@pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
+def test_a_command_that_prints_no_host_is_named(command: str, code: int):
+    ended = run([AGAIN, "--hosts-from", command, "true"], 30, {"AGAIN_PATIENCE": "1"})
+    said = f"no host from --hosts-from '{command}', which ended with exit code {code}"
+    assert ended.code == 1 and f"waiting for hosts: {said}\n" in ended.output, ended.output
+    assert f"error: {said} for 1 seconds; when that is mended" in ended.output
+
+
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
     hosts = Hosts(tmp_path, 2, ssh_port=22)  # again.sh asks ssh's own settings for the port
     try:
