@@ -38,6 +38,7 @@ _BACKENDS = {1: "alone", 2: "mpirun", 3: "gloo"}
 # and for those of mixed files that start none.
 _SLOW = "from ranks import"
 _QUICK = ("test_reduction.py", "test_warm_start.py", "test_find_lr.py", "test_find_batch.py")
+_QUICK += ("test_browse.py", "test_check.py", "test_live.py")
 _MIXED = {
     "test_checkpoint_parts.py": "not on_ranks and not kill",
     "test_virtual.py": "not on_ranks and not same_bits",
@@ -45,6 +46,8 @@ _MIXED = {
     "test_trackers.py": "calls_arrive or slow_server or never_answers or what_it_raises",
     "test_tasks.py": "not ranks and not loss_falls",
     "test_devices.py": "not training",
+    "test_hangs.py": "thousands",
+    "test_world.py": "thousands or sign_of_life or alike_send",
 }
 
 _TEST = """

@@ -182,6 +182,17 @@ def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
         assert (0 < falls < 12) == mirrored and (mirrored or not falls)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_is_evaluated_has_the_form_of_what_is_trained_on(dropout):
+    """With dropout a key, which evaluation leaves unused, goes into the model too."""
+    task = classification.Task(dataclasses.replace(CONFIG, dropout=dropout))
+    sample = {"image": tf.zeros([12, 9, 3], tf.uint8), "label": tf.constant(1)}
+    trained = task.training_example(sample, tf.constant([0, 1]))
+    form = lambda example: tf.nest.map_structure(lambda x: (x.shape, x.dtype), example)  # noqa: E731
+    assert form(task.evaluation_example(sample)) == form(trained)
+    assert ("key" in trained["inputs"]) == bool(dropout)
+
+
 def test_any_split_may_be_named():
     config = dataclasses.replace(CONFIG, train_split="large", val_split="small")
     assert base.load(config).config == config
