@@ -353,6 +353,28 @@ def test_the_pictures_must_be_known(tmp_path, monkeypatch):
     assert len(pretrained._PUBLISHED) == 3
 
 
+@pytest.mark.parametrize(
+    ("shape", "scaled", "fits"),
+    [((8, 8, 3), True, True), ((8, 8, 3), False, False), ((4,), False, True)],
+)
+def test_pictures_as_they_are_were_trained_on_by_none(shape, scaled, fits, tmp_path):
+    """Numbers that are no picture's are the task's own matter."""
+
+    def model(start: float) -> keras.Model:
+        x = keras.Input(shape)
+        inner = preprocessing.scaled(x) if scaled else x
+        made = keras.Model(x, keras.layers.Dense(2, name="stem")(inner), name="plain")
+        made.get_layer("stem").kernel.assign(np.full((shape[-1], 2), start))
+        return made
+
+    file, same = published.write(model(5.0), tmp_path, "h5"), model(0.0)
+    if fits:
+        assert pretrained.load(same, file, "tf").set == ["stem"]
+        assert np.all(same.get_layer("stem").kernel.numpy() == 5.0)
+    else:
+        refused(same, file, "plain does not convert pictures to that", mode="tf")
+
+
 @pytest.mark.parametrize("form", published.FORMS)
 def test_a_file_of_this_project_says_it_itself(form, tmp_path):
     there = network(5.0)
