@@ -113,6 +113,7 @@ def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_
         "image": tf.random.stateless_uniform([2, 16, 16, 3], [1, 2], 0, 255),
         "key": tf.zeros([2, 2], tf.int32),
     }
+    assert [x.name for x in model.inputs] == list(inputs)  # as pictures of the model name them
     logits = model(inputs)
     assert logits.shape == (2, 7) and logits.dtype == tf.float32
     model.save(tmp_path / "model.keras")

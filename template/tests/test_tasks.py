@@ -9,15 +9,18 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import config as config_lib
 from config import Config
 from engine import checkpoint_files, fingerprint
 from ranks import PROJECT, last_lines, launch
-from tasks import base
+from tasks import base, check
 
 
 def flagfiles() -> list:
@@ -129,6 +132,29 @@ def test_a_setting_of_data_that_the_task_does_not_read_is_refused(name, value, l
         base.load(config)
     type(task).uses = (name,)
     assert base.load(config)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, np.zeros(2, np.float32), (np.zeros(2, np.float32),) * 3, {"a": 1, "b": 2}]
+)
+def test_a_loss_that_is_no_pair_is_told(returned):
+    task = SimpleNamespace(loss=lambda outputs, targets: returned)
+    with pytest.raises(ValueError, match="must return two tensors, a loss and a weight"):
+        check.loss(task, None, None)
+
+
+def test_what_only_training_calls_is_built():
+    class Aux(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.aux = keras.layers.Dense(3), keras.layers.Dense(3)
+
+        def call(self, x, training=False):
+            return self.head(x) + (self.aux(x) if training else 0)
+
+    model = Aux()
+    check.build(model, {"inputs": tf.zeros([2, 4]), "targets": tf.zeros([2], tf.int64)})
+    assert model.aux.built and len(model.trainable_variables) == 4
 
 
 def test_the_engine_names_no_task():
