@@ -259,6 +259,12 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
     weights = config_lib.class_weights(config_lib.parse(["", flag, "--num_classes=3"]))
     assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)
     assert (30 * weights[0] + 10 * weights[2]) / 40 == pytest.approx(1, rel=1e-3)
+    # Of several splits, those of the one to train on.
+    (tmp_path / "splits/a.txt").write_text("1\n")
+    for splits, balanced in ((("a", "train"), "train"), (("a",), "a")):
+        asked = [f"--split={split}" for split in splits]
+        code, printed = whole(f"--data_dir={tmp_path}", *asked, "--num_classes=3")
+        assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], printed
 
 
 def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
