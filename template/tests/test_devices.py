@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from engine import devices
+from engine import world as world_lib
 from ranks import ENVIRONMENT, last_lines, launch
 
 pytestmark = pytest.mark.skipif(
@@ -55,6 +56,22 @@ def test_a_driver_that_fails_is_no_host_without_gpus(tmp_path, monkeypatch):
     assert "nvidia-smi fails" in devices.why_no_gpu("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.why_no_gpu("auto") == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "said"),
+    [
+        (["gpu"], True, "one GPU each, NCCL, set up over "),
+        (["gpu"], False, "one GPU each, "),
+        ([], True, "CPU thread(s) each, "),
+    ],
+)
+def test_what_carries_gradients_is_said(monkeypatch, gpus, nccl, said):
+    """NCCL where this Horovod has it and there is a GPU to send from."""
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(world_lib.hvd, "nccl_built", lambda: nccl)
+    monkeypatch.setattr(world_lib.hvd, "mpi_enabled", lambda: False)
+    assert world_lib.describe(world_lib.World(0, 1, 0, 1)).endswith(f"{said}Gloo")
 
 
 def test_training_on_two_ranks(tiny, tmp_path):
