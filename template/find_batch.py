@@ -11,6 +11,7 @@ may follow, but none that sets the batch.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from engine.stop import BUG, DONE, WRONG_USE, complain
 
 _STEPS = 15  # of a benchmark, at least
 _GIB = 2**30
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
 _OUT_OF_MEMORY = ("does not fit into memory", "ResourceExhausted", "out of memory", "OOM when")
 
 
@@ -48,7 +51,8 @@ def tried(flags: list[str], batch: int, limit: float) -> Tried:
         words = [sys.executable, str(Path(__file__).with_name("train.py")), *flags, *more]
         log = Path(folder) / "log"
         with log.open("w") as out:
-            child = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+            how = {"stdout": out, "stderr": subprocess.STDOUT, "preexec_fn": _end_with_parent}
+            child = subprocess.Popen(words, **how)
             try:
                 over = _watched(child, limit)
             finally:
@@ -67,6 +71,14 @@ def tried(flags: list[str], batch: int, limit: float) -> Tried:
     fits = bool(own["gpu_peak_bytes"]) or peak <= limit
     why = "" if fits else f"more than {limit / _GIB:.1f} GiB"
     return Tried(fits, record["samples_per_second"]["mean"], peak, why)
+
+
+def _end_with_parent() -> None:
+    """Of a child, before it becomes train.py.
+
+    For where this process is killed, or told to end before it knows the child.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watched(child: subprocess.Popen, limit: float) -> float:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from ranks import PROJECT
 
@@ -53,12 +54,14 @@ def test_a_batch_is_not_given():
     assert found.returncode == 2 and "--global_batch_size is what" in found.stderr
 
 
-def test_what_is_being_tried_ends_with_it():
+@pytest.mark.parametrize(("sent", "code"), [("SIGTERM", 128 + 15), ("SIGKILL", -9)])
+def test_what_is_being_tried_ends_with_it(sent, code):
     command = [sys.executable, "find_batch.py", *FLAGS]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as search:
         search.stdout.readline()  # the table's head: the first size follows
         while not (children := psutil.Process(search.pid).children()):
             assert search.poll() is None
-        search.send_signal(signal.SIGTERM)
-        assert search.wait(20) == 128 + signal.SIGTERM
-    assert not any(child.is_running() for child in children)
+        search.send_signal(signal.Signals[sent])
+        assert search.wait(20) == code
+    _, left = psutil.wait_procs(children, timeout=1)  # by itself it takes longer
+    assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)
