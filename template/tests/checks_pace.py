@@ -64,8 +64,11 @@ def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
     ended, notes = told(world, Waits)
     if world.is_chief:
         assert len(notes) == 1 and "rank 1 on " in notes[0], notes
-        last = ended.records[-2]
-        assert last["input_wait_slowest_rank"] == 1 and last["input_wait_most"] > 1e-3, last
+        lines = [line for line in ended.records if "input_wait_most" in line]
+        # Of most intervals: in one of a few steps what was read ahead may be enough.
+        named = [line for line in lines if line["input_wait_slowest_rank"] == 1]
+        assert 2 * len(named) > len(lines), lines
+        assert max(line["input_wait_most"] for line in named) > 1e-3, lines
 
 
 def check_ranks_that_are_alike_are_not_named(world):
