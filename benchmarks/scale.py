@@ -189,14 +189,14 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
 def be_one_of(ranks: int, train) -> None:
     """Rank 0 of so many, in one process, with a sample for each."""
-    from horovod.tensorflow import functions
+    import horovod.tensorflow as hvd
 
     from tasks import blank
 
     connect, numbers = train.world_lib.connect, blank.numbers
     train.world_lib.connect = lambda knobs: connect(knobs) and train.World(0, ranks, 0, 1)
     blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
-    functions.global_process_set.size = lambda: ranks  # allgather_object reads what so many sent
+    hvd.global_process_set.size = lambda: ranks  # allgather_object reads what so many sent
 
 
 def held() -> dict[str, float]:

@@ -51,8 +51,9 @@ def tried(flags: list[str], batch: int, limit: float) -> Tried:
         words = [sys.executable, str(Path(__file__).with_name("train.py")), *flags, *more]
         log = Path(folder) / "log"
         with log.open("w") as out:
-            how = {"stdout": out, "stderr": subprocess.STDOUT, "preexec_fn": _end_with_parent}
-            child = subprocess.Popen(words, **how)
+            child = subprocess.Popen(
+                words, stdout=out, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+            )
             try:
                 over = _watched(child, limit)
             finally:
@@ -74,9 +75,9 @@ def tried(flags: list[str], batch: int, limit: float) -> Tried:
 
 
 def _end_with_parent() -> None:
-    """Of a child, before it becomes train.py.
+    """Called in the child before it becomes train.py: the kernel ends it with this process.
 
-    For where this process is killed, or told to end before it knows the child.
+    `finally` is not enough: SIGKILL runs none, and a signal may come before Popen returns.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

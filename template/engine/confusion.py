@@ -34,11 +34,10 @@ def read(file: Path) -> tuple[list[str], np.ndarray]:
         with file.open(newline="", encoding="utf-8", errors="surrogateescape") as opened:
             (_, *names), *rows = csv.reader(opened)
         counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
+        if counts.shape != (len(names), len(names)):
+            raise ValueError(f"{len(names)} names, {counts.shape}")
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{file} holds no confusion matrix, remove it: {error}") from None
-    if counts.shape != (len(names), len(names)):
-        size = f"{len(names)} names, {counts.shape}"
-        raise ValueError(f"{file} holds no confusion matrix, remove it: {size}")
+        raise ValueError(f"{file} holds no confusion matrix ({error}): remove the file") from None
     return names, counts
 
 

@@ -39,9 +39,8 @@ def read(folder: Path) -> Records:
     """Raises ValueError where the folder is no run's."""
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
-    lines = [
-        line for line in _lines(folder / "metrics.jsonl") if all(map(is_figure, line.values()))
-    ]
+    lines = _lines(folder / "metrics.jsonl")
+    lines = [{name: x for name, x in line.items() if _is_figure(x)} for line in lines]
     try:
         summary = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -54,13 +53,6 @@ def read(folder: Path) -> Records:
         [line for line in _lines(folder / "starts.jsonl") if isinstance(line.get("time"), float)],
         summary if isinstance(summary, dict) else {},
     )
-
-
-def is_figure(value: object) -> bool:
-    """Whether a value is as metrics.jsonl holds them: null, or a number of a float's size."""
-    if isinstance(value, int | float):
-        return not abs(value) > sys.float_info.max
-    return value is None
 
 
 def is_score(name: str) -> bool:
@@ -79,6 +71,13 @@ def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [float(x) if isinstance(x, int | float) else math.nan for x in found]
 
 
+def _is_figure(value: object) -> bool:
+    """Whether a value is one that figures have: null, or a number of a float's size."""
+    if isinstance(value, int | float):
+        return not abs(value) > sys.float_info.max  # NaN is one too
+    return value is None
+
+
 def _lines(file: Path) -> list[dict[str, Any]]:
     """Those that are whole and tell a step."""
     found = []
@@ -88,7 +87,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+            step = record.get("step") if isinstance(record, dict) else None
+            if isinstance(step, int) and _is_figure(step):
                 found.append(record)
     return found
 

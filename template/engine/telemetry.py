@@ -219,16 +219,17 @@ class Telemetry:
             self._lines.flush()
 
     def _begin_anew(self) -> None:
-        """Somebody removed the folder, or the file: what comes from here on is kept."""
+        """Somebody removed or moved the folder, or the file: what follows is kept in a new one."""
         self._dir.mkdir(parents=True, exist_ok=True)
         self._lines.close()
         self._lines = (self._dir / "metrics.jsonl").open("a")
-        if not (self._dir / "config.cfg").exists():
-            (self._dir / "config.cfg").write_bytes(self._settings)
+        settings = self._dir / "config.cfg"
+        if self._settings and not settings.exists():
+            settings.write_bytes(self._settings)
         say(
             self._world,
-            f"note: {self._lines.name} was removed while the run goes on: a new one begins, "
-            "and what the old one held is lost",
+            f"note: {self._lines.name} was removed or moved during the run: a new one begins, "
+            "without what was in it",
         )
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -57,12 +57,6 @@ def check_a_loss_that_is_a_mean_is_told(world):
 
     refused(world, Pair, "a loss for each example")
 
-    class Three(Small):
-        def loss(self, outputs, targets):
-            return (*super().loss(outputs, targets), None)
-
-    refused(world, Three, "loss must return two tensors", "tuple")
-
 
 def check_shapes_of_losses_and_weights(world):
     class Task(Small):

@@ -165,10 +165,12 @@ def test_what_is_no_run_is_told_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["much", 10**400, [1.0]], ids=["text", "huge", "list"])
-def test_lines_with_what_no_run_writes_are_left_out(tmp_path, value):
+def test_figures_that_no_run_writes_are_left_out(tmp_path, value):
     lines = [step(1, 2.0), step(2, 2.5) | {"loss": value}, {"step": 2, "eval_loss": value}]
+    lines += [{"step": value, "loss": 1.0}, {"step": 1, "eval_loss": 2.0, "eval_own": value}]
     run = made_up(tmp_path / "run", lines, [{"step": 0, "time": 1.0, "ranks": 1}])
     assert report.write(run).exists() and records.read(run).last_step() == 1
+    assert records.read(run).evaluations == [{"step": 1, "eval_loss": 2.0}]
     assert compare.side_by_side([records.read(run)] * 2, None)
 
 

@@ -58,7 +58,7 @@ def test_a_folder_that_is_removed_meanwhile_begins_anew_and_says_so(tmp_path, ca
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4]
     assert (run / "config.cfg").read_text() == "--num_steps=9\n"
-    assert capsys.readouterr().out.count(f"note: {run}/metrics.jsonl was removed") == 1
+    assert capsys.readouterr().out.count(f"note: {run}/metrics.jsonl was removed or moved") == 1
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
