@@ -12,20 +12,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-import engine.quiet  # noqa: F401
+import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.demo import scenes
+from hvdkit.observe import compare
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.settings import config as config_lib
+from hvdkit.stop import DONE
 
-import compare
-import config as config_lib
-from data.arrays import Arrays
-from data.demo import scenes
-from engine import world as world_lib
-from engine.stop import DONE
-from engine.world import World
 from small_runs import Small, fit_config
 from tasks import classification, segmentation
 

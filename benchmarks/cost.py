@@ -27,7 +27,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-from data.demo import scenes
+from hvdkit.data.demo import scenes
+
 from ranks import last_lines, launch
 
 
@@ -122,12 +123,11 @@ def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
 
 def fixed_point_table() -> None:
     """Each part of a step's way into fixed point and back, for ResNet-50's parameters, 1 thread."""
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import tensorflow as tf
-
-    from engine import fixed_point
+    from hvdkit.train import fixed_point
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     shapes = [[3, 3, 256, 256]] * 40 + [[1000, 2048]] + [[256]] * 120

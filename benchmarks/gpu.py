@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-from config import Config
+from hvdkit.settings.config import Config
+
 from ranks import last_lines, launch
 
 WORKER = Path(__file__).parent / "gpu_runs.py"

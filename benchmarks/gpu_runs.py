@@ -21,19 +21,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "template"))
 if sys.argv[1] == "photos":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-import engine.quiet  # noqa: F401
+import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.observe import speed
+from hvdkit.ranks import devices
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import raw
+from hvdkit.settings import config as config_lib
 
-import config as config_lib
 import train
-from engine import devices, speed
-from engine import world as world_lib
-from engine.world import raw
 from tasks import classification
 
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow

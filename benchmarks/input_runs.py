@@ -3,7 +3,7 @@
     python benchmarks/input_runs.py PIPELINE SET FOLDER WORKERS SECONDS
 
 Each gives batches of 32 as its users would get them: "template" this project's, "packed" the same
-from the set packed by data.pack, "tf.data" the plain pipeline of TensorFlow's model garden (draws
+from the set packed by hvdkit.data.pack, "tf.data" the plain pipeline of TensorFlow's model garden (draws
 that depend on the order of threads, a shuffle buffer), "torch" a DataLoader with torchvision.
 """
 
@@ -26,14 +26,14 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
     """This project's: stateless order and draws, threads as a run with --cpu_threads has them."""
     project = Path(__file__).resolve().parent.parent / "template"
     sys.path.insert(0, str(project))
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import tensorflow as tf
+    from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.sampler import Sampler
+    from hvdkit.settings.config import Config
 
-    from config import Config
-    from data.pipeline import TrainingFeed, reader
-    from engine.sampler import Sampler
     from tasks import classification, segmentation
 
     task_class = classification if kind == "photos" else segmentation

@@ -58,16 +58,15 @@ def on_two_ranks(count: int, project: Path) -> list[list[float]]:
 
 def measure(root: Path, count: int) -> None:
     """On each rank: opens the set and prints what it took."""
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import tensorflow as tf
-
-    import run
-    from config import Config
-    from data.arrays import Arrays
-    from data.readers.class_folders import ClassFolders
-    from engine import world as world_lib
+    from hvdkit.data.arrays import Arrays
+    from hvdkit.data.readers.class_folders import ClassFolders
+    from hvdkit.ranks import world as world_lib
+    from hvdkit.run import assemble
+    from hvdkit.settings.config import Config
 
     world = world_lib.connect()
     world_lib.set_up(world, Config())
@@ -85,7 +84,7 @@ def measure(root: Path, count: int) -> None:
     tf.constant(["x"])
     world.gather_objects(None, "begin")
     before, start = held(), time.perf_counter()
-    sources = getattr(run, "open_sources", each_for_itself)(world, Task())
+    sources = getattr(assemble, "open_sources", each_for_itself)(world, Task())
     world.gather_objects(None, "opened")
     seconds = time.perf_counter() - start
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before

@@ -206,9 +206,10 @@ def _batch(rank: int):
 
 def _feed(steps: int, rank: int, size: int):
     """What train.py makes of the same flags."""
-    import config as config_lib
-    from data.pipeline import TrainingFeed, reader
-    from engine.sampler import Sampler
+    from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.sampler import Sampler
+    from hvdkit.settings import config as config_lib
+
     from tasks import classification
 
     config = config_lib.parse(["peers", *_flags(steps)])
@@ -225,7 +226,7 @@ def main() -> None:
     if name == "ddp":  # its interpreter has no TensorFlow
         return ddp(clock, ports)
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "template"))
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     with_input = rest == ["input"]
     if name == "bare":

@@ -103,14 +103,14 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
     """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
     sys.path.insert(0, str(TEMPLATE))
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import horovod.tensorflow as hvd
     import tensorflow as tf
     from horovod.tensorflow import functions
+    from hvdkit.run import actions
 
-    import actions
     import train
 
     seen: dict[str, list[float]] = {"log": [], "save": [], "kB": [], "start": []}

@@ -74,8 +74,8 @@ def table(kind: str, folder: Path, rounds: int, seconds: float) -> None:
 def areas(count: int) -> tuple[float, float]:
     """Mean share of a picture's area that is cropped, so decoded: ours, the plain pipeline's."""
     import tensorflow as tf
+    from hvdkit.data import crops
 
-    from data import crops
     from input_runs import sampled_box
 
     shape = tf.constant([375, 500])
@@ -100,14 +100,14 @@ def microseconds(batches: Iterator[object], seconds: float) -> float:
 
 def up_to(stage: str, kind: str, folder: Path) -> Iterator[object]:
     """Batches of this project's pipeline, which ends after a stage."""
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import tensorflow as tf
+    from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.sampler import Sampler
+    from hvdkit.settings.config import Config
 
-    from config import Config
-    from data.pipeline import TrainingFeed, reader
-    from engine.sampler import Sampler
     from tasks import classification, segmentation
 
     class Numbers:
@@ -141,44 +141,42 @@ def up_to(stage: str, kind: str, folder: Path) -> Iterator[object]:
 
 
 def _photo(task, stage: str, sample, key):
-    """As data.crops.random_resized, up to a stage: a dict of small tensors."""
+    """As hvdkit.data.crops.random_resized, up to a stage: a dict of small tensors."""
     import tensorflow as tf
-
-    from data import crops, parts
+    from hvdkit.data import crops, image_ops
 
     label = {"label": sample["label"]}
     if stage == "read":
         return label | {"bytes": tf.strings.length(sample["file"])}
-    draws = parts.uniform(key, 41)
-    box = crops.random_part(parts.size(sample), tf.reshape(draws[:-1], [10, 4]), 0.08)
+    draws = image_ops.uniform(key, 41)
+    box = crops.random_part(image_ops.size(sample), tf.reshape(draws[:-1], [10, 4]), 0.08)
     if stage == "place of the crop":
         return label | {"bytes": tf.strings.length(sample["file"]), "box": box}
-    image = parts.cut(sample, box)
+    image = image_ops.cut(sample, box)
     if stage == "resize":
-        image = parts.resize(image, [task.config.image_size] * 2)
+        image = image_ops.resize(image, [task.config.image_size] * 2)
     return label | {"one": image[0, 0]}
 
 
 def _pair(task, stage: str, sample, key):
-    """As data.augment.training_pair, up to a stage: a dict of small tensors."""
+    """As hvdkit.data.augment.training_pair, up to a stage: a dict of small tensors."""
     import tensorflow as tf
-
-    from data import augment, parts
+    from hvdkit.data import augment, image_ops
 
     shape = tf.shape(sample["label"])[:2]
     found = {"shape": shape, "bytes": tf.strings.length(sample["file"])}
     if stage == "read":
         return found
-    of_window, _ = tf.split(parts.uniform(key, 7), [4, 3])
+    of_window, _ = tf.split(image_ops.uniform(key, 7), [4, 3])
     where = augment.cut(shape, augment.draw_window(shape, of_window, task.how), task.how)
     found |= {"box": where.box, "size": where.size, "beside": where.beside}
     if stage == "place of the crop":
         return found
     found["label"] = augment.cut_label(sample["label"], where, task.how)[0, 0]
     if stage == "decode":
-        found["one"] = parts.cut(sample, where.box)[0, 0]
+        found["one"] = image_ops.cut(sample, where.box)[0, 0]
     if stage == "resize":
-        found["one"] = parts.resize_float(parts.cut(sample, where.box), where.size)[0, 0]
+        found["one"] = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)[0, 0]
     return found
 
 

@@ -215,7 +215,7 @@ def backward_ends(timeline: Timeline, folder: Path) -> list[float]:
 
 def backward_spans(folder: Path) -> list[Span]:
     """When operations of gradients ran on rank 0: on its GPU if there is one, else on its CPU."""
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     from tensorflow.tsl.profiler.protobuf import xplane_pb2

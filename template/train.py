@@ -12,54 +12,45 @@ from __future__ import annotations
 
 import sys
 
-import config as config_lib
-from engine import interrupt
+from hvdkit.ranks import interrupt
+from hvdkit.settings import config as config_lib
 
 if __name__ == "__main__":
     # Before TensorFlow's seconds of import: a wrong flag is told, and Ctrl-C leaves no trace.
     config_lib.from_command_line(sys.argv)
     interrupt.end_at_once()
 
-import engine.quiet  # noqa: F401
+import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 from pathlib import Path
 
 import keras
+from hvdkit.checkpoint import parts, pretrained, run_folder, warm_start
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
+from hvdkit.data.sampler import Sampler
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.observe.timeline import Timeline
+from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.peers import Peers
+from hvdkit.ranks.world import World, say
+from hvdkit.run import dry_run, find_lr, health
+from hvdkit.run.actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, left_out
+from hvdkit.run.assemble import assemble, describe, notes
+from hvdkit.run.benchmark import Benchmark
+from hvdkit.run.ending import finish, go_back
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
+from hvdkit.train import batch_norm, reduction, task_checks
+from hvdkit.train import task as tasks
+from hvdkit.train.step import make_train_step
 
-import dry_run
-import find_lr
-from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, left_out
-from benchmark import Benchmark
-from config import Config
-from data.pipeline import EvaluationFeed, TrainingFeed
-from ending import finish, go_back
-from engine import (
-    agreement,
-    batch_norm,
-    checkpoint_parts,
-    elastic,
-    health,
-    pretrained,
-    reduction,
-    run_folder,
-    warm_start,
-)
-from engine import world as world_lib
+from engine import elastic
 from engine.elastic import Commits
-from engine.interrupt import StopSignal
-from engine.peers import Peers
-from engine.sampler import Sampler
-from engine.saver import Saver
-from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
-from engine.telemetry import Telemetry
-from engine.timeline import Timeline
-from engine.world import World, say
-from evaluation import Evaluator
-from run import assemble, describe, notes
-from step import make_train_step
-from tasks import base as tasks
-from tasks import check
 
 
 def fit(
@@ -140,7 +131,7 @@ def fit(
     )
     train_step = make_train_step(config, world, run.task, state, feed.spec)
     with world.together("reading the validation data"):
-        val_reader = check.reader(run.task, run.val_source, training=False)
+        val_reader = task_checks.reader(run.task, run.val_source, training=False)
         val_batch, share = config.eval_batch_size, (world.rank, world.size)
         scored = dry_run.Few(run.val_source, config, world) if config.dry_run else run.val_source
         val_feed = EvaluationFeed(scored, val_reader, val_batch, *share, workers)
@@ -156,10 +147,10 @@ def fit(
         evaluator.try_out()
     more, others = tasks.optional(run.task, "actions"), []
     if more:
-        with world.together("making the task's actions"), check.told("actions"):
-            others = [Own(world, action) for action in check.actions(more(run))]
+        with world.together("making the task's actions"), task_checks.told("actions"):
+            others = [Own(world, action) for action in task_checks.actions(more(run))]
     if not config.benchmark:
-        checkpoint_parts.check_shared(world, run.checkpoints.writers, run_dir)
+        parts.check_shared(world, run.checkpoints.writers, run_dir)
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     make_up = found is not None and left_out(run, found)

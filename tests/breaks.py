@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "template"))
 
-import config
+from hvdkit.settings import config
+
 import mutation_page
 import reach
 import scratch
@@ -84,7 +85,7 @@ Config.__init__ = _ignoring
 
 def ignored_flags() -> list[Break]:
     """Each flag of SEEN always as by default, whatever is said."""
-    file = "template/config.py"
+    file = "hvdkit/src/hvdkit/settings/config.py"
     last = (scratch.ROOT / file).read_text().splitlines(keepends=True)[-1]
     found = []
     for field in dataclasses.fields(config.Config):

@@ -6,9 +6,9 @@ import itertools
 import time
 
 import numpy as np
+from hvdkit.stop import WRONG_USE
 
 import flag_values
-from engine.stop import WRONG_USE
 from flag_runs import all_pass, count, sweep
 
 

@@ -7,14 +7,14 @@ import os
 import time
 
 import numpy as np
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.run.actions import evaluation_due
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DIVERGED, PREEMPTED
 
-import config as config_lib
 import flag_values
-from actions import evaluation_due
-from config import Config
-from engine import world as world_lib
-from engine.stop import DIVERGED, PREEMPTED
-from engine.world import World
 from flag_runs import Sweep, all_pass, count, judge_weights, sweep
 from flag_values import Row
 from small_runs import Outcome, StopSignal

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.pipeline import EvaluationFeed
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.ranks import world as world_lib
+from hvdkit.run import assemble as run_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE
+from hvdkit.train import task_checks
 
-import run as run_lib
-from config import Config
-from data.arrays import Arrays
-from data.pipeline import EvaluationFeed
-from engine import world as world_lib
-from engine.stop import DONE
-from evaluation import Evaluator
 from kinds_of_models import KINDS, Kind
 from small_runs import USUAL, Small, fit, folder
-from tasks import check
 
 gc.freeze()  # what was imported is not looked through again and again
 
@@ -106,7 +106,7 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
         run.checkpoints.find("auto", config.num_steps), run.state.variables, config
     )
     world.broadcast_variables(list(run.state.variables.values()))
-    reader, size = check.reader(run.task, run.val_source, False), config.eval_batch_size
+    reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
     feed = EvaluationFeed(run.val_source, reader, size, world.rank, world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures

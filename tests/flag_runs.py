@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE
+from hvdkit.train import losses, reduction
+from hvdkit.train.dropout import SampleDropout
 from tensorflow.python.framework import config as tf_config
 
-import config as config_lib
 import flag_values
-from config import Config
-from engine import losses, reduction
-from engine import world as world_lib
-from engine.dropout import SampleDropout
-from engine.stop import DONE
-from engine.world import World
 from flag_values import words
 from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder
 

@@ -294,7 +294,7 @@ REFUSED_BY_RUN = {
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
     "--backbone_weights={keras}": "--backbone_preprocessing=",
-    "--backbone_weights={keras} --backbone_preprocessing=caffe": "engine.preprocessing.Preprocess",
+    "--backbone_weights={keras} --backbone_preprocessing=caffe": "hvdkit.train.preprocessing.Preprocess",
     "--backbone_weights={run} --backbone_preprocessing=tf": "no such file",
 }
 

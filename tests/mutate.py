@@ -30,8 +30,8 @@ LONGEST = 40  # seconds of tests without ranks for one change
 CHECKS = 9  # on each number of ranks, for one change
 _TOP = ("actions", "combinations", "config", "ending", "evaluation", "flagfiles", "run")
 _TOP += ("settings", "step", "train")
-# engine/quiet.py: imported before any fork.
-_NOT = ("template/engine/quiet.py",)
+# hvdkit/ranks/quiet.py: imported before any fork.
+_NOT = ("hvdkit/src/hvdkit/ranks/quiet.py",)
 
 
 def sources() -> list[str]:

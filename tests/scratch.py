@@ -58,7 +58,7 @@ def warm_up() -> None:
     _prctl(_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no scratch copy is left
     sys.path.insert(0, str(ROOT / "template"))
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import horovod.tensorflow  # noqa: F401

@@ -8,10 +8,10 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.train.dropout import SampleDropout
 from keras import layers
 
 from checks_models import functional
-from engine.dropout import SampleDropout
 
 IDS = 12  # what `of_ids` takes is below
 

@@ -25,7 +25,7 @@ HOSTS_SH, DISCOVER = (str(ROOT / "launch" / name) for name in ("hosts.sh", "disc
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A run of small steps, logged one by one."""
-    from data.demo import scenes
+    from hvdkit.data.demo import scenes
 
     data = tmp_path_factory.mktemp("scenes") / "data"
     scenes.make(data, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))

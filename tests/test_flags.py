@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hvdkit.settings import combinations
+from hvdkit.settings import config as config_lib
 
-import combinations
-import config as config_lib
 import flag_values
 from flags_seen import SEEN
 from ranks import names_of_checks, run_checks

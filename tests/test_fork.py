@@ -20,7 +20,7 @@ ONLY = {
     "segmentation": {
         "tasks/segmentation.py", "tasks/segmentation_models.py",
         "tasks/deeplab.py", "tests/test_deeplab.py",
-        "tasks/whole_pictures.py", "tests/plain_evaluation.py",
+        "hvdkit/evaluate/whole_pictures.py", "tests/plain_evaluation.py",
         "tests/checks_whole_pictures.py", "tests/test_whole_pictures.py",
         "configs/voc.cfg", "configs/cityscapes.cfg", "configs/mine.cfg",
         "tests/equivalence.py", "tests/test_equivalence.py",
@@ -175,7 +175,7 @@ def test_make_train_runs_on_two_ranks(task, forks):
     """The skeleton: test_your_model_in_15_minutes."""
     fork = forks[task]
     if task == "segmentation":  # of the full size it would take longer than the test
-        shell(f"{sys.executable} -m data.demo.scenes datasets/demo --train 64 --val 8", fork)
+        shell(f"{sys.executable} -m hvdkit.data.demo.scenes datasets/demo --train 64 --val 8", fork)
     flags = "--num_steps=20 --warmup_steps=0" + " --model=tiny" * (task == "segmentation")
     output = shell(f"make -o setup train ARGS='{flags}'", fork)
     assert "2 ranks on 1 host(s)" in output and f"{task}/" in output
@@ -273,7 +273,7 @@ def newer(source, tmp_path) -> Path:
     repository = tmp_path / "repository"
     shell(f"git clone -q {source} {repository}", tmp_path)
     template = repository / "template"
-    for path in (template / "engine/world.py", template / "tasks/base.py"):
+    for path in (template / "hvdkit/ranks/world.py", template / "hvdkit/train/task.py"):
         edit(path, "from __future__", "NEWER = True\nfrom __future__")
     own = ("tasks/blank.py", "configs/blank.cfg", "README.md.jinja", ".github/workflows/ci.yml")
     for name in own:
@@ -298,7 +298,7 @@ def test_update_merges_what_is_ours_and_leaves_what_is_theirs(source, newer, tmp
     }  # fmt: skip
     for name, text in own.items():
         (fork / name).write_text(text)
-    edit(fork / "engine/world.py", "def hostname()", "# mine\ndef hostname()")
+    edit(fork / "hvdkit/ranks/world.py", "def hostname()", "# mine\ndef hostname()")
     edit(fork / "train.py", '"""Trains a task', '"""Mine: trains a task')
     (fork / "engine/mine.py").write_text("# mine\n")
     shell("git add -A && git commit -qm mine", fork)
@@ -307,11 +307,11 @@ def test_update_merges_what_is_ours_and_leaves_what_is_theirs(source, newer, tmp
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
     for name, text in own.items():
         assert (fork / name).read_text() == text, name
-    world = (fork / "engine/world.py").read_text()
+    world = (fork / "hvdkit/ranks/world.py").read_text()
     assert "NEWER = True" in world and "# mine\ndef hostname()" in world
-    assert "NEWER = True" in (fork / "tasks/base.py").read_text()
+    assert "NEWER = True" in (fork / "hvdkit/train/task.py").read_text()
     assert (fork / "engine/newer.py").exists() and (fork / "engine/mine.py").exists()
-    assert not (fork / "engine/dropout.py").exists()
+    assert not (fork / "hvdkit/train/dropout.py").exists()
     for name in ("launch/bind.sh", "Dockerfile"):
         assert (fork / name).read_text().count("\n# newer\n") == 1
     assert os.access(fork / "launch/bind.sh", os.X_OK)

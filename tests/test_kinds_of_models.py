@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.stop import DONE
 
-from engine.stop import DONE
 from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
 from ranks import run_checks
 

@@ -31,7 +31,7 @@ FLOORS = [
 ]
 FLOORS += ["data", "engine", "config", "combinations", "settings", "flagfiles"]
 # Imports nothing of the project and nothing heavy, so that every floor can use it.
-GROUND = "engine.stop"
+GROUND = "hvdkit.stop"
 
 
 def modules() -> dict[str, Path]:

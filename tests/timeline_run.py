@@ -14,13 +14,14 @@ LATE = 0.3  # seconds
 
 
 def main(run_dir: str) -> None:
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
-    from config import Config
-    from data.pipeline import TrainingFeed
-    from engine import reduction
-    from engine import world as world_lib
+    from hvdkit.data.pipeline import TrainingFeed
+    from hvdkit.ranks import world as world_lib
+    from hvdkit.settings.config import Config
+    from hvdkit.train import reduction
+
     from small_runs import USUAL, fit_config
 
     # No step of these is logged, which would be one more exchange.

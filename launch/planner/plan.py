@@ -14,7 +14,7 @@ _MUCH = 0.02  # share of the time: what is less limits nothing
 # What helps against losses that the model has no flag of.
 HELPS = {
     "stragglers": "slow ranks are named in the log; hosts.sh --bind, --cpu_threads",
-    "input": "data/pack.py, --data_workers, launch/stage.py",
+    "input": "hvdkit/data/pack.py, --data_workers, launch/stage.py",
     "saves and failures": "--elastic (no new start), --checkpoint_parts (a shorter save)",
 }
 
@@ -109,7 +109,7 @@ def _limits(losses: dict[str, float]) -> list[str]:
 def _kept(running: Running, hosts: int) -> tuple[float, float]:
     """Share of the time that counts, and seconds between saves; ValueError where none counts."""
     between = running.between_failures / hosts
-    # A save waits until the one before it is written (engine/saver.py).
+    # A save waits until the one before it is written (hvdkit/checkpoint/saver.py).
     every = running.every or max(daly(running.save, between), running.write)
     save = running.save + max(0.0, running.write - every)
     kept = goodput(every, save, running.restart + running.write, between)

@@ -27,13 +27,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import notification_manager
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World, raw
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, WRONG_USE, Stop, complain
+from hvdkit.words import some
 
-from config import Config
 from engine import guard
-from engine import world as world_lib
-from engine.stop import BUG, WRONG_USE, Stop, complain
-from engine.words import some
-from engine.world import World, raw
 
 _STARTED = "HOROVOD_ELASTIC"  # horovodrun's word for it
 # What the driver answers, in this order, and where Horovod reads it when it starts.

@@ -4,7 +4,7 @@
 
 Copy this file to tasks/NAME.py and train it with --task=NAME. The order that works: first the
 data (`sources`, the two `..._example`), then `build_model`, then `loss`, then `sums`
-and `metrics`. After each part, train 20 steps. tasks/base.py says what every function takes and
+and `metrics`. After each part, train 20 steps. hvdkit/train/task.py says what every function takes and
 returns.
 """
 
@@ -13,13 +13,12 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
-
-from config import Config, class_weights
-from data.arrays import Arrays
-from data.source import Source
-from engine import losses
-from engine.preprocessing import wide
-from tasks.base import Example
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.source import Source
+from hvdkit.settings.config import Config, class_weights
+from hvdkit.train import losses
+from hvdkit.train.preprocessing import wide
+from hvdkit.train.task import Example
 
 FEATURES = 8
 
@@ -36,7 +35,7 @@ class Task:
     def sources(self) -> tuple[Source, Source]:
         """Your data, training and validation: what is in memory as here, files by a reader.
 
-        data/ has readers for many kinds of files; data/source.py says how to write another.
+        data/ has readers for many kinds of files; hvdkit/data/source.py says how to write another.
         """
         classes = self.config.num_classes
         return numbers("train", 2000, classes), numbers("val", 400, classes)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data import crops
+from hvdkit.data.open import open_sources
+from hvdkit.data.source import Source
+from hvdkit.evaluate import metrics
+from hvdkit.settings.config import Config, class_weights
+from hvdkit.train import losses
+from hvdkit.train.task import Example
 from PIL import Image, ImageDraw
 
-from config import Config, class_weights
-from data import crops
-from data.open import open_sources
-from data.source import Source
-from engine import losses, metrics
-from tasks.base import Example
 from tasks.classification_models import MODELS
 
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each

@@ -1,6 +1,6 @@
 """Classification networks: image [B, size, size, 3] in [0, 255] -> logits [B, classes].
 
-Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
+Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 import keras
+from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.preprocessing import Preprocess, scaled, wide
 from keras import layers
-
-from engine.dropout import SampleDropout
-from engine.preprocessing import Preprocess, scaled, wide
 
 
 def small(size: int, num_classes: int, dropout: float) -> keras.Model:

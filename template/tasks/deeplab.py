@@ -1,16 +1,15 @@
 """DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
 
 H and W are any multiples of 16, other ones in evaluation than in training. Inputs are a dict:
-"image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
+"image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
 from __future__ import annotations
 
 import keras
+from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.preprocessing import Preprocess, wide
 from keras import layers
-
-from engine.dropout import SampleDropout
-from engine.preprocessing import Preprocess, wide
 
 STRIDE = 16  # pixels of the picture to one of the encoder's output; sizes are multiples of it
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units

@@ -9,18 +9,18 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data import augment
+from hvdkit.data.demo import scenes
+from hvdkit.data.labels import IGNORE
+from hvdkit.data.open import open_sources
+from hvdkit.data.palette import COLOURS
+from hvdkit.data.source import Source
+from hvdkit.evaluate import metrics, whole_pictures
+from hvdkit.settings.config import PROJECT, Config, class_weights, eval_scales, scale_range
+from hvdkit.train import losses
+from hvdkit.train.task import Example
 from PIL import Image
 
-from config import PROJECT, Config, class_weights, eval_scales, scale_range
-from data import augment
-from data.demo import scenes
-from data.labels import IGNORE
-from data.open import open_sources
-from data.palette import COLOURS
-from data.source import Source
-from engine import losses, metrics
-from tasks import whole_pictures
-from tasks.base import Example
 from tasks.segmentation_models import MODELS, STRIDES
 
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least

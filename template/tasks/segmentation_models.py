@@ -2,7 +2,7 @@
 
 `size` is a training crop's; evaluation gives pictures of any height and width that are multiples
 of the model's stride (STRIDES).
-Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see engine/dropout.py).
+Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import keras
+from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.preprocessing import scaled, wide
 from keras import layers
 
-from engine.dropout import SampleDropout
-from engine.preprocessing import scaled, wide
 from tasks.deeplab import deeplabv3plus
 
 # Short runs read the moving statistics early, so they follow faster than Keras's 0.99.

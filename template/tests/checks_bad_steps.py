@@ -8,13 +8,13 @@ import io
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.sampler import Sampler
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DIVERGED, DONE
 
 from checks_runs import state
-from config import Config
-from data.arrays import Arrays
-from engine import world as world_lib
-from engine.sampler import Sampler
-from engine.stop import DIVERGED, DONE
 from small_runs import Small, fit, numbers
 
 SAMPLES, BATCH = 600, 12

@@ -6,9 +6,10 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw
+from hvdkit.train import batch_norm
 
-from engine import agreement, batch_norm
-from engine.world import raw
 from shared_checks import gathered, rng
 
 SHARES = (5, 3, 2)  # rows of each rank, uneven

@@ -21,14 +21,16 @@ from unittest import mock
 
 import keras
 import tensorflow as tf
+from hvdkit.checkpoint import files as checkpoint_files
+from hvdkit.checkpoint import parts as checkpoint_parts
+from hvdkit.checkpoint import saver
+from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.ranks import world as world_lib
+from hvdkit.run.health import Ending
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 
 from checks_runs import assert_equal
-from config import Config
-from engine import checkpoint_files, checkpoint_parts, saver
-from engine import world as world_lib
-from engine.checkpoint import Checkpoints
-from engine.health import Ending
-from engine.stop import BUG, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Outcome, Small, fit, folder
 
 RUNS = Path(os.environ.get("PARTS_RUNS", "."))

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdkit.data.demo import scenes
+from hvdkit.data.packed_strings import Names
+from hvdkit.run import assemble as run_lib
+from hvdkit.settings import config as config_lib
+from hvdkit.stop import WRONG_USE
 from PIL import Image
 
-import config as config_lib
-import run as run_lib
 from conftest import TINY_FLAGS
-from data.demo import scenes
-from data.names import Names
-from engine.stop import WRONG_USE
 from small_runs import fit_config, folder
 from tasks.segmentation import Task
 

@@ -7,12 +7,12 @@ import io
 
 import numpy as np
 import tensorflow as tf
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.run import assemble as run_lib
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 
-import run as run_lib
 from checks_runs import position_of
-from engine.saver import Saver
-from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
-from engine.telemetry import Telemetry
 from small_runs import Small, StopSignal, fit, folder, numbers
 
 

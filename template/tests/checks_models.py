@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import raw
+from hvdkit.train import batch_norm, gradients
 
 from checks_batch_norm import SHARES
-from engine import batch_norm, gradients
-from engine import world as world_lib
-from engine.world import raw
 from shared_checks import refused, rng
 
 layers = keras.layers

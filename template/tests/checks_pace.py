@@ -7,9 +7,9 @@ import io
 
 import keras
 import tensorflow as tf
+from hvdkit.ranks import world as world_lib
+from hvdkit.stop import DONE
 
-from engine import world as world_lib
-from engine.stop import DONE
 from small_runs import CLASSES, FEATURES, Small, fit
 
 

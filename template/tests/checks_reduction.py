@@ -8,9 +8,10 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw
+from hvdkit.train import gradients, reduction
 
-from engine import agreement, gradients, reduction
-from engine.world import raw
 from shared_checks import PLAIN, differ, rng
 
 

@@ -9,11 +9,11 @@ import sys
 import threading
 
 import numpy as np
+from hvdkit.ranks.world import World, raw
+from hvdkit.run.health import Ending
+from hvdkit.stop import BUG, DONE, PREEMPTED
 from tensorflow.python.data.ops import iterator_ops
 
-from engine.health import Ending
-from engine.stop import BUG, DONE, PREEMPTED
-from engine.world import World, raw
 from small_runs import Outcome, Small, fit
 
 

@@ -8,12 +8,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.sampler import share
+from hvdkit.ranks import agreement
+from hvdkit.run import health
+from hvdkit.train import optimizer
+from hvdkit.train.state import State
+from hvdkit.train.step import make_train_step
 
-from engine import agreement, health, optimizer
-from engine.sampler import share
-from engine.state import State
 from shared_checks import PLAIN, differ, rng
-from step import make_train_step
 
 
 class Regression:
@@ -313,7 +315,7 @@ def check_collectives_that_differ_by_name_or_shape_are_named(world):
 
 
 def check_dropout_draws_belong_to_the_sample(world):
-    from engine.dropout import SampleDropout
+    from hvdkit.train.dropout import SampleDropout
 
     layer = SampleDropout(0.4, name="d")
     keys = np.array([[1, 2], [3, 4], [5, 6]], np.int32)

@@ -6,11 +6,11 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.stop import DONE
+from hvdkit.train import preprocessing
 from tensorflow.python.framework import config as tf_config
 
 from checks_tasks import dense, refused
-from engine import preprocessing
-from engine.stop import DONE
 from small_runs import CLASSES, FEATURES, Small, fit, folder
 
 

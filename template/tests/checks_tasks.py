@@ -7,11 +7,11 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.run.health import Ending
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from tensorflow.python.framework import config as tf_config
 
-from data.arrays import Arrays
-from engine.health import Ending
-from engine.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, fit, numbers
 
 
@@ -145,7 +145,7 @@ def check_a_label_that_is_no_class_is_told_by_value(world):
                 return train, numbers(2, 20)
 
             def training_example(self, sample, key):
-                from engine import losses
+                from hvdkit.train import losses
 
                 return {
                     "inputs": sample["x"],

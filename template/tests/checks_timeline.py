@@ -10,11 +10,11 @@ import os
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings import config as config_lib
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED
+from hvdkit.train import reduction
 
-import config as config_lib
-from engine import reduction
-from engine import world as world_lib
-from engine.stop import DIVERGED, DONE, PREEMPTED
 from shared_checks import differ
 from small_runs import Small, fit, folder
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.evaluate import metrics
+from hvdkit.observe.records import TIMES
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 
-from config import Config
-from engine import metrics
-from engine import world as world_lib
-from engine.records import TIMES
-from engine.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))

@@ -14,11 +14,11 @@ import os
 from pathlib import Path
 
 import numpy as np
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, WRONG_USE
 
-import config as config_lib
-from config import Config
-from engine import world as world_lib
-from engine.stop import DONE, WRONG_USE
 from small_runs import Outcome, fit_config
 from tasks.blank import Task
 

@@ -10,16 +10,16 @@ import io
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.pipeline import EvaluationFeed, reader
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.ranks import world as world_lib
+from hvdkit.run import assemble as run_lib
+from hvdkit.run.assemble import Run
+from hvdkit.settings.config import Config, eval_scales
+from hvdkit.stop import WRONG_USE, Stop
 from PIL import Image
 
 import plain_evaluation as plain
-import run as run_lib
-from config import Config, eval_scales
-from data.pipeline import EvaluationFeed, reader
-from engine import world as world_lib
-from engine.stop import WRONG_USE, Stop
-from evaluation import Evaluator
-from run import Run
 from shared_checks import differ
 from small_runs import folder
 from tasks.segmentation import Task

@@ -9,9 +9,9 @@ import contextlib
 
 import numpy as np
 import tensorflow as tf
+from hvdkit.ranks import messages
+from hvdkit.stop import Stop
 
-from engine import messages
-from engine.stop import Stop
 from shared_checks import differ
 
 

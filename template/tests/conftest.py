@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from data.demo import scenes
+from hvdkit.data.demo import scenes
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
@@ -40,8 +39,9 @@ def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture
 def kept(tmp_path: Path):
     """`Checkpoints` that keep the two newest ones of a run on one rank."""
-    # TensorFlow takes seconds, and prints lines where engine.quiet does not come first.
-    from engine.checkpoint import Checkpoints
+    # TensorFlow takes seconds, and prints lines where hvdkit.ranks.quiet does not come first.
+    from hvdkit.checkpoint.checkpoints import Checkpoints
+
     from small_checkpoints import ALONE
 
     return Checkpoints(tmp_path / "checkpoints", keep=2, world=ALONE)

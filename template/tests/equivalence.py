@@ -75,12 +75,12 @@ def largest_difference(a: Path, b: Path) -> float:
 def _run(config, world):
     """Variables by position after all steps, the last loss, and seconds a step."""
     import tensorflow as tf
-
-    from data.pipeline import TrainingFeed
-    from engine import batch_norm, health
-    from engine.sampler import Sampler
-    from run import assemble
-    from step import make_train_step
+    from hvdkit.data.pipeline import TrainingFeed
+    from hvdkit.data.sampler import Sampler
+    from hvdkit.run import health
+    from hvdkit.run.assemble import assemble
+    from hvdkit.train import batch_norm
+    from hvdkit.train.step import make_train_step
 
     run = assemble(config, world)
     state, model = run.state, run.model
@@ -103,11 +103,10 @@ def _run(config, world):
 
 def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import hvdkit.ranks.quiet  # noqa: F401
     import numpy as np
-
-    import engine.quiet  # noqa: F401
-    from config import Config
-    from engine import world as world_lib
+    from hvdkit.ranks import world as world_lib
+    from hvdkit.settings.config import Config
 
     usual = dataclasses.replace(Config(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()

@@ -12,17 +12,17 @@ from pathlib import Path
 
 def main(argv: list[str]) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import keras
     import tensorflow as tf
-
-    import config as config_lib
-    from engine import health, optimizer, reduction
-    from engine import world as world_lib
-    from engine.state import State
-    from step import make_train_step
+    from hvdkit.ranks import world as world_lib
+    from hvdkit.run import health
+    from hvdkit.settings import config as config_lib
+    from hvdkit.train import optimizer, reduction
+    from hvdkit.train.state import State
+    from hvdkit.train.step import make_train_step
 
     config = config_lib.parse(argv)
     world = world_lib.connect(reduction.environment(config))

@@ -172,12 +172,11 @@ def _main(results: str, *files: str) -> None:
     import traceback
 
     sys.path[:0] = [str(PROJECT), *dict.fromkeys(str(Path(file).parent) for file in files)]
-    import engine.quiet  # noqa: F401
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import horovod.tensorflow as hvd
-
-    from engine import world as world_lib
+    from hvdkit.ranks import world as world_lib
 
     world = world_lib.connect()
     checks = {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
-from config import Config
-from engine.stop import Stop
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 PLAIN = dataclasses.replace(
     Config(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0

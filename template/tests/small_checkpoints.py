@@ -1,9 +1,8 @@
 """Checkpoints of one small variable, by one rank, without a launcher."""
 
 import tensorflow as tf
-
-from config import Config
-from engine.world import World
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 
 ALONE = World(0, 1, 0, 1)
 

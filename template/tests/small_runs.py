@@ -14,16 +14,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.run import assemble as run_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, Stop
+from hvdkit.train import losses
 
-import run as run_lib
 import train
-from config import Config
-from data.arrays import Arrays
-from engine import losses
-from engine import world as world_lib
 from engine.elastic import Commits
-from engine.stop import DONE, Stop
-from engine.world import World
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})

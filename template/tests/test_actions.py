@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import keras
 import pytest
-
-from actions import CheckDrift, Commit, Evaluate, Log, Save, Sync, evaluation_due
-from config import Config
-from engine.health import Clock
-from engine.world import World
+from hvdkit.ranks.world import World
+from hvdkit.run.actions import CheckDrift, Commit, Evaluate, Log, Save, Sync, evaluation_due
+from hvdkit.run.health import Clock
+from hvdkit.settings.config import Config
 
 
 def due(action) -> list[int]:

@@ -6,8 +6,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from data import augment, parts
+from hvdkit.data import augment, image_ops
 
 # No colour changes, so that pixels can be told again.
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
@@ -173,7 +172,7 @@ def test_jitter_is_its_formula_and_each_part_does_its_own():
     flatter = dataclasses.replace(PLAIN, contrast=0.5)
     greyer = dataclasses.replace(PLAIN, saturation=0.5)
     for number in range(10):
-        uniform = parts.uniform(tf.constant([1, number]), 3)
+        uniform = image_ops.uniform(tf.constant([1, number]), 3)
         draws = 2 * uniform.numpy() - 1
         jitter = functools.partial(jittered, uniform)
         grey = image.mean(-1, keepdims=True)

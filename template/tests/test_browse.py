@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from hvdkit.commands import browse
+from hvdkit.settings import config as config_lib
 from PIL import Image
 
-import browse
-import config as config_lib
 from ranks import PROJECT
 
 

@@ -1,4 +1,4 @@
-"""python -m data.check: everything that is wrong with a data set, by name."""
+"""python -m hvdkit.data.check: everything that is wrong with a data set, by name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data import check, pack, pipeline
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.readers import records
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.settings import config as config_lib
 from PIL import Image
 
-import config as config_lib
 import readers
-from data import check, pack, pipeline
-from data.arrays import Arrays
-from data.readers import records
-from data.readers.class_folders import ClassFolders
 from ranks import PROJECT
 from test_readers_records import as_version_1
 
@@ -100,7 +100,7 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
 
 
 def test_pack_starts_without_tensorflows_lines():
-    words = [sys.executable, "-m", "data.pack", "--help"]
+    words = [sys.executable, "-m", "hvdkit.data.pack", "--help"]
     told = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True)
     assert told.returncode == 0 and not told.stderr
 
@@ -121,7 +121,7 @@ def test_a_single_class_is_a_fault(tmp_path: Path, run):
 
 def test_the_command_ends_with_what_it_found(tmp_path: Path):
     readers.write_classes(tmp_path)
-    command = [sys.executable, "-m", "data.check", f"--data_dir={tmp_path}"]
+    command = [sys.executable, "-m", "hvdkit.data.check", f"--data_dir={tmp_path}"]
     for code, words in ((0, "train: 4 samples"), (1, "bad.png is neither PNG nor JPEG")):
         ended = subprocess.run(command, cwd=config_lib.PROJECT, capture_output=True, text=True)
         assert ended.returncode == code and words in ended.stdout, ended

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import files, writing
+from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
-from config import Config
-from engine import checkpoint_files, checkpoint_writing
-from engine.checkpoint import Checkpoints, changes, check_types
-from engine.stop import Stop
 from kills import killed_at_each
 from small_checkpoints import ALONE, names, restored, save, variables
 
@@ -37,7 +37,7 @@ def test_types_that_numpy_does_not_know(kept):
     values = {"v": tf.Variable(value), "w": tf.Variable(True), "s": tf.Variable(value[0])}
     check_types(values)
     path = kept.write(kept.copy(1, values, Config()))
-    assert checkpoint_files.read(path)["v"].dtype == value.dtype
+    assert files.read(path)["v"].dtype == value.dtype
     into = {"v": tf.Variable(tf.zeros_like(value)), "w": tf.Variable(False)}
     into["s"] = tf.Variable(tf.zeros_like(value[0]))
     kept.restore(kept.find("auto", 1), into, Config())
@@ -123,7 +123,7 @@ def test_the_same_step_saved_again_keeps_its_score_only_with_the_same_weights(ke
     path = save(kept, 1, 1.0, score=0.5)
     save(kept, 1, 1.0, config=Config(num_steps=5))
     assert kept.best() == (0.5, 1)
-    assert checkpoint_files.read_manifest(path).config["num_steps"] == 5
+    assert files.read_manifest(path).config["num_steps"] == 5
     save(kept, 1, 2.0)
     assert not kept.has_score(path) and restored(kept) == 2.0 and names(kept) == [path.name]
 
@@ -176,7 +176,7 @@ def test_another_format_is_refused_by_name_not_passed_over(number, kept):
         record = {
             "format": number,
             **record,
-            "checksum": checkpoint_files.checksum_of(record, number),
+            "checksum": files.checksum_of(record, number),
         }
     file.write_text(json.dumps(record))
     for resume in ("auto", str(file.parent)):
@@ -213,7 +213,7 @@ def test_changed_settings_are_named(kept, capsys):
 
 def test_another_number_of_ranks_is_named_where_it_changes_numbers(kept):
     plain = Config(bn_sync="full")
-    before = checkpoint_files.read_manifest(save(kept, 7, config=plain))
+    before = files.read_manifest(save(kept, 7, config=plain))
     assert changes(before, plain, 4, normed=True) == []
     for config, normed, word in (
         (replace(plain, lr_scaling="linear"), False, "--lr_scaling=linear multiplies"),
@@ -227,7 +227,7 @@ def test_another_number_of_ranks_is_named_where_it_changes_numbers(kept):
 
 
 def test_a_setting_that_came_later_had_its_default(kept):
-    before = checkpoint_files.read_manifest(save(kept, 7))
+    before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
     assert changes(before, Config(), 1, True) == []
     assert changes(before, Config(clip_norm=1.0), 1, True) == ["--clip_norm was 0.0, is 1.0"]
@@ -308,22 +308,22 @@ def test_a_file_that_may_not_grow_so_far_leaves_nothing(kept):
 def test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing(tmp_path):
     def saves(folder, value):
         arrays = {"w": np.full((2, 3), value, np.float32)}
-        checkpoint_writing.write(folder, 5, arrays, {}, 1, "", {})
+        writing.write(folder, 5, arrays, {}, 1, "", {})
 
     def start(folder):
         saves(folder, 1.0)
-        checkpoint_writing.set_score(folder / "step-00000005", 0.5, {})
+        writing.set_score(folder / "step-00000005", 0.5, {})
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, start, lambda folder: saves(folder, 2.0)):
-        found, passed_over = checkpoint_files.newest_sound(folder)
+        found, passed_over = files.newest_sound(folder)
         assert found and not passed_over
-        value = checkpoint_files.read(found)["w"][0, 0]
+        value = files.read(found)["w"][0, 0]
         outcomes[float(value)] += 1
-        assert checkpoint_files.read_manifest(found).evaluated == (value == 1.0)
-        checkpoint_files.tidy(folder)
+        assert files.read_manifest(found).evaluated == (value == 1.0)
+        files.tidy(folder)
         assert [p.name for p in folder.iterdir()] == ["step-00000005"]
         saves(folder, 3.0)
-        assert checkpoint_files.read(folder / "step-00000005")["w"][0, 0] == 3.0
+        assert files.read(folder / "step-00000005")["w"][0, 0] == 3.0
     print(f"killed at {sum(outcomes.values())} moments: {dict(outcomes)}")
     assert outcomes[1.0] > 5 and outcomes[2.0] > 1

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import files, writing
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
-from config import Config
-from engine import checkpoint_files, checkpoint_writing
-from engine.stop import Stop
 from small_checkpoints import restored, save, variables
 
 
@@ -169,7 +169,7 @@ def a_step_in_words(folder, draw):
         record["step"] = "four"
     else:
         del record["ranks"]
-    checksum = checkpoint_files.checksum_of(record, number)
+    checksum = files.checksum_of(record, number)
     file.write_text(json.dumps({"format": number, **record, "checksum": checksum}))
     return "step-00000004"
 
@@ -255,10 +255,8 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     """As if it had been written so: the sums say that it is sound."""
     path = save(kept, 1)
     (path / "state.npz").write_bytes(content)
-    about = replace(
-        checkpoint_files.read_manifest(path), sha256=checkpoint_files._sha256(path / "state.npz")
-    )
-    checkpoint_writing._write_manifest(path, about)
+    about = replace(files.read_manifest(path), sha256=files._sha256(path / "state.npz"))
+    writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:
         kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Config())
     assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), stop.value

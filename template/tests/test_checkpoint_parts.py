@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import files
+from hvdkit.checkpoint import parts as checkpoint_parts
+from hvdkit.checkpoint.parts import Heard, Writers
+from hvdkit.ranks.world import World
 
-from engine import checkpoint_files, checkpoint_parts
-from engine.checkpoint_parts import Heard, Writers
-from engine.world import World
 from kills import killed_at_each
 from ranks import names_of_checks, run_checks
 from small_checkpoints import names, save
@@ -87,7 +88,7 @@ def write_both(folder, step, value, name="0123abcd-1", heard=None, writers=TWO):
 
 
 def value_of(path):
-    found = checkpoint_files.read(path)
+    found = files.read(path)
     (value,) = {float(x) for array in found.values() for x in array.flat}
     assert {*found} == {"v", "w"}
     return value
@@ -112,10 +113,10 @@ def test_parts_come_together_in_any_order_and_their_score_stays(kept):
     about = (5, {}, 2, "", {})
     path = checkpoint_parts.write_all(partial, arrays(1.0)[0], TWO, Heard(), about)
     late.join()
-    assert checkpoint_files.verify(path).files().keys() == {"state-1-of-2.npz", "state-2-of-2.npz"}
+    assert files.verify(path).files().keys() == {"state-1-of-2.npz", "state-2-of-2.npz"}
     assert json.loads((path / "manifest.json").read_text())["format"] == 4
     assert value_of(path) == 1.0 and names(kept) == [path.name]
-    assert {*checkpoint_files.read(path, ("w",))} == {"w"}
+    assert {*files.read(path, ("w",))} == {"w"}
     kept.add_score(5, 0.5)
     assert write_both(kept.folder, 5, 1.0) == path and kept.best() == (0.5, 5)
     write_both(kept.folder, 5, 2.0)
@@ -145,10 +146,10 @@ def test_a_manifest_that_does_not_name_its_parts_is_damaged(parts, kept):
     record = json.loads((path / "manifest.json").read_text()) | {"parts": parts}
     number = record.pop("format")
     del record["checksum"]
-    checksum = checkpoint_files.checksum_of(record, number)
+    checksum = files.checksum_of(record, number)
     text = json.dumps({"format": number, **record, "checksum": checksum})
     (path / "manifest.json").write_text(text)
-    assert "manifest.json is damaged" in checkpoint_files.fault(path)
+    assert "manifest.json is damaged" in files.fault(path)
 
 
 def test_what_an_earlier_save_left_is_never_taken_and_goes(kept):
@@ -189,7 +190,7 @@ def test_a_part_that_is_not_whole_yet_is_waited_for(kept):
     file.write_bytes(whole[:-20])
     threading.Timer(0.3, lambda: file.write_bytes(whole)).start()
     path = checkpoint_parts.write_all(partial, arrays(1.0)[0], TWO, Heard(), (5, {}, 2, "", {}))
-    assert checkpoint_files.fault(path) is None and value_of(path) == 1.0
+    assert files.fault(path) is None and value_of(path) == 1.0
 
 
 def test_a_kill_at_any_moment_of_a_save_in_parts_loses_nothing(tmp_path):
@@ -199,10 +200,10 @@ def test_a_kill_at_any_moment_of_a_save_in_parts_loses_nothing(tmp_path):
         lambda folder: write_both(folder, 5, 1.0),
         lambda folder: write_both(folder, 5, 2.0, "0123abcd-2"),
     ):
-        found, passed_over = checkpoint_files.newest_sound(folder)
+        found, passed_over = files.newest_sound(folder)
         assert found and not passed_over
         outcomes[value_of(found)] += 1
-        checkpoint_files.tidy(folder)
+        files.tidy(folder)
         assert [p.name for p in folder.iterdir()] == ["step-00000005"]
         write_both(folder, 5, 3.0, "0123abcd-3")
         assert value_of(folder / "step-00000005") == 3.0

@@ -6,10 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.settings.config import Config
+from hvdkit.train import batch_norm
+from hvdkit.train import task as base
 
-from config import Config
-from engine import batch_norm
-from tasks import base, classification, classification_models
+from tasks import classification, classification_models
 from tasks.classification_models import MODELS
 
 CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-import config as config_lib
-import settings
-from engine import stop
-from engine.stop import RANK_VARIABLES
+from hvdkit import stop
+from hvdkit.settings import config as config_lib
+from hvdkit.settings import fields
+from hvdkit.stop import RANK_VARIABLES
 
 HERE = Path(config_lib.__file__).resolve().parent
 
@@ -105,7 +104,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(typed, meant):
 
 def test_every_name_of_elsewhere_leads_to_a_flag():
     there_are = {field.name for field in dataclasses.fields(config_lib.Config)} | {"flagfile"}
-    for meant, names in settings._ELSEWHERE.items():
+    for meant, names in fields._ELSEWHERE.items():
         assert {name.removeprefix("--") for name in meant.split(" or ")} <= there_are
         assert not set(names.split()) & there_are
 

@@ -8,9 +8,8 @@ import re
 from collections import Counter
 
 import pytest
-
-import config as config_lib
-from config import Config
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
 
 
 @pytest.fixture

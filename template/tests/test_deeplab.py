@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.train import dropout
+from hvdkit.train.preprocessing import Preprocess
 
-from engine import dropout
-from engine.preprocessing import Preprocess
 from tasks.deeplab import SpreadOver
 from tasks.segmentation_models import MODELS
 

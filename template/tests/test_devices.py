@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from hvdkit.ranks import devices
+from hvdkit.ranks import world as world_lib
 
-from engine import devices
-from engine import world as world_lib
 from ranks import ENVIRONMENT, last_lines, launch
 
 pytestmark = pytest.mark.skipif(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
-
-from engine.dropout import SampleDropout
+from hvdkit.train.dropout import SampleDropout
 
 FEATURES = tf.ones([3, 2000])
 KEYS = tf.constant([[1, 2], [1, 3], [1, 2]])

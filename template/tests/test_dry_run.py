@@ -6,8 +6,8 @@ import fcntl
 import re
 
 import pytest
+from hvdkit.run import dry_run
 
-import dry_run
 from ranks import last_lines, launch
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from hvdkit.data.pipeline import said
 
-from data.pipeline import said
 from ranks import last_lines, launch, names_of_checks, run_checks
 
 FILE = Path(__file__).parent / "checks_errors.py"

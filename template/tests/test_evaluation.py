@@ -6,10 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from data.arrays import Arrays
-from data.pipeline import EvaluationFeed, reader
-from evaluation import make_step
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.pipeline import EvaluationFeed, reader
+from hvdkit.evaluate.evaluator import make_step
 
 
 class Plain:

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data.readers import exif, folders, pictures
 from PIL import Image, ImageOps
 
 import readers
-from data.readers import exif, folders, pictures
 
 ROWS, COLUMNS = np.mgrid[:24, :40]
 SMOOTH = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another

@@ -6,8 +6,8 @@ import math
 import re
 
 import pytest
+from hvdkit.run import find_lr
 
-import find_lr
 from ranks import last_lines, launch
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--find_lr", "--warmup_steps=0", "--num_steps=60"]

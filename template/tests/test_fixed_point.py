@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from engine import fixed_point
+from hvdkit.train import fixed_point
 
 
 def test_limits_are_where_the_grid_ends():

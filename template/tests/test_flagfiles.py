@@ -4,10 +4,9 @@ import dataclasses
 import os
 
 import pytest
+from hvdkit.settings import config as config_lib
 from hypothesis import HealthCheck, given, strategies
 from hypothesis import settings as hypothesis_settings
-
-import config as config_lib
 
 FIELDS = {field.name: field for field in dataclasses.fields(config_lib.Config)}
 PATHS = [name for name, field in FIELDS.items() if field.metadata["path"]]

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data.readers import folders
 from PIL import Image
-
-from data.readers import folders
 
 CLASSES = 5
 

@@ -4,8 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from engine import gradients
+from hvdkit.train import gradients
 
 
 def variables() -> list[keras.Variable]:

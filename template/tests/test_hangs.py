@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hvdkit.ranks import peers
 
-from engine import peers
 from ranks import last_lines, launch
 
 WAITS = Path(__file__).parent / "waits.py"

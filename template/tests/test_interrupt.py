@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hvdkit.checkpoint import files
 
-from engine import checkpoint_files
 from ranks import ENVIRONMENT, PROJECT
 from terminal import CTRL_C, Terminal
 
@@ -22,7 +22,7 @@ PROMISE = f"{SAYS}; Ctrl-C again ends at once"
 STUCK = """
 import ctypes, sys
 sys.path.insert(0, ".")
-from engine.interrupt import StopSignal
+from hvdkit.ranks.interrupt import StopSignal
 stop = StopSignal(rank=int(sys.argv[1]))
 lock = ctypes.create_string_buffer(64)
 print("listening", flush=True)
@@ -34,7 +34,7 @@ for _ in range(2):
 HEARD = """
 import os, signal, sys, time
 sys.path.insert(0, ".")
-from engine.interrupt import StopSignal
+from hvdkit.ranks.interrupt import StopSignal
 stop = StopSignal(rank=0)
 for name in sys.argv[1:]:
     os.kill(os.getpid(), getattr(signal, name))
@@ -46,7 +46,7 @@ print(f"asked {stop.asked}, first {stop.number}", flush=True)
 FORKED = """
 import multiprocessing, sys, time
 sys.path.insert(0, ".")
-from engine.interrupt import StopSignal
+from hvdkit.ranks.interrupt import StopSignal
 stop = StopSignal(rank=0)
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
 child.start()
@@ -125,7 +125,7 @@ def test_the_end_of_a_forked_child_does_not_stop_the_run():
         ["evaluate.py", "--run_dir=runs/demo"],
         ["predict.py", "--run_dir=runs/demo", "--out=predicted", "photo.jpg"],
         ["export.py", "--run_dir=runs/demo", "--out=exported"],
-        ["-m", "data.check", "--data_dir=datasets/demo"],
+        ["-m", "hvdkit.data.check", "--data_dir=datasets/demo"],
     ],
     ids=lambda words: words[1] if words[0] == "-m" else words[0],
 )
@@ -171,7 +171,7 @@ def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
     assert code == CODES[launcher], shown
     saved = list((tmp_path / f"run{left}" / "checkpoints").iterdir())
     assert [path.name for path in saved] == [f"step-{int(step[1]):08}"]
-    assert checkpoint_files.fault(saved[0]) is None
+    assert files.fault(saved[0]) is None
 
 
 def ended_by_ctrl_c(launcher: str, flags: list[str]) -> tuple[str, int]:

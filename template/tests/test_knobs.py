@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from config import Config
-from engine import reduction
+from hvdkit.settings.config import Config
+from hvdkit.train import reduction
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import re
 import sys
 
 import pytest
+from hvdkit.ranks import live
 
-from engine import live
 from ranks import ENVIRONMENT, PROJECT
 from terminal import Terminal
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.evaluate import metrics
 from sklearn.metrics import top_k_accuracy_score
-
-from engine import metrics
 
 
 def test_confusion_iou_and_accuracy():

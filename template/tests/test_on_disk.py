@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.data import arrays, pack
 
-from data import arrays, pack
 from small_checkpoints import save
 
 

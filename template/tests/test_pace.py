@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from engine.pace import Pace
-from engine.world import World
+from hvdkit.observe.stragglers import Pace
+from hvdkit.ranks.world import World
 
 
 @pytest.fixture

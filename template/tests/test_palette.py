@@ -1,8 +1,7 @@
 """Colours of classes: what a person tells apart."""
 
 import numpy as np
-
-from data.palette import COLOURS
+from hvdkit.data.palette import COLOURS
 
 
 def test_background_is_dark_grey_ignored_white_and_no_two_classes_alike():

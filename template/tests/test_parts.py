@@ -5,11 +5,10 @@ import io
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data import image_ops
+from hvdkit.data.readers import pictures
+from hvdkit.train import task_checks
 from PIL import Image
-
-from data import parts
-from data.readers import pictures
-from tasks import check
 
 RNG = np.random.default_rng(0)
 SHAPE = (61, 83)
@@ -79,7 +78,7 @@ def test_where_only_a_part_is_cut_the_image_is_not_decoded():
         return {"file": data, "image": pictures.decode_image(data)}
 
     def cut(data: tf.Tensor) -> tf.Tensor:
-        return parts.cut(read(data), tf.constant([2, 3, 10, 20]))
+        return image_ops.cut(read(data), tf.constant([2, 3, 10, 20]))
 
     [found] = dataset.map(cut)
     np.testing.assert_array_equal(found, whole(tf.constant(data))[2:12, 3:23])
@@ -89,30 +88,30 @@ def test_where_only_a_part_is_cut_the_image_is_not_decoded():
 
 def test_without_a_file_the_image_is_cut():
     sample = {"image": tf.constant(SMOOTH)}
-    assert parts.size(sample).numpy().tolist() == list(SHAPE)
-    np.testing.assert_array_equal(parts.cut(sample, [5, 7, 20, 30]), SMOOTH[5:25, 7:37])
+    assert image_ops.size(sample).numpy().tolist() == list(SHAPE)
+    np.testing.assert_array_equal(image_ops.cut(sample, [5, 7, 20, 30]), SMOOTH[5:25, 7:37])
 
 
 def test_a_file_that_is_not_the_images_is_refused():
     """Else a source that changes pictures would be trained on them as they were."""
     data = tf.constant(FILES["PNG"])
-    check.check_file({"image": tf.constant(SMOOTH), "file": data})
+    task_checks.check_file({"image": tf.constant(SMOOTH), "file": data})
     for image in (SMOOTH ^ 1, SMOOTH[1:], SMOOTH[:, ::-1]):
         with pytest.raises(ValueError, match='code that changes "image" must remove "file"'):
-            check.check_file({"image": tf.constant(image), "file": data})
+            task_checks.check_file({"image": tf.constant(image), "file": data})
 
 
 def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than_one():
     for side, smooth in ((40, False), (30, True)):
         expected = tf.image.resize(SMOOTH, [side, side], antialias=smooth).numpy()
         other = tf.image.resize(SMOOTH, [side, side], antialias=not smooth).numpy()
-        found = parts.resize(tf.constant(SMOOTH), [side, side]).numpy()
+        found = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
         assert np.abs(found - expected).max() <= 0.5 + 1e-3 < np.abs(found - other).max()
 
 
 def test_mirrored():
     for turn in (False, True):
-        found = parts.mirrored(tf.constant(SMOOTH), tf.constant(turn))
+        found = image_ops.mirrored(tf.constant(SMOOTH), tf.constant(turn))
         np.testing.assert_array_equal(found, SMOOTH[:, ::-1] if turn else SMOOTH)
 
 

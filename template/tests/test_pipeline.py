@@ -6,13 +6,12 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from config import Config
-from data.arrays import Arrays
-from data.pipeline import EvaluationFeed, TrainingFeed, reader
-from engine.sampler import Sampler
-from engine.telemetry import Telemetry
-from engine.world import World
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reader
+from hvdkit.data.sampler import Sampler
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 
 SOURCE = Arrays(x=np.arange(40))
 

@@ -11,11 +11,11 @@ import sys
 
 import numpy as np
 import pytest
+from hvdkit.data.readers.digits import Digits
+from hvdkit.evaluate import confusion
 from PIL import Image
 
 from conftest import TINY_FLAGS
-from data.readers.digits import Digits
-from engine import confusion
 from ranks import PROJECT, last_lines, launch, train
 
 DIGITS = ["--flagfile=configs/digits.cfg", "--num_steps=40", "--eval_every=20", "--log_every=20"]
@@ -204,9 +204,9 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
     shapes = {"digits": "(3,) (3, 10)", "scenes": "(3, 24, 40) (3, 24, 40, 11)"}
     assert f"shapes {shapes[kind]}" in served.stdout, served.stderr[-2000:]
     # The .keras alone: digits' dropout is a layer of this project, which a note says.
-    told = "not Keras's own, engine.dropout.SampleDropout: import their modules before you load it"
+    told = "not Keras's own, hvdkit.train.dropout.SampleDropout: import their modules before you load it"
     assert (told in ended.output) == (kind == "digits"), ended.output
-    modules = "keras, sys" + ", engine.dropout" * (kind == "digits")
+    modules = "keras, sys" + ", hvdkit.train.dropout" * (kind == "digits")
     script = f"import {modules}; keras.saving.load_model(sys.argv[1])"
     words = [sys.executable, "-c", script, tmp_path / "out" / "model.keras"]
     place = PROJECT if kind == "digits" else tmp_path

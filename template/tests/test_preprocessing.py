@@ -3,8 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-
-from engine import preprocessing
+from hvdkit.train import preprocessing
 
 
 def test_scaled_pictures_are_from_minus_1_to_1():

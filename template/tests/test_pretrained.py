@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import pretrained, warm_start, weight_files
+from hvdkit.settings import config as config_lib
+from hvdkit.train import preprocessing, variable_names
+from hvdkit.train.preprocessing import Preprocess
 from keras.applications import imagenet_utils
 
-import config as config_lib
 import published
-from engine import preprocessing, pretrained, variable_names, warm_start, weight_files
-from engine.preprocessing import Preprocess
 
 PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)
 LARGE = ("h5", "weights.h5", "keras")  # the forms in which ResNet-50 is written, 95 MB each

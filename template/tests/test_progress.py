@@ -2,7 +2,7 @@
 
 import sys
 
-from engine import live
+from hvdkit.ranks import live
 
 
 def shown(capsys, monkeypatch, terminal: bool) -> str:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from hvdkit.data.readers.cifar10 import CLASS_NAMES, Cifar10
 
 import readers
-from data.readers.cifar10 import CLASS_NAMES, Cifar10
 
 
 def test_reads_all_records_of_all_files(tmp_path: Path):

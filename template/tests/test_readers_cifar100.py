@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from hvdkit.data.readers.cifar100 import CLASS_NAMES, COARSE_NAMES, Cifar100
+
 import readers
-from data.readers.cifar100 import CLASS_NAMES, COARSE_NAMES, Cifar100
 
 
 def test_reads_all_records(tmp_path: Path):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 
 import readers
-from data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 
 # Ids and train ids as the authors' table pairs them, written down a second time and by name.
 TRAIN_IDS = {

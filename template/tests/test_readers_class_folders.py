@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data.readers import listing
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.pictures import OTHER_SUFFIXES
 
 import readers
-from data.readers import listing
-from data.readers.class_folders import ClassFolders
-from data.readers.pictures import OTHER_SUFFIXES
 
 
 @pytest.fixture

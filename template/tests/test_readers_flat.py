@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.data.readers import flat
+from hvdkit.data.readers.class_folders import ClassFolders
 from scipy.io import savemat
 
 import readers
-from data.readers import flat
-from data.readers.class_folders import ClassFolders
 
 
 @pytest.fixture

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from hvdkit.data import shared_listing
+from hvdkit.data.packed_strings import Names, packed
+from hvdkit.data.readers import listing
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.voc import Voc
 
 import readers
-from data import once
-from data.names import Names, packed
-from data.readers import listing
-from data.readers.cityscapes import Cityscapes
-from data.readers.class_folders import ClassFolders
-from data.readers.folders import ImageLabelFolder
-from data.readers.voc import Voc
 
 
 @pytest.mark.parametrize("limit", [2**32, 0])  # places of 4 bytes, and of 8
 def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("data.names._NARROW", limit)
+    monkeypatch.setattr("hvdkit.data.packed_strings._NARROW", limit)
     words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
     names, starts = Names.joined([packed(words[:2]), packed([]), packed(words[2:])])
     assert starts.tolist() == [0, 2, 2, 5]
@@ -55,16 +55,16 @@ def root(tmp_path: Path) -> Path:
 def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
     """What rank 0 found is all that another rank needs: it asks the disk for nothing."""
     found: dict = {}
-    with once.kept(found):
+    with shared_listing.kept(found):
         first = open_all(root)
-    with once.awaited():
+    with shared_listing.awaited():
         open_all(root)
         raise AssertionError("it did not wait for rank 0")
 
     def asked(path, *_):
         raise AssertionError(f"asked for {path}")
 
-    with monkeypatch.context() as patch, once.given(found, look=False):
+    with monkeypatch.context() as patch, shared_listing.given(found, look=False):
         for name in ("scandir", "listdir", "stat", "lstat"):
             patch.setattr(os, name, asked)
         second = open_all(root)
@@ -74,20 +74,20 @@ def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_another_hosts_disk_is_looked_at(root: Path):
     found: dict = {}
-    with once.kept(found):
+    with shared_listing.kept(found):
         open_all(root)
-    with once.given(found, look=True):
+    with shared_listing.given(found, look=True):
         assert len(open_all(root)) == 4
     for path in ("classes/train/n01/z.jpg", "voc/SegmentationClass/2007_000002.png"):
         whole = (root / path).read_bytes()
         (root / path).write_bytes(whole[:-1])
-        with once.given(found, look=True):
+        with shared_listing.given(found, look=True):
             words = (root / path, f"has {len(whole) - 1} bytes", f"{len(whole)} on rank 0's")
             readers.fails(lambda: open_all(root), *words)
-        with once.given(found, look=False):
+        with shared_listing.given(found, look=False):
             assert len(open_all(root)) == 4
         (root / path).unlink()
-        with once.given(found, look=True):
+        with shared_listing.given(found, look=True):
             readers.fails(lambda: open_all(root), root / path, "No such file")
         (root / path).write_bytes(whole)
 
@@ -95,9 +95,9 @@ def test_another_hosts_disk_is_looked_at(root: Path):
 def test_what_rank_0_did_not_look_for(root: Path):
     """As where a task opens other data on some ranks: each looks for its own."""
     found: dict = {}
-    with once.kept(found):
+    with shared_listing.kept(found):
         ClassFolders(root / "classes", "train")
-    with once.given(found, look=False):
+    with shared_listing.given(found, look=False):
         other = ClassFolders(root / "classes", "val")
     assert readers.same(other, ClassFolders(root / "classes", "val"))
 

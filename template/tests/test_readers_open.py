@@ -8,19 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hvdkit.data import check, pack
+from hvdkit.data import open as open_lib
+from hvdkit.data.readers import records
+from hvdkit.data.readers.cifar10 import Cifar10
+from hvdkit.data.readers.cifar100 import Cifar100
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.voc import Voc
+from hvdkit.data.source import Source
+from hvdkit.run import assemble as run_lib
+from hvdkit.settings import config as config_lib
 
-import config as config_lib
 import readers
-import run as run_lib
-from data import check, pack
-from data import open as open_lib
-from data.readers import records
-from data.readers.cifar10 import Cifar10
-from data.readers.cifar100 import Cifar100
-from data.readers.cityscapes import Cityscapes
-from data.readers.class_folders import ClassFolders
-from data.readers.voc import Voc
-from data.source import Source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data import pack
+from hvdkit.data.readers import pictures
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.records import Records
+from hvdkit.data.readers.voc import Voc
 from PIL import Image
 
 import readers
-from data import pack
-from data.readers import pictures
-from data.readers.cityscapes import Cityscapes
-from data.readers.class_folders import ClassFolders
-from data.readers.folders import ImageLabelFolder
-from data.readers.records import Records
-from data.readers.voc import Voc
 
 SIZE = (24, 16)  # width, height
 

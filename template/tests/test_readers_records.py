@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.data import pack, unfinished
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.demo import scenes
+from hvdkit.data.readers import records
+from hvdkit.data.readers.cifar10 import Cifar10
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.records import Records
+from hvdkit.data.readers.voc import Voc
 
 import readers
-from data import pack, unfinished
-from data.arrays import Arrays
-from data.demo import scenes
-from data.readers import records
-from data.readers.cifar10 import Cifar10
-from data.readers.class_folders import ClassFolders
-from data.readers.folders import ImageLabelFolder
-from data.readers.records import Records
-from data.readers.voc import Voc
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     def open_it() -> Records:
         return Records(tmp_path, "train")
 
-    readers.fails(open_it, tmp_path / "train" / "pack.json", "python -m data.pack", "none")
+    readers.fails(open_it, tmp_path / "train" / "pack.json", "python -m hvdkit.data.pack", "none")
     folder = packed(demo, tmp_path)
     readers.fails(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
     meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.data.readers.voc import CLASS_NAMES, NUM_CLASSES, Voc
 
 import readers
-from data.readers.voc import CLASS_NAMES, NUM_CLASSES, Voc
 
 
 @pytest.fixture

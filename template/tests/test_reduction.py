@@ -10,9 +10,9 @@ import statistics
 from pathlib import Path
 
 import pytest
+from hvdkit.settings import config as config_lib
+from hvdkit.train import reduction
 
-import config as config_lib
-from engine import reduction
 from ranks import last_lines, launch
 
 KNOBS = Path(__file__).parent / "knobs.py"

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.evaluate import confusion
+from hvdkit.observe import compare, plots, records, report
 
-import compare
-import plots
-import report
-from engine import confusion, records
 from ranks import PROJECT, last_lines, launch
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]

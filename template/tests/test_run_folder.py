@@ -13,15 +13,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import files, run_folder, writing
+from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks.world import World
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import config as config_lib
-from config import Config
-from engine import checkpoint_files, checkpoint_writing, run_folder
-from engine.checkpoint import Checkpoints
-from engine.stop import Stop
-from engine.telemetry import Telemetry
-from engine.world import World
 from kills import killed_at_each
 
 ALONE = World(0, 1, 0, 1)
@@ -60,7 +60,7 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
 
 
 def steps(folder):
-    return [checkpoint_files.read_manifest(p).step for p in checkpoint_files.candidates(folder)]
+    return [files.read_manifest(p).step for p in files.candidates(folder)]
 
 
 def lines(path):
@@ -103,13 +103,13 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
 
     found, note = train(used, 2, 6, every=2, keep=2)
     assert found.step == 4 and note == "" and not (used / "aside-2").exists()
-    state = checkpoint_files.read(used / "checkpoints" / "step-00000006")
+    state = files.read(used / "checkpoints" / "step-00000006")
     assert state["w"] == 206.0 and steps(used / "checkpoints") == [4, 6]
     assert shown(used) == [1, 2, 3, 4, 5, 6] and shown(used / "aside-1") == list(range(1, 9))
     # What was set aside can be gone on from: now it is the run of seed 2 that is set aside.
     found, _ = train(used, 1, 9, every=1, resume=str(used / "aside-1"))
     assert found.step == 8 and steps(used / "checkpoints") == [9]
-    assert checkpoint_files.read(used / "checkpoints" / "step-00000009")["w"] == 109.0
+    assert files.read(used / "checkpoints" / "step-00000009")["w"] == 109.0
     assert steps(used / "aside-2" / "checkpoints") == [4, 6] and shown(used) == [9]
 
 
@@ -143,7 +143,7 @@ def test_from_a_checkpoint_of_another_run(used, tmp_path_factory):
     found, note = train(used, 3, 6, every=2, resume=str(other))
     assert found.step == 4 and "4 checkpoints (of steps 2 to 8)" in note
     assert steps(used / "checkpoints") == [6] and shown(used) == [5, 6]
-    assert checkpoint_files.read(used / "checkpoints" / "step-00000006")["w"] == 306.0
+    assert files.read(used / "checkpoints" / "step-00000006")["w"] == 306.0
     assert sorted(p for p in other.rglob("*")) == before
 
 
@@ -273,7 +273,7 @@ def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
         arrays = {"w": np.float32(100 + step)}
-        checkpoint_writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
+        writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
     config_lib.write(Config(seed=1), folder / "config.cfg")
@@ -292,8 +292,8 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, old_run, begin):
-        there, _ = checkpoint_files.newest_sound(folder / "checkpoints")
-        step = checkpoint_files.read_manifest(there).step if there else 0
+        there, _ = files.newest_sound(folder / "checkpoints")
+        step = files.read_manifest(there).step if there else 0
         ahead = [s for s in (2, 4, 6) if s > step]
         assert asides(folder) == {f"step-0000000{s}": 1 for s in ahead}
         logged = [x["step"] for x in lines(folder / "metrics.jsonl")] if step else []

@@ -3,12 +3,12 @@
 import keras
 import numpy as np
 import tensorflow as tf
-
-from config import Config
-from engine import checkpoint_files, drift
-from engine.saver import Saver
-from engine.state import State
-from engine.world import raw
+from hvdkit.checkpoint import files
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.ranks import drift
+from hvdkit.ranks.world import raw
+from hvdkit.settings.config import Config
+from hvdkit.train.state import State
 
 
 def test_what_is_written_are_the_values_at_the_step(kept):
@@ -20,7 +20,7 @@ def test_what_is_written_are_the_values_at_the_step(kept):
         saver.save(2, {"w": weights}, Config())
         weights.assign(tf.fill([4_000_000], 3.0))
     for step in (1, 2):
-        values = checkpoint_files.read(kept.folder / f"step-{step:08d}")["w"]
+        values = files.read(kept.folder / f"step-{step:08d}")["w"]
         assert np.all(values == step)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hvdkit.data.demo import scenes
+from hvdkit.data.readers import folders
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
-
-from data.demo import scenes
-from data.readers import folders
 
 PROJECT = Path(__file__).parents[1]
 SMALL = scenes.Settings(train=12, val=6)
@@ -25,7 +24,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def command(root: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "data.demo.scenes", str(root), *flags]
+    return [sys.executable, "-m", "hvdkit.data.demo.scenes", str(root), *flags]
 
 
 def touching(mask: np.ndarray) -> np.ndarray:

@@ -8,13 +8,10 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import tensorflow as tf
-
-import evaluate
-import evaluation
-import predict
-import report
-from engine import confusion, records
-from export import Exported
+from hvdkit.commands import evaluate, predict
+from hvdkit.commands.export import Exported
+from hvdkit.evaluate import confusion, evaluator
+from hvdkit.observe import records, report
 
 # Of 10 labels of class 0, 8 were told right; of 5 of class 1, one.
 CONFUSION = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])
@@ -30,7 +27,7 @@ def test_figures_of_each_class():
 
 def test_labels_are_counted_in_full(tmp_path, capsys):
     counts = np.array([[1_234_567, 0], [0, 89]])
-    found = evaluation.Evaluation({"loss": 1.0}, {"confusion": counts}, None)
+    found = evaluator.Evaluation({"loss": 1.0}, {"confusion": counts}, None)
     run = SimpleNamespace(val_source=SimpleNamespace(class_names=["sky", "car"]))
     evaluate.write(run, tmp_path, {}, found, [])
     assert "sky    1234567  " in capsys.readouterr().out

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
+from hvdkit.observe import flops, speed
+from hvdkit.ranks.world import World
+from hvdkit.run import benchmark
+from hvdkit.settings.config import Config
 from keras import layers
 
-import benchmark
-from config import Config
-from engine import flops, speed
-from engine.world import World
 from tasks import classification_models
 
 

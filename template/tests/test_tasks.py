@@ -15,12 +15,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import files
+from hvdkit.ranks import fingerprint
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.train import task as base
+from hvdkit.train import task_checks
 
-import config as config_lib
-from config import Config
-from engine import checkpoint_files, fingerprint
 from ranks import PROJECT, last_lines, launch
-from tasks import base, check
 
 
 def flagfiles() -> list:
@@ -142,7 +144,7 @@ def test_a_loss_that_is_no_pair_is_told(returned):
     kind = "None" if returned is None else type(returned).__name__
     words = f"must return two tensors, a loss and a weight for each example; it returns.*{kind}"
     with pytest.raises(ValueError, match=words):
-        check.loss(task, None, None)
+        task_checks.loss(task, None, None)
 
 
 def test_what_only_training_calls_is_built():
@@ -155,7 +157,7 @@ def test_what_only_training_calls_is_built():
             return self.head(x) + (self.aux(x) if training else 0)
 
     model = Aux()
-    check.build(model, {"inputs": tf.zeros([2, 4]), "targets": tf.zeros([2], tf.int64)})
+    task_checks.build(model, {"inputs": tf.zeros([2, 4]), "targets": tf.zeros([2], tf.int64)})
     assert model.aux.built and len(model.trainable_variables) == 4
 
 
@@ -181,7 +183,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     task = base.load(config_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
     assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
-    assert checkpoint_files.fault(tmp_path / "checkpoints" / "step-00000020") is None
+    assert files.fault(tmp_path / "checkpoints" / "step-00000020") is None
 
 
 @pytest.mark.parametrize("flagfile", FLAGFILES)

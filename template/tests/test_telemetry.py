@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 from PIL import Image
-
-from config import Config
-from engine.telemetry import Telemetry
-from engine.world import World
 
 
 @pytest.fixture

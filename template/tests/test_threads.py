@@ -6,12 +6,11 @@ import os
 
 import pytest
 import tensorflow as tf
-
-from config import Config
-from engine import devices, fingerprint
-from engine import world as world_lib
-from engine.stop import Stop
-from engine.world import World
+from hvdkit.ranks import devices, fingerprint
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 ALONE, FOURTH = World(0, 1, 0, 1), World(0, 4, 0, 4)
 

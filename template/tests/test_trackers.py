@@ -9,10 +9,10 @@ import time
 import numpy as np
 import psutil
 import pytest
+from hvdkit.observe import telemetry, trackers
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 
-from config import Config
-from engine import telemetry, trackers
-from engine.world import World
 from ranks import last_lines, launch
 
 FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]

@@ -7,9 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+from hvdkit.checkpoint import files
 from PIL import Image
 
-from engine import checkpoint_files
 from ranks import last_lines, launch, train
 
 
@@ -39,7 +39,7 @@ def test_a_run_starts_trains_and_leaves_its_records(backend, ranks, tiny, tmp_pa
     assert 0 < lines(tmp_path)[-1]["eval_miou"] < 1
     assert summary(tmp_path)["exit_reason"] == "done" and summary(tmp_path)["ranks"] == ranks
     assert re.fullmatch(r"[0-9a-f]{64}", summary(tmp_path)["weights_sha256"])
-    assert checkpoint_files.fault(folder / "checkpoints" / "step-00000004") is None
+    assert files.fault(folder / "checkpoints" / "step-00000004") is None
     assert list((folder / "tensorboard").glob("events*"))
     picture = Image.open(folder / "predictions.png")
     assert picture.width > picture.height / 4
@@ -180,7 +180,7 @@ def test_a_run_that_diverges_says_so_and_keeps_its_checkpoints(tiny, tmp_path):
     assert len(ended.errors()) == 1 and "diverged at step" in ended.errors()[0], ended.output
     assert summary(tmp_path)["exit_reason"] == "diverged"
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    assert kept and all(checkpoint_files.fault(path) is None for path in kept)
+    assert kept and all(files.fault(path) is None for path in kept)
 
 
 def test_synthetic_data_and_benchmark(tiny, tmp_path):

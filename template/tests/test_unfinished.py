@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hvdkit.data import unfinished
 
 import readers
-from data import unfinished
 
 _KILLED = """
 import os, pathlib, signal, sys

@@ -3,9 +3,8 @@
 import keras
 import pytest
 import tensorflow as tf
-
-from engine import batch_norm, variable_names
-from engine.state import State
+from hvdkit.train import batch_norm, variable_names
+from hvdkit.train.state import State
 
 # Names of variables.
 

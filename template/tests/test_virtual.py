@@ -10,13 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint.checkpoints import changes
+from hvdkit.checkpoint.files import Manifest
+from hvdkit.data.sampler import Sampler
+from hvdkit.settings import config as config_lib
+from hvdkit.train import fixed_point, virtual
+from hvdkit.train.seeds import Seeds
 
-import config as config_lib
-from engine import fixed_point, virtual
-from engine.checkpoint import changes
-from engine.checkpoint_files import Manifest
-from engine.sampler import Sampler
-from engine.seeds import Seeds
 from ranks import names_of_checks, run_checks
 
 FILE = Path(__file__).parent / "checks_virtual.py"

@@ -7,11 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.checkpoint import checkpoints, files, warm_start, writing
+from hvdkit.evaluate import early_stop
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from hvdkit.train import ema
+from hvdkit.train.state import State
 
-from config import Config
-from engine import checkpoint, checkpoint_files, checkpoint_writing, early_stop, ema, warm_start
-from engine.state import State
-from engine.world import World
 from ranks import names_of_checks, run_checks
 
 WORLD = World(0, 1, 0, 1)
@@ -62,7 +64,7 @@ def test_averages_are_part_of_the_state(tmp_path):
     for network_, optimizer in zip((model, other), optimizers):
         optimizer.build(network_.trainable_variables)
     steps(model, optimizers[0], 3)
-    kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
+    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
     kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Config()))
     found = kept.find("auto", 3)
     kept.restore(found, State(other, optimizers[1], "float32").variables, Config())
@@ -83,7 +85,7 @@ def test_without_an_average_nothing_happens():
 @pytest.fixture
 def run_dir(tmp_path):
     """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
-    kept = checkpoint.Checkpoints(tmp_path / "run" / "checkpoints", 9, WORLD)
+    kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", 9, WORLD)
     for step, score in ((1, 0.5), (2, 0.9), (3, None)):
         model = network(start=float(step))
         optimizer = keras.optimizers.Adam()
@@ -104,8 +106,8 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert starts(model) == {3.0}
     # Step 2 has the higher score, but of another measure than the newest that has one.
-    checkpoint_writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
-    checkpoint_writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
+    writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
+    writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
     warm_start.load(model, run_dir, False)
     assert starts(model) == {1.0}, "of an older version's: compared with all"
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
@@ -163,7 +165,7 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     else:
         optimizer = keras.optimizers.SGD()
         optimizer.build(there.trainable_variables)
-        kept = checkpoint.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
+        kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
         kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Config()))
     model = unnamed(70.0, before=3)
     assert [v.path for v in model.variables] != [v.path for v in there.variables]
@@ -197,7 +199,7 @@ def averaged_run(folder, count, **average):
     model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1, **average)
     optimizer.build(model.trainable_variables)
     steps(model, optimizer, count)
-    kept = checkpoint.Checkpoints(folder / "checkpoints", 1, WORLD)
+    kept = checkpoints.Checkpoints(folder / "checkpoints", 1, WORLD)
     kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Config()))
     own = [v.numpy() for v in model.variables]
     with ema.averaged(model, optimizer):
@@ -226,7 +228,7 @@ def test_averages_that_there_are_none_of_are_refused(count, average, tmp_path):
 
 
 def test_a_run_of_another_format_is_named(run_dir):
-    for path in checkpoint_files.candidates(run_dir / "checkpoints"):
+    for path in files.candidates(run_dir / "checkpoints"):
         manifest = path / "manifest.json"
         record = json.loads(manifest.read_text())
         del record["checksum"], record["format"]
@@ -325,7 +327,7 @@ def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     trained, fresh = twins(10.0), twins(0.0)
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(trained.trainable_variables)
-    kept = checkpoint.Checkpoints(tmp_path, 1, WORLD)
+    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
     path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Config()))
     warm_start.load(fresh, path, skip_mismatched=False)
     assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]

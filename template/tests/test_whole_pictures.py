@@ -6,11 +6,12 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.evaluate.whole_pictures import Passes, predict
+from hvdkit.settings.config import Config
+from hvdkit.train import task as base
 
 import plain_evaluation as plain
-from config import Config
-from tasks import base, segmentation
-from tasks.whole_pictures import Passes, predict
+from tasks import segmentation
 
 STRIDE, CLASSES = 4, 3
 RNG = np.random.default_rng(2)

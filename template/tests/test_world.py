@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit.ranks import agreement, messages
+from hvdkit.ranks import fingerprint as fingerprints
+from hvdkit.settings.config import Config
 
-from config import Config
-from engine import agreement, messages
-from engine import fingerprint as fingerprints
 from ranks import launch, run_checks
 
 FILE = Path(__file__).parent / "checks_world.py"

@@ -13,16 +13,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import engine.quiet  # noqa: F401
+import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import horovod.tensorflow as hvd
 import tensorflow as tf
-
-import config as config_lib
-from engine import pulse, reduction
-from engine import world as world_lib
-from engine.peers import Peers
+from hvdkit.ranks import heartbeat
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.peers import Peers
+from hvdkit.settings import config as config_lib
+from hvdkit.train import reduction
 
 
 def fail(how: str) -> None:
@@ -43,7 +43,7 @@ def main() -> None:
                 time.sleep(3)  # each has heard its neighbour
                 fail(sys.argv[1])
             hvd.allreduce(tf.zeros([2]), name="sum")
-            pulse.beat()
+            heartbeat.beat()
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""One file a format: each class is a Source (data/source.py); data/open.py picks one."""
+"""One file a format: each class is a Source (hvdkit/data/source.py); hvdkit/data/open.py picks one."""

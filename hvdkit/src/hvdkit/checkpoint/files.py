@@ -1,0 +1,292 @@
+"""The format of a checkpoint on disk: verified before use, found, deleted.
+
+A checkpoint is a folder step-XXXXXXXX/ with state.npz (every variable by name) and manifest.json:
+format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. In parts
+it has state-1-of-4.npz and so on instead, each some of the variables. It is written under another
+name, flushed to disk and renamed (hvdkit/checkpoint/writing.py). Folders that begin with a dot are
+checkpoints being written (.partial) or deleted (.deleted), and the one that another of the same
+step is about to replace (.old), which counts as long as the new one is not in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
+IN_PARTS = 4  # as 3, in several files, which versions that know one only must not take for damaged
+STATE, MANIFEST = "state.npz", "manifest.json"
+_NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")
+# A number of the run and one of the save tell apart the folders of saves in parts.
+_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old|\.[0-9a-f]{8}-\d+)?\.(partial|(partial\.)?deleted)")
+_LARGEST_MANIFEST = 1 << 26
+
+
+class Damaged(ValueError):
+    """Not a checkpoint, or not the one that was written; the message names the file."""
+
+
+class OtherFormat(ValueError):
+    """A checkpoint that another version of this code wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
+    `measure` says by name what the score is of; checkpoints of older versions have none.
+    `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
+    `fingerprint` what bits depend on besides settings; checkpoints of older versions have none.
+    `parts` has the SHA-256 of each file by name where there are several; `sha256` is then theirs.
+    """
+
+    step: int
+    config: dict[str, Any]
+    ranks: int
+    tensorflow: str
+    sha256: str
+    dtypes: dict[str, str]
+    score: float | None = None
+    evaluated: bool = False
+    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
+    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def files(self) -> dict[str, str]:
+        """The SHA-256 of every file of variables, by name."""
+        return self.parts or {STATE: self.sha256}
+
+    def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """What is not the same in `measure`: what it was when this was scored, and what it is."""
+        pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
+        return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The verified manifest of the checkpoint at `path`; its arrays are not looked at.
+
+    Raises:
+      Damaged, OtherFormat: naming the file and what is wrong with it.
+    """
+    return _guarded(path / MANIFEST, lambda: _parse(path))
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest of a checkpoint that is as it was written.
+
+    Raises:
+      Damaged, OtherFormat: it is not; the message names the file.
+    """
+    try:
+        if not path.is_dir():
+            missing = "is no folder" if path.exists() else "does not exist"
+            raise Damaged(f"{path} is no checkpoint: it {missing}")
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
+    manifest = read_manifest(path)
+    for name, sha256 in manifest.files().items():
+        file = path / name
+        if _guarded(file, functools.partial(_sha256, file)) != sha256:
+            raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    return manifest
+
+
+def fault(path: Path) -> str | None:
+    """What is wrong with the checkpoint, naming the file; None when it is sound."""
+    try:
+        verify(path)
+    except (Damaged, OtherFormat) as error:
+        return str(error)
+    return None
+
+
+def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
+    """The arrays whose names begin with one of `prefixes`, as they were written.
+
+    Raises:
+      Damaged, OtherFormat: they cannot be read.
+    """
+    manifest, arrays = read_manifest(path), {}
+    dtypes = manifest.dtypes
+
+    def load(path: Path) -> dict[str, np.ndarray]:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as state:
+            found = {n: state[n] for n in state.files if n.startswith(prefixes)}
+        return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
+
+    for name in manifest.files():
+        arrays |= _guarded(path / name, functools.partial(load, path / name))
+    return arrays
+
+
+def part_names(parts: int) -> list[str]:
+    """The files of a checkpoint in so many parts."""
+    return [f"state-{part}-of-{parts}.npz" for part in range(1, parts + 1)]
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it is no checkpoint's name."""
+    match = _NAME.fullmatch(path.name)
+    # A dot in front and .old behind come together or not at all.
+    return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Rather than a run's folder. One that a person renamed is known by its manifest."""
+    return step_of(path) is not None or (path / MANIFEST).exists()
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What has a checkpoint's name in `folder`, sound or not, by step; of one step .old first."""
+    if not folder.is_dir():
+        return []
+    named = [p for p in folder.iterdir() if step_of(p) is not None]
+    return sorted(named, key=lambda p: (step_of(p), not p.name.startswith(".")))
+
+
+def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
+    """The newest sound checkpoint in `folder`, and what is wrong with each newer one.
+
+    Args:
+      before: only those of earlier steps count.
+    Raises:
+      OtherFormat: a newer one than any that is sound is of another format: passing it over could
+        mean to begin a long run again.
+    """
+    passed_over = []
+    for path in reversed([p for p in candidates(folder) if step_of(p) < before]):
+        try:
+            verify(path)
+            return path, passed_over
+        except Damaged as error:
+            passed_over.append(str(error))
+    return None, passed_over
+
+
+def scored(paths: list[Path]) -> dict[Path, Manifest]:
+    """The manifests of those that have a score, by step."""
+    found = {}
+    for path in sorted(paths, key=step_of):
+        with contextlib.suppress(Damaged, OtherFormat):
+            found[path] = read_manifest(path)
+    return {path: about for path, about in found.items() if about.score is not None}
+
+
+def best(paths: list[Path], measure: Mapping[str, Any]) -> Path | None:
+    """The checkpoint with the highest score of this measure, the oldest of equals, if any."""
+    return _best_of(scored(paths), measure)
+
+
+def best_by_newest(paths: list[Path]) -> Path | None:
+    """The best by the measure of the newest score, if there is a score."""
+    there = scored(paths)
+    newest = max(there.values(), key=lambda about: about.step, default=None)
+    return _best_of(there, newest.measure) if newest else None
+
+
+def best_of_each(paths: list[Path]) -> set[Path]:
+    """The best by every measure that one of them is scored by."""
+    there = scored(paths)  # one look at each: as many again for each measure would take seconds
+    measures = {json.dumps(about.measure, sort_keys=True) for about in there.values()}
+    return {path for one in measures if (path := _best_of(there, json.loads(one)))}
+
+
+def _best_of(there: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
+    scores = {path: about.score for path, about in there.items() if not about.unlike(measure)}
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def delete(path: Path) -> None:
+    """Deletes a folder; a kill meanwhile does not leave half of it under its name."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name.lstrip('.')}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def tidy(folder: Path) -> None:
+    """Ends what a kill cut short: half-written and half-deleted ones go, .old ones come back."""
+    for path in list(folder.iterdir()):
+        if path.name.endswith(".old") and step_of(path) is not None:
+            final = path.with_name(path.name[1:].removesuffix(".old"))
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(final)
+        elif _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def _guarded(file: Path, read: Callable[[], Any]) -> Any:
+    """What `read` returns; whatever goes wrong becomes a sentence that names the file."""
+    try:
+        if not file.is_file():
+            raise Damaged(f"{file} is no file" if file.exists() else f"{file} is missing")
+        return read()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read: {error.strerror or error}") from None
+    except (Damaged, OtherFormat):
+        raise
+    # Whatever zipfile, json and NumPy raise at bytes that they did not write: BadZipFile, KeyError,
+    # RecursionError, a MemoryError from a header that claims terabytes, ...
+    except Exception as error:
+        raise Damaged(f"{file} is damaged: {type(error).__name__}: {error}") from None
+
+
+def _parse(path: Path) -> Manifest:
+    file = path / MANIFEST
+    if file.stat().st_size > _LARGEST_MANIFEST:
+        raise Damaged(f"{file} is damaged: it is larger than any manifest")
+    record = json.loads(file.read_text())
+    if not isinstance(record, dict):
+        raise Damaged(f"{file} is damaged: it holds no JSON object")
+    checksum, number = record.pop("checksum", None), record.pop("format", None)
+    if checksum is None and number is None and {"step", "sha256", "config"} <= record.keys():
+        raise _other_format(path, 1)
+    if checksum != checksum_of(record, number):
+        raise Damaged(f"{file} is damaged: its checksum is not that of its content")
+    if number not in (FORMAT, IN_PARTS):
+        raise _other_format(path, number)
+    manifest = Manifest(**record)
+    names = part_names(max(2, len(manifest.parts))) if number == IN_PARTS else []
+    if {*manifest.parts} != {*names}:
+        raise Damaged(f"{file} is damaged: it does not name its parts")
+    if step_of(path) not in (None, manifest.step):
+        raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
+    return manifest
+
+
+def checksum_of(record: Mapping[str, Any], number: Any) -> str:
+    """SHA-256 of the content in one spelling, so that it can be written with line breaks."""
+    text = json.dumps({"format": number, **record}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _other_format(path: Path, number: Any) -> OtherFormat:
+    return OtherFormat(
+        f"{path} is of checkpoint format {number}, and this version reads {FORMAT} and {IN_PARTS}: "
+        "go on with the version that wrote it, or start anew with another --run_dir or "
+        "--resume=never"
+    )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

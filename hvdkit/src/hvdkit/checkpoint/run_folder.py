@@ -1,0 +1,244 @@
+"""One run in one folder: what lies ahead of where a run begins is set aside, never mixed in.
+
+Nothing is deleted that a later run does not write again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import tensorflow as tf
+
+from hvdkit.checkpoint import files as checkpoint_files
+from hvdkit.checkpoint.checkpoints import Found
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+
+_LOGS = ("metrics.jsonl", "gradients.jsonl")
+# A start that made no step leaves these too, and no run that is worth keeping.
+_STARTS = ("starts.jsonl", "trackers.json")
+_RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv")
+_RESULTS += ("metrics.csv", "benchmark.json")
+_BOARD = "tensorboard"
+_locks: dict[Path, IO[str]] = {}  # held until the process ends
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD, "timeline")
+
+
+def begin(
+    run_dir: Path,
+    found: Found | None,
+    config: Config,
+    evaluates_first: bool,
+    given: Config | None = None,
+) -> str:
+    """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
+
+    For rank 0, right before the first step: a start that is refused must change nothing. A kill
+    at any moment leaves the old run or the new one to go on from, and nothing of both.
+
+    - Anew, or from a checkpoint that is elsewhere: all checkpoints and records are set aside.
+    - Back to an earlier checkpoint (it was asked for): later checkpoints are set aside, and a copy
+      of the records; of these, what was logged up to the checkpoint stays in place too.
+    - On from the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
+      after it are dropped, because the same run logs them again.
+
+    Then summary.json and benchmark.json are gone and config.cfg holds `config`.
+
+    Args:
+      found: what `Checkpoints.find` chose.
+      config: the settings as this number of ranks made them; given: as they were typed.
+      evaluates_first: the run evaluates `found` itself before its first step, so that what an
+        earlier evaluation of that step logged is dropped too.
+    Returns:
+      A line for a person, which says what was set aside; empty when nothing was.
+    Raises:
+      OSError: a file cannot be written or moved.
+      ValueError: another run is in the folder, or a speed is measured where a run was trained.
+    """
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock(run_dir)
+    if config.benchmark and checkpoint_files.candidates(folder):
+        raise ValueError(
+            f"--benchmark would replace the records of the run in {run_dir}: choose another "
+            "--run_dir"
+        )
+    own = found is not None and found.lies_in(folder)
+    ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
+    note = ""
+    if not own:
+        if ahead or any(_has_content(run_dir / name) for name in (*_LOGS, *_RESULTS)):
+            note = set_aside(run_dir, ahead, _RECORDS)
+            _remove(run_dir, _RECORDS)
+        _remove(run_dir, _STARTS)
+    elif ahead:
+        note = set_aside(run_dir, ahead, _RECORDS if found.asked else ())
+        _remove(run_dir, _RESULTS if found.asked else ())
+    if own:
+        _drop_after(run_dir, found.step, evaluates_first)
+    _remove(run_dir, ("summary.json", "benchmark.json"))
+    checkpoint_files.tidy(folder)
+    partial = run_dir / ".config.cfg.partial"
+    config_lib.write(config, partial, given)
+    partial.replace(run_dir / "config.cfg")
+    return note
+
+
+def lock(run_dir: Path, patience: float = 0.0) -> None:
+    """Keeps other runs out of the folder as long as this process lives, if there is the folder.
+
+    To be called before a run looks for its checkpoint. Another run that is about to end may still
+    save one, and delete the one that would be found.
+
+    Args:
+      patience: seconds in which this very run's last rank 0, that was lost, may still hold it.
+    Raises:
+      OSError: its lock cannot be made.
+      ValueError: another run is in it.
+    """
+    if not run_dir.is_dir():
+        return
+    path = (run_dir / ".lock").resolve()
+    if path in _locks:
+        return
+    file, end = path.open("w"), time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.5)
+                continue
+            raise ValueError(
+                f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        break
+    _locks[path] = file
+
+
+def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:
+    """Moves the checkpoints to RUN_DIR/aside-N/checkpoints and copies the records to aside-N.
+
+    Returns:
+      A line for a person.
+    """
+    aside = _next_free(run_dir)
+    there = [name for name in records if (run_dir / name).exists()]
+    # Records first, as copies: a kill before the last checkpoint is moved leaves the old run
+    # whole as far as its checkpoints go, and that run goes on with its own records.
+    for name in there:
+        copy = shutil.copytree if (run_dir / name).is_dir() else shutil.copy2
+        copy(run_dir / name, aside / name)
+    (aside / "checkpoints").mkdir()
+    # Newest first, for the same reason: what is left at any moment has no gap.
+    for path in reversed(checkpoints):
+        shutil.move(path, aside / "checkpoints" / path.name)
+    steps = sorted({checkpoint_files.step_of(p) for p in checkpoints})
+    span = f" (of steps {steps[0]} to {steps[-1]})" if steps else ""
+    files = f" and {len(there)} records ({', '.join(there)})" if there else ""
+    return f"note: set aside in {aside}: {len(checkpoints)} checkpoints{span}{files}"
+
+
+def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
+    """Rewrites a TensorBoard file without the events that `is_after` says yes to.
+
+    What cannot be parsed (a kill cuts the last event) is kept as it is. One event at a time is in
+    memory: after weeks there are millions.
+    """
+    dropped, parsed = 0, 0
+    # TensorBoard takes any file with "tfevents" in its name for one to show.
+    partial = path.with_name("being-rewritten.partial")
+    with tf.io.TFRecordWriter(str(partial)) as writer:
+        try:
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = tf.compat.v1.Event.FromString(record)
+                parsed += len(record) + 16  # its length, and a checksum of each
+                if is_after(event):
+                    dropped += 1
+                else:
+                    writer.write(record)
+        except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
+            pass
+    if not dropped:
+        partial.unlink()
+        return
+    with path.open("rb") as old, partial.open("ab") as new:
+        old.seek(parsed)
+        shutil.copyfileobj(old, new)
+    partial.replace(path)
+
+
+def _is_ahead(path: Path, found: Found) -> bool:
+    """Of a later step, or a damaged one of the same step."""
+    step = checkpoint_files.step_of(path)
+    twin = step == found.step and path.name == f"step-{step:08d}" and path.name != found.path.name
+    return step > found.step or twin
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        path = run_dir / name
+        if path.is_dir() and path.is_symlink():  # to another disk: what is in it goes, not the link
+            _remove(path, tuple(inner.name for inner in path.iterdir()))
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _next_free(run_dir: Path) -> Path:
+    number = 1
+    while (run_dir / f"aside-{number}").exists():
+        number += 1
+    (run_dir / f"aside-{number}").mkdir()
+    return run_dir / f"aside-{number}"
+
+
+def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
+    """Lines and events of steps after `step`; with `evaluates_first` its evaluation's too."""
+    for name in (*_LOGS, _STARTS[0]):
+        if (run_dir / name).exists():
+            _drop_lines(run_dir / name, step, evaluates_first)
+
+    def is_after(event: Any) -> bool:
+        shown = any(v.tag.startswith(("eval/", "predictions")) for v in event.summary.value)
+        return event.step > step or (evaluates_first and event.step == step and shown)
+
+    for path in sorted((run_dir / _BOARD).glob("*tfevents*")):
+        drop_events(path, is_after)
+
+
+def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
+    def stays(line: bytes) -> bool:
+        record = _parsed(line)
+        again = evaluates_first and any(key.startswith("eval_") for key in record)
+        return record.get("step", math.inf) <= (step - 1 if again else step)
+
+    partial = path.with_name(f".{path.name}.partial")
+    with path.open("rb") as old, partial.open("wb") as new:
+        new.writelines(
+            filter(stays, old)
+        )  # one line at a time: gradients.jsonl may be of gigabytes
+    partial.replace(path)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty where a kill cut the line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}

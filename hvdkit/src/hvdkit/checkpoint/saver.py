@@ -1,0 +1,197 @@
+"""Checkpoints are written beside the steps: rank 0 copies the values, a thread of it writes them.
+
+One failed write does not end the run: rank 0 prints a note, older checkpoints stay as they are, and
+the next save tries again. The number of saves that failed in a row is a vote of rank 0
+(hvdkit/run/health.py), so that all ranks end together when there are too many.
+
+When a checkpoint is saved in parts, other ranks do the same with theirs. A rank that could not
+write says so by a vote as well: ranks exchange what went wrong between steps, not through the disk,
+which may be what failed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from types import TracebackType
+
+from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, why_not
+from hvdkit.checkpoint.parts import SEEN_WITHIN, Heard, Variables
+from hvdkit.ranks.world import hostname, say
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, Stop
+from hvdkit.words import some
+
+_BETWEEN_TRIES = 1.0  # seconds between tries of the last save
+_AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
+
+
+class Saver:
+    """The saves of one run; every rank makes one, rank 0's writes, and those of other writers.
+
+    For `with`: it is left when the save that is being written is done.
+
+    Attributes:
+      failed: saves in a row that could not be written, as far as it is known; on rank 0.
+      error: why the last of these could not; None where it could.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, most_failed: int, elastic: bool = False) -> None:
+        """`most_failed`: after so many tries of the last save, the run ends without it.
+
+        `elastic`: this process outlives the loss of a rank.
+        """
+        self._checkpoints, self._most_failed, self._elastic = checkpoints, most_failed, elastic
+        self._world = checkpoints.world
+        self._in_parts = checkpoints.writers.parts > 1
+        token = secrets.token_hex(4)
+        self._run = self._world.broadcast_object(token, "saver.run") if self._in_parts else ""
+        self._saves = 0  # so far, on every rank
+        self._open = False  # whether ranks have yet to tell each other of the newest save's parts
+        self._heard = Heard()
+        self._untold: str | None = None  # why this rank's part of it could not be written
+        self._thread: threading.Thread | None = None
+        self._step: int | None = None  # of the newest save
+        self._outcome: Exception | None = None  # of the newest save, once its thread has ended
+        self._score: tuple[int, float] | None = None  # the newest, and of which step
+        self._skipped = 0  # of the newest save: see Copy
+        self.failed, self.error = 0, None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not error or isinstance(error, Stop) or self._elastic:
+            self.wait()
+            return
+        if not self._thread:
+            return
+        self._thread.join(_AFTER_FAILURE)
+        if self._thread.is_alive():
+            say(
+                self._world,
+                f"note: the checkpoint of step {self._step} was still being written when the run "
+                "ended: a rerun resumes from the one before it",
+            )
+            self._heard.failed = "the run has ended"
+
+    def save(self, step: int, variables: Variables, config: Config) -> None:
+        """Copies the values as they are now, and begins to write them; on every rank.
+
+        It waits first for the save before it, if that is still being written.
+        """
+        self.wait()
+        self._step, self._outcome, self._heard = step, None, Heard()
+        self._saves, self._open = self._saves + 1, self._in_parts
+        if self._checkpoints.part is None:
+            return
+        try:
+            name = f"{self._run}-{self._saves}"
+            copy = self._checkpoints.copy(step, variables, config, name)
+            self._skipped = copy.skipped
+        except MemoryError as error:
+            self._outcome = error
+            self._tell()
+            return
+        thread = threading.Thread(target=self._write, args=(copy,), name="saver")
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError as error:  # no more processes are allowed
+            self._outcome = OSError(str(error))
+            self._tell()
+
+    def add_score(self, step: int, score: float) -> None:
+        """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
+        self.wait()
+        self._score = step, score
+        if not self._world.is_chief or (step == self._step and self.error):
+            return  # a note was printed already; it gets its score if a later try writes it
+        try:
+            self._checkpoints.add_score(step, score, self._skipped)
+        except (OSError, ValueError) as error:
+            why = why_not(error, self._checkpoints.folder)
+            say(self._world, f"note: the score of step {step} was not written: {why}")
+
+    def last(self, step: int, variables: Variables, config: Config) -> None:
+        """Waits for the save of `step`, the run's last; where it failed, tries again.
+
+        Every rank must call it, with the variables as they were saved.
+
+        Raises:
+          Stop: on all ranks, when it cannot be written.
+        """
+        for tries in range(self._most_failed):
+            if tries:
+                time.sleep(_BETWEEN_TRIES)
+                self.save(step, variables, config)
+            self.wait()
+            error = self._world.broadcast_object(self.error, "saver.last")
+            if not error:
+                break
+        else:
+            raise Stop(BUG, f"the last checkpoint, of step {step}, was not written: {error}")
+        if tries:
+            say(self._world, f"the checkpoint of step {step} is written now")
+            if self._score and self._score[0] == step:
+                self.add_score(*self._score)
+
+    def wait(self) -> None:
+        """Until nothing is being written any more; in parts, all ranks must call it."""
+        if self._open:
+            if self._thread and not self._world.is_chief:
+                self._thread.join()
+                self.look()
+            self.hear()
+            self._heard.until = time.monotonic() + SEEN_WITHIN
+            self._open = False
+        if self._thread:
+            self._thread.join()
+            self.look()
+
+    def look(self) -> None:
+        """Learns what came of a save whose thread has ended; rank 0 tells it."""
+        if self._thread and not self._thread.is_alive():
+            self._thread = None
+            self._tell()
+
+    @property
+    def part_failed(self) -> bool:
+        """Whether this rank's part could not be written, which the others do not know yet."""
+        return self._untold is not None
+
+    def hear(self) -> None:
+        """The ranks tell each other who could not write a part; every rank must call it."""
+        everyone = self._world.gather_alike(self._untold, "saver.parts")
+        self._untold = None
+        if failed := [f"rank {rank} on {why}" for rank, why in enumerate(everyone) if why]:
+            self._heard.failed = some(failed, most=1)
+
+    def _write(self, copy: Copy) -> None:
+        try:
+            if self._in_parts:
+                self._checkpoints.write_part(copy, self._heard)
+            else:
+                self._checkpoints.write(copy)
+        except Exception as error:
+            self._outcome = error
+
+    def _tell(self) -> None:
+        if self._outcome is None:
+            self.failed, self.error = 0, None
+            return
+        if not isinstance(self._outcome, OSError | ValueError | MemoryError):
+            raise self._outcome
+        folder = self._checkpoints.folder
+        if not self._world.is_chief:
+            self._untold = f"{hostname()}: {why_not(self._outcome, folder)}"
+            return
+        self.failed += 1
+        self.error = f"{why_not(self._outcome, folder)}. {self._checkpoints.kept()}"
+        say(
+            self._world,
+            f"note: the checkpoint of step {self._step} was not written: {self.error}",
+        )

@@ -1,0 +1,146 @@
+"""Weights to begin with, from another run or a Keras file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from hvdkit.checkpoint import files
+from hvdkit.ranks.world import raw
+from hvdkit.settings.config import Config
+from hvdkit.train import preprocessing, variable_names
+from hvdkit.words import some
+
+
+def start(model: keras.Model, config: Config) -> None:
+    """Loads --init_from into the model and tells a person what it took from there."""
+    path = Path(config.init_from)
+    left = load(model, path, config.init_skip_mismatched, config.init_ema)
+    what = "averages of the weights" if config.init_ema else "weights"
+    print(f"starting from the {what} of {path}", flush=True)
+    if left:
+        print(f"note: not in it, or of another shape, so left as made: {_some(left)}", flush=True)
+
+
+def load(
+    model: keras.Model, path: Path, skip_mismatched: bool, averages: bool = False
+) -> dict[str, str]:
+    """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
+
+    The states of random layers are no weights: they stay this run's own. Names are those of
+    hvdkit/train/variable_names.py, so it does not matter what Keras counted.
+
+    Args:
+      path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
+        newest where none has a score), or a .keras file.
+      skip_mismatched: leave a variable as it is where there is none of its name and shape.
+      averages: take the moving averages of the weights; what is not averaged (batch norm's moving
+        statistics) is taken as it was.
+    Returns:
+      The variables that were left as they were, by name, and why.
+    Raises:
+      ValueError: the path holds no weights, or no averages; none of them fit, or some do not and
+        are not to be skipped; the kind of pictures is not known. The message names them.
+    """
+    there = _unique(_read(path, averages))
+    named = _unique(zip(variable_names.of_model(model), model.variables))
+    weights = {id(v) for v in model.weights}
+    pairs = [(name, v) for name, v in named.items() if id(v) in weights]
+    faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
+    if len(faults) == len(pairs) or (faults and not skip_mismatched):
+        way_out = (
+            "--init_skip_mismatched leaves such variables as they are made"
+            if len(faults) < len(pairs)
+            else "it is of another model altogether"
+        )
+        raise ValueError(
+            f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
+            f"{_some(faults)}. {way_out}"
+        )
+    pixels = preprocessing.find(model)
+    unknown = [name for name, v in pairs if pixels and v is pixels.mode and name in faults]
+    if unknown:  # left as made, it might say something wrong of the weights
+        raise ValueError(
+            f"--init_from={path} does not say which pictures its weights were trained on "
+            f"({unknown[0]} is missing there): --backbone_weights reads such a file"
+        )
+    for name, variable in pairs:
+        if name not in faults:
+            raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
+    return faults
+
+
+def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
+    if path.suffix == ".keras" and path.is_file():
+        return _read_keras(path, averages)
+    folder = path if files.is_checkpoint(path) else _best(path)
+    if why := files.fault(folder):
+        raise ValueError(f"--init_from={path}: {why}")
+    state = files.read(folder, ("model/", "ema/", "optimizer/"))
+    if averages:
+        # Before its first step an optimizer's averages are zeros.
+        steps = [int(v) for name, v in state.items() if name.endswith("/iteration")]
+        if not any(name.startswith("ema/") for name in state) or not all(steps):
+            raise ValueError(
+                f"--init_from={path}: {folder.name} holds no average of its weights. Leave out "
+                "--init_ema, or name a run that was trained with --ema_decay"
+            )
+        state |= {f"model/{n[4:]}": value for n, value in state.items() if n.startswith("ema/")}
+    # model/0012/conv2d/kernel: the position is of no use in another model.
+    return [(n.split("/", 2)[2], value) for n, value in state.items() if n.startswith("model/")]
+
+
+def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
+    if averages:
+        raise ValueError(
+            f"--init_from={path}: a .keras file holds no average of its weights: leave out "
+            "--init_ema"
+        )
+    try:
+        saved = keras.models.load_model(path, compile=False)
+    except Exception as error:  # what Keras raises at a file is as wide as what files may hold
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"--init_from={path} cannot be read: {why}") from None
+    return zip(variable_names.of_model(saved), [raw(v).numpy() for v in saved.variables])
+
+
+def _best(run_dir: Path) -> Path:
+    """The sound checkpoint of a run with the highest score; the newest where none has one.
+
+    Of scores of several measures those count that are of the newest one's.
+    """
+    there = files.candidates(run_dir / "checkpoints")
+    faults = {path: files.fault(path) for path in there}
+    sound = [path for path in there if not faults[path]]
+    if not sound:
+        example = f". {faults[there[-1]]}" if there else ""
+        raise ValueError(
+            f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
+            f"folder of a run with a sound checkpoint in checkpoints/{example}"
+        )
+    return files.best_by_newest(sound) or sound[-1]
+
+
+def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
+    """Two variables may share a name: the second is told apart by its number."""
+    seen, unique = Counter(), {}
+    for name, value in pairs:
+        seen[name] += 1
+        unique[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
+    return unique
+
+
+def _fault(value: np.ndarray | None, variable: keras.Variable) -> str | None:
+    if value is None:
+        return "missing there"
+    if value.shape != tuple(variable.shape):
+        return f"{list(value.shape)} there, {list(variable.shape)} here"
+    return None
+
+
+def _some(faults: dict[str, str]) -> str:
+    return some([f"{name} ({why})" for name, why in faults.items()], most=4)

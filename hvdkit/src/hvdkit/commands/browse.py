@@ -1,0 +1,142 @@
+"""A sheet of training samples as the model gets them: read, cropped, mirrored, coloured.
+
+    python browse.py --flagfile=configs/demo.cfg --out=sheet.png [--count=32]
+
+They are the first samples of the run that `train.py` would make with the same flags. Labels of
+pixels stand beside their picture, in colours; a class below it. Needs a task whose inputs hold
+pictures, uint8 or float32 of 0 to 255.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import numpy as np
+import tensorflow as tf
+from PIL import Image, ImageDraw
+
+from hvdkit.data.palette import COLOURS
+from hvdkit.data.pipeline import TrainingFeed
+from hvdkit.data.sampler import Sampler
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, WRONG_USE, complain
+from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
+
+_COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
+_TEXT = 18  # pixels of words
+
+
+def samples(config: Config, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The first `count` examples of a run on one rank, as arrays, and the names of the classes.
+
+    Raises:
+      ValueError: the task or its data cannot be opened, or a sample cannot be read.
+    """
+    world_lib.set_numbers(config)
+    task = tasks.load(config)
+    if prepare := tasks.optional(task, "prepare"):
+        prepare()
+    with task_checks.told("sources"):
+        source, _ = task.sources()
+    reader = task_checks.reader(task, source, training=True)
+    micro, seed = config.accumulation_steps, config.seed
+    shares = (0, 1, config.virtual_ranks)
+    sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
+    found: list[dict[str, Any]] = []
+    with TrainingFeed(source, sampler, reader, 0, config.num_steps) as feed:
+        for _ in range(config.num_steps):
+            batch = feed.next()
+            if feed.error:
+                raise ValueError(feed.error)
+            found += _apart(batch, sampler)
+            if len(found) >= count:
+                break
+    return found[:count], list(map(str, getattr(source, "class_names", None) or []))
+
+
+def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
+    """uint8 [height, width, 3]. Raises ValueError where there is nothing to look at."""
+    tiles = [tile(example, names) for example in examples]
+    height, width = np.max([part.shape[:2] for part in tiles], axis=0)
+    columns = max(1, min(_COLUMNS * _SIDE // width, len(tiles)))
+    rows = -(-len(tiles) // columns)
+    whole = np.full((rows * height, columns * width, 3), 30, np.uint8)
+    for place, part in enumerate(tiles):
+        top, left = place // columns * height, place % columns * width
+        whole[top : top + part.shape[0], left : left + part.shape[1]] = part
+    return whole
+
+
+def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
+    """One sample: picture and label, or picture and the name of its class below."""
+    image = _picture(example["inputs"])
+    label = example["targets"]
+    label = label.get("label") if isinstance(label, dict) else label
+    parts, words = [image], ""
+    if label is not None and np.shape(label)[:2] == image.shape[:2]:
+        parts.append(COLOURS[np.reshape(label, image.shape[:2])])
+    elif label is not None and np.shape(label) == ():
+        number = int(label)
+        words = names[number] if 0 <= number < len(names) else str(number)
+    times = -(-_SIDE // max(image.shape[:2]))
+    drawn = Image.fromarray(np.hstack(parts).repeat(times, 0).repeat(times, 1))
+    framed = Image.new("RGB", (drawn.width + 2, drawn.height + 2 + (_TEXT if words else 0)))
+    framed.paste(drawn, (1, 1))
+    if words:
+        ImageDraw.Draw(framed).text((3, drawn.height + 1), words, fill="white", font_size=13)
+    return np.asarray(framed)
+
+
+def _apart(batch: Any, sampler: Sampler) -> Iterator[dict[str, Any]]:
+    count = sampler.micro_batches * sampler.local_micro_size
+    flat = tf.nest.map_structure(lambda t: t.numpy().reshape([count, *t.shape[2:]]), batch)
+    for place in range(count):
+        yield tf.nest.map_structure(lambda part: part[place], flat)  # noqa: B023
+
+
+def _picture(inputs: Any) -> np.ndarray:
+    """The first of an example's inputs that looks like a picture, uint8 [height, width, 3]."""
+    for part in tf.nest.flatten(inputs):
+        if np.ndim(part) == 3 and part.shape[-1] in (1, 3) and part.dtype in (np.uint8, np.float32):
+            image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
+            return image if image.shape[-1] == 3 else image.repeat(3, -1)
+    raise ValueError(
+        "the task's inputs hold no picture: browse.py shows uint8 or float32 "
+        "[height, width, 1 or 3], of 0 to 255"
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 wrong use."""
+    kind = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
+    made.add_argument("--out", type=Path, required=True, help="PNG for the sheet")
+    made.add_argument("--count", type=int, default=32, help="samples")
+    own, flags = made.parse_known_args(argv[1:])
+    if own.count < 1:
+        complain(f"--count={own.count}: give 1 or more")
+        return WRONG_USE
+    config = config_lib.from_command_line([argv[0], *flags])
+    try:
+        config = config_lib.for_ranks(config, 1)
+        examples, names = samples(config, own.count)
+        Image.fromarray(sheet(examples, names)).save(own.out)
+    except (ValueError, OSError) as error:
+        complain(str(error))
+        return WRONG_USE
+    print(f"{len(examples)} samples: {own.out}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,198 @@
+"""Evaluates a checkpoint of a run: overall scores, scores of each class, and the worst samples.
+
+    python evaluate.py --run_dir=runs/demo                    the best checkpoint, one rank
+    horovodrun -np 2 python evaluate.py --run_dir=runs/demo --checkpoint=last --split=train
+
+The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
+--data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
+It writes to --out: evaluation.json, classes.csv, confusion.csv, confusion.png, and pictures of the
+samples with the largest loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import heapq
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.ranks import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+from hvdkit.data.pipeline import EvaluationFeed
+from hvdkit.evaluate import confusion as confusion_lib
+from hvdkit.evaluate.evaluator import Evaluation, Evaluator
+from hvdkit.observe.records import is_of_class
+from hvdkit.ranks import live
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World, say
+from hvdkit.run import load_run
+from hvdkit.run.assemble import Run
+from hvdkit.settings.config import Config
+from hvdkit.stop import PREEMPTED, Stop
+from hvdkit.train import ema, task_checks
+from hvdkit.train import task as tasks
+from hvdkit.train.task import Example
+
+
+class Worst:
+    """The samples with the largest mean loss."""
+
+    def __init__(self, run: Run, most: int, rounds: int) -> None:
+        self._run, self._most, self._rounds, self._done = run, most, rounds, 0
+        self._found: list[tuple[float, int]] = []
+
+    def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
+        """A batch of this rank: Evaluator.seen."""
+        losses, weights = task_checks.loss(self._run.task, outputs, batch["targets"])
+        axes = list(range(1, losses.shape.rank))
+        total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
+        means = tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes)).numpy()
+        # What is no number is the worst; of equal ones the first sample.
+        ranked = np.where(np.isnan(means), np.inf, means).tolist()
+        self._found += [(loss, -number) for loss, number in zip(ranked, ids, strict=True)]
+        self._found = heapq.nlargest(self._most, self._found)
+        self._done += 1
+        if self._run.world.is_chief:
+            live.progress("batches", self._done, self._rounds)
+
+    def of_all_ranks(self) -> list[tuple[float, int]]:
+        """Loss and number of each, the worst first; every rank must call it."""
+        everyone = self._run.world.gather_objects(self._found, "evaluate.worst")
+        worst = heapq.nlargest(self._most, (pair for own in everyone for pair in own))
+        return [(loss, -number) for loss, number in worst]
+
+
+def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+    """Every rank must call it; rank 0 writes. Raises Stop, on all ranks, if it cannot be done."""
+    run, path = load_run.restored(config, world, own.checkpoint)
+    with world.together("reading the validation data"):
+        reader = task_checks.reader(run.task, run.val_source, training=False)
+        share = (world.rank, world.size)
+        workers = world_lib.data_workers(world, config)
+        feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, *share, workers)
+    evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
+    evaluator.try_out()
+    evaluator.seen = worst.add
+    step = int(run.state.step)
+    averaged = own.ema and run.optimizer.use_ema
+    out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
+    with world.together(f"writing {out}"):  # known before what may take hours
+        if world.is_chief:
+            out.mkdir(parents=True, exist_ok=True)
+    with ema.averaged(run.model, run.optimizer) if averaged else contextlib.nullcontext():
+        found = evaluator.run(lambda: stop_signal.asked)
+        if found is None:
+            if world.is_chief:
+                with contextlib.suppress(OSError):
+                    out.rmdir()
+            raise Stop(PREEMPTED, "stopped before the end: nothing was written")
+        samples = worst.of_all_ranks()
+        with world.together(f"writing {out}"):
+            if world.is_chief:
+                about = {"checkpoint": str(path), "step": step, "averaged": averaged}
+                about |= {"split": config.val_split, "samples": len(run.val_source)}
+                write(run, out, about, found, samples)
+                pictures(run, evaluator, out / "worst", samples)
+    say(world, f"written: {out}")
+
+
+def write(
+    run: Run, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
+) -> None:
+    """All but pictures of samples; prints the figures and each class."""
+    place = getattr(run.val_source, "picture_file", lambda number: "")
+    samples = [{"sample": n, "loss": loss, "file": str(place(n))} for loss, n in worst]
+    record = about | {"figures": found.figures, "worst": samples}
+    text = json.dumps(_without_nan(record), indent=1)
+    (out / "evaluation.json").write_text(text + "\n")
+    confusion = found.confusion()
+    for name, value in found.figures.items():
+        if confusion is None or not is_of_class(name):
+            print(f"{name:>16}  {value:.6g}")
+    if confusion is None:
+        return
+    names = confusion_lib.class_names(run.val_source, len(confusion))
+    confusion_lib.write(out / "confusion.csv", names, confusion)
+    columns = confusion_lib.classes(confusion)
+    any_name = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with (out / "classes.csv").open("w", **any_name) as file:
+        writer = csv.writer(file)
+        writer.writerow(["class", *columns])
+        writer.writerows([name, *row] for name, row in zip(names, zip(*columns.values())))
+    print(f"{'class':>16}  {'  '.join(f'{name:>9}' for name in columns)}")
+    for name, (labels, *shares) in zip(names, zip(*columns.values())):
+        cells = "  ".join(f"{share:9.4g}" for share in shares)
+        print(f"{name[:16]:>16}  {labels:9.0f}  {cells}")
+    Image.fromarray(drawn(confusion)).save(out / "confusion.png")
+
+
+def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
+    """The matrix, uint8 [n, n, 3]: of a row's labels the share that a column was predicted for."""
+    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    dark, light = np.array([20, 40, 90]), np.array([245, 247, 250])
+    cells = (light + shares[..., None] * (dark - light)).astype(np.uint8)
+    times = max(side // len(confusion), 1)
+    return cells.repeat(times, 0).repeat(times, 1)
+
+
+def pictures(run: Run, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
+    """What the task draws of each of the worst samples; the weights are those evaluated."""
+    draw = tasks.optional(run.task, "draw")
+    for old in out.glob("*-sample-*.png"):  # of an evaluation before this one
+        old.unlink()
+    if not draw or not worst:
+        return
+    out.mkdir(exist_ok=True)
+    for place, (loss, number) in enumerate(worst, start=1):
+        batch, outputs = evaluator.one(number)
+        with task_checks.told("draw"):
+            sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
+        name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
+        Image.fromarray(sheet).save(out / name)
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples: give 0 or more")
+    return int(text)
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 wrong use, 75 stopped."""
+    made = load_run.parser(__doc__)
+    made.add_argument("--split", default="", help="split of the data; default: that of the run")
+    made.add_argument("--worst", type=_count, default=8, help="worst samples to draw; 0: none")
+    made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
+    own, flags = made.parse_known_args(argv[1:])
+    flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]
+    config = load_run.settings(own.run_dir, flags)
+    return load_run.on_ranks(config, own, lambda *world: evaluate(*world, own))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

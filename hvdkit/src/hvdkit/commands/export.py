@@ -1,0 +1,170 @@
+"""Exports the model of a trained run as a SavedModel, which needs none of this code, and as .keras.
+
+    python export.py --run_dir=runs/demo --out=exported [--check=photo.jpg]
+
+OUT/saved_model has two signatures, for any number of pictures of one size:
+    serving_default   "image": JPEG or PNG files, text [B]
+    pictures          "image": uint8 [B, height, width, 3]
+Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
+int64, the most probable class. The SavedModel includes everything that evaluation does to a
+picture. To check it, a new process without this code loads it and predicts a picture; the outputs
+must equal those of predict.py. OUT/model.keras is the model alone, for use with Keras; if it has
+layers that are not Keras's own, loading it needs their code, and a note names them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hvdkit.ranks import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.readers import pictures
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World
+from hvdkit.run import load_run
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, WRONG_USE, Stop
+from hvdkit.train import task_checks
+from hvdkit.train.task import Task
+
+# Run without the project: what it loads is all that it has.
+_LOADED = """
+import sys
+import numpy as np
+import tensorflow as tf
+tf.config.set_visible_devices([], "GPU")
+folder, file, found = sys.argv[1:]
+data = open(file, "rb").read()
+loaded = tf.saved_model.load(folder)
+outputs = loaded.signatures["serving_default"](image=tf.constant([data, data]))
+np.savez(found, **{name: value.numpy() for name, value in outputs.items()})
+"""
+
+
+class Exported(tf.Module):
+    """What is saved: the model, and what the task does to pictures before and after it."""
+
+    def __init__(self, task: Task, model: keras.Model) -> None:
+        super().__init__()
+        self.model, self._task = model, task
+
+    def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Of pictures of one size, uint8 [B, height, width, 3]."""
+        example = self._task.picture_inputs(tf.zeros([8, 8, 3], tf.uint8))
+        kinds = tf.nest.map_structure(lambda t: tf.TensorSpec(None, t.dtype), example)
+        inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
+        inputs = tf.nest.map_structure(
+            lambda part, one: tf.ensure_shape(part, [None, *[None] * one.shape.rank]),
+            inputs, example,
+        )  # fmt: skip
+        outputs = task_checks.outputs(self._task, self.model, inputs)
+        found = tf.nn.softmax(tf.cast(outputs, tf.float32))
+        return {"probabilities": found, "classes": tf.argmax(outputs, -1)}
+
+    def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Of JPEG or PNG files, text [B], whose pictures are of one size."""
+        kind = tf.TensorSpec([None, None, 3], tf.uint8)
+        return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
+
+
+def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+    """Raises Stop where it cannot be done, or where what was written gives other outputs."""
+    if world.size > 1:
+        raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
+    with world.together("exporting"):
+        data = _readable(own.check) if own.check else _some_picture()
+        own.out.mkdir(parents=True, exist_ok=True)
+        averaged = own.ema and config.ema_decay > 0
+        task, model, path = load_run.model_of(config, own.checkpoint, averaged)
+        module, folder = Exported(task, model), own.out / "saved_model"
+        signatures = {
+            "serving_default": _function(module.of_files, [None], tf.string),
+            "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
+        }
+        with task_checks.told("saving the model"):
+            tf.saved_model.save(module, str(folder), signatures)
+            model.save(own.out / "model.keras")
+        # As a graph, as it is loaded: operations one by one round otherwise.
+        wanted = signatures["serving_default"](tf.constant([data, data]))
+    print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
+    if layers := foreign(model):
+        print(
+            f"note: model.keras has layers that are not Keras's own, {', '.join(layers)}: import "
+            "their modules before you load it; the SavedModel needs no code"
+        )
+    found = loaded_elsewhere(folder, data)
+    for name, value in wanted.items():
+        if not np.array_equal(value.numpy(), found[name]):
+            least = np.max(np.abs(value.numpy().astype(float) - found[name]))
+            raise Stop(BUG, f"loaded in a new process {name} differ by {least:g}: do not use it")
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
+    print(f"loaded in a new process without this code: equal outputs ({shapes})")
+
+
+def foreign(model: keras.Model) -> list[str]:
+    """Classes of the model and its layers that are not Keras's own."""
+    kinds = {type(layer) for layer in model._flatten_layers()}
+    names = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
+    return sorted(name for name in names if not name.startswith("keras."))
+
+
+def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
+    """What the SavedModel makes of a batch of the picture, twice, in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        picture, found = Path(scratch) / "picture", Path(scratch) / "found.npz"
+        picture.write_bytes(data)
+        words = [sys.executable, "-I", "-c", _LOADED, str(folder.absolute()), picture, found]
+        ended = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+            raise Stop(BUG, f"{folder} cannot be loaded in a new process: {last}")
+        with np.load(found) as file:
+            return {name: file[name] for name in file.files}
+
+
+def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
+    spec = tf.TensorSpec(shape, dtype, name="image")
+    return tf.function(call, input_signature=[spec], autograph=False)
+
+
+def _readable(file: Path) -> bytes:
+    """A picture's bytes; ValueError where the SavedModel could not decode them."""
+    data = file.read_bytes()
+    try:
+        pictures.decode_image(tf.constant(data))
+    except tf.errors.OpError:
+        raise ValueError(f"--check={file} holds no JPEG or PNG that can be decoded") from None
+    return data
+
+
+def _some_picture() -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
+    return tf.io.encode_png(noise).numpy()
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
+    made = load_run.parser(__doc__)
+    made.add_argument("--out", type=Path, required=True, help="output folder")
+    made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
+    own, flags = made.parse_known_args(argv[1:])
+    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, own, lambda *world: export(*world, own))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

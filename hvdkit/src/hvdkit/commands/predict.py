@@ -1,0 +1,228 @@
+"""Predicts on pictures with the model of a trained run.
+
+    python predict.py --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
+
+Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
+OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
+five most probable classes of each picture, by name where the run's confusion.csv has names.
+Pictures can have any format that Pillow reads. Files that cannot be read are listed and skipped,
+and the exit code is 1. With horovodrun, the ranks share the pictures. Flags of train.py may follow
+(--eval_flip, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.ranks import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import numpy as np
+import tensorflow as tf
+from PIL import Image, ImageOps
+
+from hvdkit.data.palette import COLOURS
+from hvdkit.data.pipeline import said
+from hvdkit.data.readers import pictures
+from hvdkit.evaluate import confusion
+from hvdkit.ranks import live
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World, say
+from hvdkit.run import load_run
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, PREEMPTED, Stop
+from hvdkit.train import task_checks
+
+SHOWN = 5  # classes of a picture
+WRITTEN = ("labels", "overlays", "predictions.csv")  # in --out
+Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
+
+
+class Unreadable(ValueError):
+    """A file that holds no picture that can be predicted on; the message names it."""
+
+
+def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+    """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
+    with world.together("making the model"):
+        task, model, path = load_run.model_of(
+            config, own.checkpoint, own.ema and config.ema_decay > 0
+        )
+        files = listed(own.pictures, own.out)
+        own.out.mkdir(parents=True, exist_ok=True)
+    world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
+    world.check_same(repr(list(files)), "the names of the pictures")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
+    def outputs_of(image: tf.Tensor) -> tf.Tensor:
+        inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
+        return task_checks.outputs(task, model, inputs)[0]
+
+    say(world, f"{len(files)} pictures, by {path}")
+    rows: list[Row] = []
+    faults: list[str] = []
+    stopped = False
+    mine = list(files.items())[world.rank :: world.size]
+    for done, (name, file) in enumerate(mine, start=1):
+        if stopped := stop_signal.asked:
+            break
+        try:
+            image = load(file)
+            rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
+        except tf.errors.ResourceExhaustedError:
+            faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
+        except tf.errors.OpError as error:  # all ranks meet below, whatever one of them met here
+            faults.append(f"{file}: {said(error)}")
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+        if world.is_chief:
+            live.progress("pictures", done, len(mine))
+    everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
+    rows = sorted(row for theirs, _, _ in everyone for row in theirs)
+    faults = [fault for _, theirs, _ in everyone for fault in theirs]
+    with world.together(f"writing {own.out}"):
+        if world.is_chief and rows:
+            table(own.out / "predictions.csv", rows, class_names(Path(config.run_dir)))
+    for fault in faults:
+        say(world, f"skipped: {fault}")
+    say(world, f"written: {own.out}")
+    if any(stopped for _, _, stopped in everyone):
+        raise Stop(PREEMPTED, "stopped before the end")
+    if faults:
+        raise Stop(BUG, f"{len(faults)} of {len(files)} files were skipped, see above")
+
+
+def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
+    """The files to predict on, by the name of what is written; of folders all that is in them.
+
+    Args:
+      out: may lie in one of the folders; what predict.py has written there is left out.
+
+    Raises:
+      ValueError: there is none, or a name does not exist.
+    """
+    found: dict[str, Path] = {}
+    written = tuple(f"{os.path.realpath(out / name)}/" for name in WRITTEN)
+    for path in named:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+        inside = [path]
+        if path.is_dir():  # with links that lead nowhere: they are passed over by name
+            inside = sorted(p for p in path.rglob("*") if p.is_file() or not p.exists())
+            inside = [p for p in inside if not f"{os.path.realpath(p)}/".startswith(written)]
+        for file in inside:
+            name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
+            if found.setdefault(name, file) != file:
+                raise ValueError(f"{found[name]} and {file} would both be written as {name}")
+    if not found:
+        raise ValueError(f"no files in {', '.join(map(str, named))}")
+    return found
+
+
+def load(file: Path) -> np.ndarray:
+    """The picture as viewers show it, uint8 [H, W, 3]; raises Unreadable.
+
+    PNG and JPEG are decoded as in training and evaluation.
+    """
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise Unreadable(f"{file} is no regular file")
+    data = file.read_bytes()
+    if fault := pictures.too_deep(data):
+        raise Unreadable(f"{file} {fault}")
+    try:
+        if tf.io.is_jpeg(data) or data[:4] == b"\x89PNG":
+            return pictures.decode_image(tf.constant(data)).numpy()
+        with Image.open(file) as picture:
+            if picture.mode[0] in "IF":
+                raise Unreadable(f"{file} has more than 8 bits a channel: convert it to 8 bits")
+            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+    except tf.errors.OpError:
+        raise Unreadable(f"{file} is damaged: it cannot be decoded") from None
+    except Unreadable:
+        raise
+    # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
+    except Exception as error:
+        raise Unreadable(f"{file} cannot be read: {error}") from None
+
+
+def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
+    """Writes what a picture's outputs are to look at; returns its row of the table, if it has one.
+
+    Args:
+      outputs: logits [classes], or [height, width, classes].
+    """
+    if outputs.ndim == 1:
+        chances = _softmax(outputs.astype(np.float64))
+        first = np.argsort(-chances, kind="stable")[:SHOWN]
+        return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
+    if outputs.ndim != 3 or outputs.shape[-1] > len(COLOURS):
+        raise Unreadable(
+            f"{name}: the model's outputs are {list(outputs.shape)}: predict.py shows logits "
+            "[classes], or [height, width, classes] of at most 256 classes"
+        )
+    classes = Image.fromarray(outputs.argmax(-1).astype(np.uint8), "P")
+    classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
+    classes.putpalette(COLOURS.tobytes())
+    over = Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
+    for folder, picture in (("labels", classes), ("overlays", over)):
+        file = out / folder / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(file)
+    return []
+
+
+def class_names(run_dir: Path) -> list[str]:
+    """As the run's newest evaluation wrote them; none where it wrote no matrix."""
+    with contextlib.suppress(OSError, ValueError):
+        return confusion.read(run_dir / "confusion.csv")[0]
+    return []
+
+
+def table(file: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """To the file, and printed; `names`: of the classes, or none."""
+    shown = (len(rows[0]) - 1) // 2
+
+    def name_of(cell: str | float) -> str | float:
+        return names[cell] if isinstance(cell, int) and cell < len(names) else cell
+
+    named = [list(map(name_of, row)) for row in rows]
+    # A name may be any bytes.
+    with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])
+        writer.writerows(named)
+    for name, *pairs in named:
+        said = "  ".join(f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
+        print(f"{name}: {said}")
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
+    made = load_run.parser(__doc__)
+    made.add_argument("--out", type=Path, required=True, help="output folder")
+    made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
+    own, flags = made.parse_known_args(argv[1:])
+
+    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, own, lambda *world: predict(*world, own))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,182 @@
+"""Random scale, crop, mirror and colour for image/label pairs, and their evaluation form.
+
+Every draw comes from a key (int32 [2], of seed and position in the run): equal keys make
+equal samples on any machine, in any thread and order. A sample has an "image" and a "label", uint8
+[H, W, 1]; if the image was read from a file, it also has the "file", and only the crop is decoded.
+Labels are resized to the nearest pixel, never interpolated.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from hvdkit.data import image_ops
+from hvdkit.data.labels import IGNORE
+from hvdkit.data.readers import pictures
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """What may happen to a training pair. Raises ValueError for ranges that mean nothing."""
+
+    size: tuple[int, int]  # pixels, height and width of what comes out
+    scale: tuple[float, float] = (0.5, 2.0)  # factor on the pixels, drawn log-uniformly
+    mirror: bool = True  # left-right, half of the time; not for digits, letters, signs
+    brightness: float = 0.1  # shift of up to this share of the full range
+    contrast: float = 0.2  # factor of 1 +- this, about the crop's mean
+    saturation: float = 0.2  # factor of 1 +- this, about the pixel's grey
+    fill: int = 128  # grey beside the image, 0..255
+    ignore_label: int = IGNORE  # label beside the image
+
+    def __post_init__(self) -> None:
+        checks = {
+            "size": min(self.size) >= 1,
+            "scale": 0 < self.scale[0] <= self.scale[1],
+            "brightness": 0 <= self.brightness <= 1,
+            "contrast": 0 <= self.contrast <= 1,
+            "saturation": 0 <= self.saturation <= 1,
+            "fill": 0 <= self.fill <= 255,
+            "ignore_label": 0 <= self.ignore_label <= 255,
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise ValueError(
+                    f"augmentation: {name}={getattr(self, name)} is out of range: sizes are >= 1, "
+                    "scale is 0 < low <= high, shares are 0 to 1, fill and labels 0 to 255"
+                )
+
+
+class Window(NamedTuple):
+    """A rectangle of an image's pixels that may reach over the image's edges."""
+
+    top: tf.Tensor  # int32 scalar, negative above the image
+    left: tf.Tensor  # int32 scalar, negative left of the image
+    height: tf.Tensor  # int32 scalar
+    width: tf.Tensor  # int32 scalar
+    mirrored: tf.Tensor  # bool scalar: to be turned left-right
+
+
+class Cut(NamedTuple):
+    """Where a window's inside lies on the image, and where in what comes out."""
+
+    box: tf.Tensor  # int32 [4], top, left, height, width on the image
+    size: tf.Tensor  # int32 [2], height and width in what comes out
+    beside: tf.Tensor  # int32 [3, 2], pixels to add on each side of it
+    mirrored: tf.Tensor  # bool scalar
+
+
+def training_pair(
+    sample: dict[str, tf.Tensor], key: tf.Tensor, how: Augmentation
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Augments a sample's image and label; key: int32 [2].
+
+    Returns uint8 [*how.size, 3] and uint8 [*how.size, 1].
+    """
+    of_window, of_colour = tf.split(image_ops.uniform(key, 7), [4, 3])
+    shape = tf.shape(sample["label"])[:2]
+    where = cut(shape, draw_window(shape, of_window, how), how)
+    return cut_image(sample, where, of_colour, how), cut_label(sample["label"], where, how)
+
+
+def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
+    """The centre of a pair, cropped or padded to `how.size`, with no draws.
+
+    Shapes and dtypes as of `training_pair`.
+    """
+    shape = tf.shape(sample["label"])[:2]
+    top, left = tf.unstack((shape - how.size) // 2)
+    window = Window(top, left, *map(tf.constant, how.size), tf.constant(False))
+    where = cut(shape, window, how)
+    image = _pad(image_ops.cut(sample, where.box), where, how.fill)
+    label = _pad(pictures.slice_part(sample["label"], where.box), where, how.ignore_label)
+    return tf.ensure_shape(image, [*how.size, 3]), tf.ensure_shape(label, [*how.size, 1])
+
+
+def draw_window(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Window:
+    """The part of an image (shape int32 [2]) that fills the output at a random scale.
+
+    Cutting first and scaling after gives the pixels of scaling first, at a cost that depends on
+    the output's size and not on the image's.
+    """
+    scaling, down, right, turn = tf.unstack(draws)
+    low, high = how.scale
+    scale = low * (high / low) ** scaling
+    height = tf.maximum(tf.cast(tf.round(how.size[0] / scale), tf.int32), 1)
+    width = tf.maximum(tf.cast(tf.round(how.size[1] / scale), tf.int32), 1)
+    mirrored = turn < 0.5 if how.mirror else tf.constant(False)
+    return Window(
+        _offset(shape[0] - height, down), _offset(shape[1] - width, right),
+        height, width, mirrored,
+    )  # fmt: skip
+
+
+def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
+    """The part of a window that lies on an image of a shape (int32 [2]), and its place.
+
+    The part has at least one pixel, as `_offset` draws; so has its place.
+    """
+    whole = tf.stack([window.height, window.width])
+    corner = tf.stack([window.top, window.left])
+    first, end = tf.maximum(corner, 0), tf.minimum(corner + whole, shape)
+    # From edge to edge, so that a window that lies on the image fills the output.
+    edges = tf.stack([first - corner, end - corner]) * how.size  # over `whole`, as (2e + w) // 2w
+    before, after = tf.unstack((2 * edges + whole) // (2 * whole))
+    size = tf.maximum(after - before, 1)
+    before = tf.minimum(before, how.size - size)
+    after = how.size - size - before
+    beside = tf.concat([tf.stack([before, after], 1), [[0, 0]]], 0)
+    turned = tf.gather(beside, [1, 0], axis=1)
+    beside = tf.where(window.mirrored & [[False], [True], [False]], turned, beside)
+    return Cut(tf.concat([first, end - first], 0), size, beside, window.mirrored)
+
+
+def cut_image(
+    sample: dict[str, tf.Tensor], where: Cut, draws: tf.Tensor, how: Augmentation
+) -> tf.Tensor:
+    """A part of a sample's image, scaled and recoloured: uint8 [*how.size, 3]."""
+    image = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)
+    image = image_ops.mirrored(jitter(image, draws, how), where.mirrored)
+    return tf.ensure_shape(_pad(image, where, how.fill), [*how.size, 3])
+
+
+def cut_label(label: tf.Tensor, where: Cut, how: Augmentation) -> tf.Tensor:
+    """A part of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
+
+    Image and label take pixel centres at one half, so they stay on each other. A class is not a
+    mean of classes: the nearest pixel's stays, however much smaller the label gets.
+    """
+    top, left, height, width = tf.unstack(where.box)
+    rows = top + image_ops.at_centres(height, where.size[0])
+    columns = left + image_ops.at_centres(width, where.size[1])
+    picked = image_ops.pick(label, rows, tf.where(where.mirrored, columns[::-1], columns))
+    return tf.ensure_shape(_pad(picked, where, how.ignore_label), [*how.size, 1])
+
+
+def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
+    """Random brightness, contrast and saturation of a float32 [H, W, 3] in [0, 255], as uint8.
+
+    Each channel of a pixel x becomes mean + contrast * (grey + saturation * (x - grey) - mean) +
+    shift; grey is the pixel's mean, `mean` the image's.
+    """
+    brighter, more, deeper = tf.unstack(2.0 * draws - 1.0)
+    shift = 255.0 * how.brightness * brighter
+    contrast, saturation = 1.0 + how.contrast * more, 1.0 + how.saturation * deeper
+    offset = (1.0 - contrast) * tf.reduce_mean(image) + shift
+    # What a pixel's channels have to do with each other as a convolution of one pixel: TensorFlow
+    # takes three times as long to go over channels one by one.
+    mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
+    mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
+    return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounded
+
+
+def _offset(slack: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
+    """A whole number from 0 to slack, or from slack to 0 where the image is the smaller."""
+    steps = tf.cast(tf.abs(slack) + 1, tf.float32)
+    # Rounding may give draw * steps == steps for draws just below one.
+    step = tf.minimum(tf.cast(draw * steps, tf.int32), tf.abs(slack))
+    return step * tf.sign(slack)
+
+
+def _pad(inside: tf.Tensor, where: Cut, fill: int) -> tf.Tensor:
+    return tf.pad(inside, where.beside, constant_values=fill)

@@ -1,0 +1,244 @@
+"""Reads all of a data set and lists what is wrong with it.
+
+    python -m hvdkit.data.check --data_dir=VOCdevkit/VOC2012 --data_format=voc
+    python -m hvdkit.data.check --data_dir=datasets/voc                             a packed one
+
+Every sample goes through the reader that training uses. Its label must be a class, and a label
+picture must have the size of its picture. Of a packed set the shards' SHA-256 are compared first,
+so it is read twice. Each fault is one line that names the file. Then it prints how often each class
+occurs and how large the pictures are; for the split to train on, if it has no faults, also
+--class_weights that balance the classes. Exit code 0: all is well; 1: faults found; 2: wrong flags.
+"""
+
+from __future__ import annotations
+
+from hvdkit.ranks import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_once()
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data import counts, pack, pipeline
+from hvdkit.data.labels import IGNORE, one_class
+from hvdkit.data.readers import records
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.records import Records
+from hvdkit.data.source import Source, unshared_classes
+from hvdkit.ranks import live
+from hvdkit.words import some
+
+READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
+# What the folder holds of each format, where no --data_format says which it is.
+_SIGNS = {
+    "records": (f"[!.]*/{records.META}",),
+    "folders": ("splits/*.txt",),
+    "voc": ("ImageSets/Segmentation", "VOC2012/ImageSets/Segmentation"),
+    "cityscapes": ("leftImg8bit",),
+    "cifar10": ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin"),
+    "cifar100": ("train.bin", "cifar-100-binary/train.bin"),
+    "class_folders": ("train/*/*",),
+}
+
+
+def check(
+    root: Path,
+    layout: str,
+    split: str,
+    classes: int,
+    tell: Callable[[str], None],
+    partner: dict[str, Source],
+) -> tuple[str, counts.Counts | None]:
+    """Reads one split; `tell` gets each fault, in a sentence.
+
+    Args:
+      layout: a key of READERS.
+      classes: how many there are; 0: those that the reader knows of.
+      partner: where the split to train on was put that this one is to score, by its name. This
+        one is put there too. Their classes must be the same.
+
+    Returns what was read, in words, and what the sound samples hold.
+    """
+    try:
+        if layout == "records" and not _is_whole(root / split, tell):
+            return "not read", None
+        if layout == "folders" and classes:
+            source = ImageLabelFolder(root, split, classes)
+        elif layout == "class_folders":
+            source = ClassFolders(root, split, next(iter(partner), "train"))
+        else:
+            source = READERS[layout](root, split)
+    except (ValueError, OSError) as error:
+        tell(str(error))
+        return "not read", None
+    for name, other in partner.items():
+        if differ := unshared_classes(source, other):
+            tell(
+                f"{root / split} and {root / name} hold different classes: only one of the two "
+                f"has {some(differ)}; labels would not agree, so make them the same"
+            )
+    partner[split] = source
+    if layout == "records" and (fault := _other_content(source)):
+        tell(fault)
+    if layout == "class_folders" and source.num_classes == 1:
+        tell(one_class(root / split))
+    # A folder of label pictures does not say how many classes there are.
+    open_end = not classes and isinstance(source, ImageLabelFolder)
+    where = getattr(source, "where", lambda index: _place(source, root / split, index))
+    highest, counted = read_all(source, classes or source.num_classes, where, tell)
+    counted.classes = highest + 1 if open_end else classes or source.num_classes
+    for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
+        print(f"{split}: {line}", flush=True)
+    labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
+    return f"{len(source):,} samples, {labels}", counted
+
+
+def read_all(
+    source: Source, classes: int, where: Callable[[int], str], tell: Callable[[str], None]
+) -> tuple[int, counts.Counts]:
+    """The highest label of all samples, and what the sound ones hold."""
+    highest, counted = -1, counts.Counts(classes)
+    for index, found in enumerate(_samples(source)):
+        if isinstance(found, str):
+            tell(found)
+            continue
+        highest = max(highest, found.high)
+        wrong = [label for label in (found.low, found.high) if not 0 <= label < classes]
+        if found.size != found.label_size:
+            picture, label = (f"{h} x {w}" for h, w in (found.size, found.label_size))
+            tell(f"{where(index)} is {label} pixels (height x width), its picture {picture}")
+        elif wrong:
+            tell(f"{where(index)}: label {wrong[0]} is no class; classes are 0 to {classes - 1}")
+        else:
+            counted.add(found.high, found.values, *found.size)
+    return highest, counted
+
+
+def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
+    """Looks at a packed split's shards; False when their sizes or marks are wrong already."""
+    listed = records.shards(folder)
+    problems = [problem for shard in listed if (problem := shard.problem())]
+    for problem in problems:
+        tell(problem)
+    hashed = [shard for shard in listed if shard.sha256 and not problems]
+    with ThreadPoolExecutor(4) as pool:
+        sums = pool.map(records.sha256, [shard.path for shard in hashed])
+        for number, (shard, sha256) in enumerate(zip(hashed, sums)):
+            live.progress("shards", number + 1, len(hashed))
+            if sha256 != shard.sha256:
+                tell(f"{shard.path} does not match its SHA-256 in {records.META}; copy it again")
+    return not problems
+
+
+def _other_content(packed: Records) -> str | None:
+    """Packs of version 1 have one checksum, of all records."""
+    marked = all(shard.sha256 for shard in records.shards(packed.folder))
+    return None if marked else packed.content_problem()
+
+
+class _Sample(NamedTuple):
+    """Labels are without ignored pixels; sizes are height and width."""
+
+    low: int
+    high: int
+    values: np.ndarray  # pixels of each value, see counts.of_label
+    size: tuple[int, int]
+    label_size: tuple[int, int]  # the picture's, where the label is no picture
+
+
+def _samples(source: Source) -> Iterator[_Sample | str]:
+    """Each sample, or what is wrong with it."""
+
+    @pipeline.as_written
+    def look(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        sample = source.read(index)
+        label = tf.cast(sample["label"], tf.int64)
+        values = counts.of_label(label)
+        # The picture's size is asked for because what nobody asks for is not decoded.
+        size = tf.shape(sample["image"])[:2]
+        label_size = tf.shape(label)[:2] if label.shape.rank else size
+        if label.shape.rank:  # one for each pixel
+            label = tf.where(label == IGNORE, tf.zeros_like(label), label)
+        return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
+
+    # The iterator goes on behind a sample that fails, in order.
+    samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
+    for index in range(len(source)):
+        try:
+            low, high, values, *sizes = (part.numpy() for part in next(samples))
+            yield _Sample(int(low), int(high), values, *(tuple(size.tolist()) for size in sizes))
+        except tf.errors.OpError as error:
+            reason = source.explain(index)
+            yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"
+        live.progress("samples", index + 1, len(source))
+
+
+def _place(source: Source, folder: Path, index: int) -> str:
+    file = getattr(source, "picture_file", None)
+    return f"the label of {file(index)}" if file else f"sample {index} of {folder}"
+
+
+def _layout(root: Path) -> str:
+    for layout, signs in _SIGNS.items():
+        if any(next(root.glob(sign), None) for sign in signs):
+            return layout
+    raise ValueError(
+        f"--data_dir={root} does not show its layout: is that the folder? Then give --data_format "
+        f"({', '.join(READERS)})"
+    )
+
+
+def _splits(root: Path, layout: str) -> list[str]:
+    packed = root.glob(*_SIGNS["records"]) if layout == "records" else ()
+    return sorted(path.parent.name for path in packed) or ["train", "val"]
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
+    parser.add_argument("--split", action="append", help="train and val, or all that is packed")
+    parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
+    args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    faults: list[str] = []
+
+    def tell(fault: str) -> None:
+        faults.append(split)
+        if sys.stderr.isatty():  # below the bar, not behind it
+            print(file=sys.stderr, flush=True)
+        print(f"{split}: {fault}", flush=True)
+
+    try:
+        layout = args.data_format or _layout(args.data_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    splits, partner = args.split or _splits(args.data_dir, layout), {}
+    trained = "train" if "train" in splits else splits[0]
+    for split in splits:
+        if len(splits) != 2:  # two are to train on and to score; of more, who knows
+            partner = {}
+        read, counted = check(args.data_dir, layout, split, args.num_classes, tell, partner)
+        wrong = faults.count(split)
+        verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
+        print(f"{split}: {read} ({layout}): {verdict}", flush=True)
+        if counted and counted.samples and not wrong and split == trained:
+            print(f"{split}: to balance classes: {counted.weights()}", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""The demo data set: scanned handwritten digits lying on photographs, to be segmented.
+
+    python -m hvdkit.data.demo.scenes datasets/demo [--train N] [--val N] [--size S] [--seed K]
+        [--preview PNG]
+
+It is made once, without a network, from real data that scikit-learn ships: 1,797 scans of
+handwritten digits (8x8, https://doi.org/10.24432/C50P49) and two photographs. Training and
+validation share neither a scan nor a pixel of a photograph. The folders have the layout that
+folders.py reads. Pixels depend on the settings only; bytes also on the Pillow that packs them.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import shutil
+import sys
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from hvdkit.data.labels import IGNORE
+
+CLASS_NAMES = ("background", *"0123456789")
+NUM_CLASSES = len(CLASS_NAMES)
+# What each split may use. The scans come sorted by writer, so most of val's writers are new.
+SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of load_digits
+COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
+MARKER = "scenes.json"  # written last: a folder without it is not a finished set
+
+# One colour a class, for pictures of labels; ignored pixels are drawn white.
+PALETTE = np.full((256, 3), 255, np.uint8)
+PALETTE[:NUM_CLASSES] = [
+    (60, 60, 60), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48),
+    (145, 30, 180), (70, 240, 240), (240, 50, 230), (170, 110, 40), (128, 128, 255),
+]  # fmt: skip
+
+_INK = 0.45  # share of full ink from which a pixel counts as the digit
+_TRIES = 30  # to find a place for a digit before the scene goes without it
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a demo set is made of; equal settings make equal pixels.
+
+    Raises ValueError when a value makes no scene possible.
+    """
+
+    train: int = 6000  # scenes
+    val: int = 400  # scenes
+    size: int = 64  # pixels, height and width
+    digits: tuple[int, int] = (2, 5)  # fewest and most in a scene (fewer where no room is found)
+    box: tuple[int, int] = (18, 32)  # pixels, side of the square that a scan is scaled to
+    contrast: tuple[float, float] = (0.3, 0.7)  # of the digit to what it lies on; 1: black to white
+    overlap: float = 0.1  # largest share of a digit that a later digit may cover
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "train": self.train >= 1,
+            "val": self.val >= 1,
+            "size": self.size >= 8,
+            "digits": 1 <= self.digits[0] <= self.digits[1],
+            "box": 8 <= self.box[0] <= self.box[1] <= self.size,
+            "contrast": 0 < self.contrast[0] <= self.contrast[1] <= 1,
+            "overlap": 0 <= self.overlap <= 1,
+            "seed": self.seed >= 0,
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise ValueError(
+                    f"demo scenes: {name}={getattr(self, name)} makes no scene of size {self.size};"
+                    " counts are at least 1, ranges (low, high), box from 8 to size, shares 0 to 1"
+                )
+
+
+class Scene(NamedTuple):
+    """One sample, and what it was made from (so that a test can check the splits)."""
+
+    image: np.ndarray  # uint8 [size, size, 3]
+    label: np.ndarray  # uint8 [size, size], class ids and IGNORE
+    scans: tuple[int, ...]  # rows of load_digits
+    photo: tuple[int, int, int, int]  # which photograph, left column, top row, side of the crop
+
+
+def scene(settings: Settings, split: str, index: int) -> Scene:
+    """Draws one scene; it depends on (seed, split, index) and not on how many there are."""
+    rng = np.random.default_rng([settings.seed, list(SCANS).index(split), index])
+    canvas, photo = _background(rng, settings.size, COLUMNS[split])
+    label = np.zeros((settings.size, settings.size), np.uint8)
+    owner = np.zeros_like(label)  # 1 + which digit a pixel shows, 0 for none
+    used = []
+    for _ in range(rng.integers(*settings.digits, endpoint=True)):
+        scan = int(rng.choice(SCANS[split]))
+        ink, digit, ring = _shape(scan, int(rng.integers(*settings.box, endpoint=True)))
+        place = _free_place(rng, owner, digit | ring, settings.overlap)
+        if place is None:
+            continue
+        used.append(scan)
+        class_id = _scans()[1][scan] + 1
+        label[place] = np.where(digit, class_id, np.where(ring, IGNORE, label[place]))
+        owner[place] = np.where(digit, len(used), np.where(ring, 0, owner[place]))
+        _paint(rng, canvas[place], ink, float(rng.uniform(*settings.contrast)))
+    return Scene(np.rint(canvas * 255).astype(np.uint8), label, tuple(used), photo)
+
+
+def make(root: Path, settings: Settings) -> None:
+    """Makes the set in `root`, whole or not at all; does nothing when it is already there.
+
+    Several processes may call it at once: each writes a folder of its own, the first to finish
+    renames its folder to `root`, and the others see that and drop theirs.
+
+    Raises ValueError when `root` holds a set with other settings, or anything else.
+    """
+    root = Path(root)
+    if _already_made(root, settings):
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling, as only a rename inside one file system is atomic.
+    work = root.with_name(f".{root.name}.making-{uuid.uuid4().hex[:8]}")
+    try:
+        for folder in ("images", "labels", "splits"):
+            (work / folder).mkdir(parents=True)
+        for split in SCANS:
+            _write_split(work, split, settings)
+        (work / MARKER).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
+        try:
+            work.rename(root)  # onto nothing or an empty folder; fails on anything else
+        except OSError:
+            if not _already_made(root, settings):
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
+    """Makes a set unless a finished demo set is there; returns the settings of what is there.
+
+    A set that was made with other settings is taken as it is: that was someone's choice.
+    Raises ValueError when `root` holds something else.
+    """
+    if (made := _made_with(Path(root))) is None:
+        make(root, settings)
+    return made or settings
+
+
+def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> None:
+    """Writes a contact sheet: the first scenes of a split, each image beside its label.
+
+    Ignored pixels are white; the names of the classes stand below in their colours.
+    """
+    root, zoom, columns, gap = Path(root), 2, 5, 4
+    names = (root / "splits" / f"{split}.txt").read_text().split()[:count]
+    size = Image.open(root / "images" / f"{names[0]}.png").width * zoom
+    width, height = 2 * size + gap, size + gap
+    sheet = Image.new("RGB", (columns * width, -(-len(names) // columns) * height + 24))
+    for place, name in enumerate(names):
+        image = Image.open(root / "images" / f"{name}.png")
+        label = Image.fromarray(PALETTE[np.asarray(Image.open(root / "labels" / f"{name}.png"))])
+        row, column = divmod(place, columns)
+        for side, picture in enumerate((image, label)):
+            picture = picture.resize((size, size), Image.Resampling.NEAREST)
+            sheet.paste(picture, (column * width + side * size, row * height))
+    for place, name in enumerate(CLASS_NAMES):
+        corner, colour = (4 + 110 * place, sheet.height - 22), tuple(PALETTE[place].tolist())
+        ImageDraw.Draw(sheet).text(corner, name, fill=colour, font_size=18)
+    sheet.save(path)
+
+
+@functools.cache
+def _scans() -> tuple[np.ndarray, np.ndarray]:
+    """Ink shares, float32 [1797, 8, 8] in [0, 1], and digits, uint8 [1797]."""
+    from sklearn.datasets import load_digits  # here: a set that is there must not wait for it
+
+    digits = load_digits()
+    return (digits.images / 16).astype(np.float32), digits.target.astype(np.uint8)
+
+
+@functools.cache
+def _photos() -> tuple[Image.Image, ...]:
+    from sklearn.datasets import load_sample_images
+
+    return tuple(Image.fromarray(photo) for photo in load_sample_images().images)
+
+
+def _background(
+    rng: np.random.Generator, size: int, columns: range
+) -> tuple[np.ndarray, tuple[int, int, int, int]]:
+    """A crop of a photograph, float32 [size, size, 3] in [0, 1], and where it was taken."""
+    which = int(rng.integers(len(_photos())))
+    photo = _photos()[which]
+    largest = min(2 * size, photo.height, len(COLUMNS["val"]))
+    side = int(rng.integers(min(size, largest), largest, endpoint=True))
+    left = int(rng.integers(columns.start, columns.stop - side, endpoint=True))
+    top = int(rng.integers(photo.height - side, endpoint=True))
+    # Cropped before it is resized, so that the filter sees no column of the other split.
+    crop = photo.crop((left, top, left + side, top + side))
+    crop = np.asarray(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
+    return np.array(crop[:, ::-1] if rng.random() < 0.5 else crop), (which, left, top, side)
+
+
+def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A scan scaled up: ink shares, float32 [side, side] in [0, 1], and two masks, bool.
+
+    The masks are the digit, and the ring of pixels that touch it (8 neighbours). Both fit in.
+    """
+    picture = Image.fromarray(_scans()[0][scan])
+    ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
+    ink = np.pad(np.clip(ink, 0, 1), 1)
+    digit = ink >= _INK
+    near = Image.fromarray(digit.astype(np.uint8)).filter(ImageFilter.MaxFilter(3))
+    return ink, digit, np.asarray(near) > digit
+
+
+def _free_place(
+    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray, overlap: float
+) -> tuple[slice, slice] | None:
+    """Rows and columns where a digit hides little of the earlier ones; None when none is found."""
+    areas = np.bincount(owner.ravel())[1:]
+    side = len(covers)
+    for _ in range(_TRIES):
+        top, left = rng.integers(len(owner) - side, size=2, endpoint=True)
+        place = slice(top, top + side), slice(left, left + side)
+        hidden = np.bincount(owner[place][covers], minlength=len(areas) + 1)[1:]
+        if (hidden <= overlap * areas).all():
+            return place
+    return None
+
+
+def _paint(rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray, contrast: float) -> None:
+    """Lays ink on `patch` (float32 [H, W, 3] in [0, 1], in place), darker or brighter than it."""
+    under = float(patch[ink >= _INK].mean())
+    rooms = {-1: under, 1: 1 - under}
+    fitting = [sign for sign, room in rooms.items() if room >= contrast]
+    sign = int(rng.choice(fitting)) if fitting else max(rooms, key=rooms.__getitem__)
+    colour = np.clip(under + sign * contrast + rng.uniform(-0.12, 0.12, size=3), 0, 1)
+    # Opaque inside the mask, and gone at the outer edge of the ignored ring.
+    alpha = np.clip((ink - 0.2) / (_INK - 0.2), 0, 1)[..., None]
+    patch += alpha * (colour - patch)
+
+
+def _write_split(work: Path, split: str, settings: Settings) -> None:
+    names = [f"{split}-{index:05d}" for index in range(getattr(settings, split))]
+    for index, name in enumerate(names):
+        drawn = scene(settings, split, index)
+        for folder, pixels in (("images", drawn.image), ("labels", drawn.label)):
+            # Fixed and quick: 1 packs four times faster than the default and little worse.
+            Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
+        done = index + 1 == len(names)
+        # A launcher's log is no terminal: there a line is written once, not over itself.
+        if done or (sys.stderr.isatty() and index % 200 == 0):
+            line = f"\rdemo scenes, {split}: {index + 1}/{len(names)}"
+            print(line if sys.stderr.isatty() else line[1:], end="\n" * done, file=sys.stderr)
+    (work / "splits" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
+
+
+def _made_with(root: Path) -> Settings | None:
+    """Settings of the finished set in `root`; None when nothing is there; else ValueError."""
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return None
+    try:
+        found = json.loads((root / MARKER).read_text())
+        return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{root} is not empty and not a finished demo set ({MARKER}: {error}); "
+            "give another folder, or remove this one"
+        ) from None
+
+
+def _already_made(root: Path, settings: Settings) -> bool:
+    made = _made_with(root)
+    if made is None or made == settings:
+        return made is not None
+    asked = dataclasses.asdict(settings)
+    differ = {k: (v, asked[k]) for k, v in dataclasses.asdict(made).items() if v != asked[k]}
+    raise ValueError(
+        f"{root} holds a demo set of other settings (there, asked for): {differ}; "
+        "give another folder, or remove this one"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the demo data set.")
+    parser.add_argument("root", type=Path)
+    for name in ("train", "val", "size", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
+    parser.add_argument("--preview", type=Path, metavar="PNG", help="write a contact sheet")
+    args = parser.parse_args()
+    try:
+        settings = Settings(train=args.train, val=args.val, size=args.size, seed=args.seed)
+        make(args.root, settings)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    if args.preview:
+        preview(args.root, args.preview)
+    print(f"{args.root}: {settings.train} training and {settings.val} validation scenes")
+
+
+if __name__ == "__main__":
+    main()

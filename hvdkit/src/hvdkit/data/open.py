@@ -1,0 +1,117 @@
+"""Which reader a run's data_dir is read with: --data_format, or what the task is used to."""
+
+from pathlib import Path
+
+import tensorflow as tf
+
+from hvdkit.data.labels import IGNORE, one_class
+from hvdkit.data.readers.cifar10 import Cifar10
+from hvdkit.data.readers.cifar100 import COARSE_NAMES, Cifar100
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.pairs import PicturePairs
+from hvdkit.data.readers.records import Records
+from hvdkit.data.readers.voc import Voc
+from hvdkit.data.source import Source, unshared_classes
+from hvdkit.data.synthetic import Synthetic
+from hvdkit.settings.config import Config
+from hvdkit.words import some
+
+# What a label is: a class for each pixel (map), or one for the picture (class).
+KINDS = {
+    "folders": "map",
+    "voc": "map",
+    "cityscapes": "map",
+    "class_folders": "class",
+    "cifar10": "class",
+    "cifar100": "class",
+    "digits": "class",
+}
+
+
+def open_sources(config: Config, default: str) -> tuple[Source, Source]:
+    """The splits of config.data_dir to train on and to score.
+
+    Args:
+      default: the format where config.data_format is empty; any other must have its kind of label.
+
+    Raises ValueError, naming flag, folder or file, when the format has another kind of label than
+      the task takes, the data are not in it, the classes of the two have other names or are not
+      config.num_classes, or a class for each pixel would have the number that means ignored.
+    """
+    splits = (config.train_split, config.val_split)
+    train, val = (_opened(config, split, default) for split in splits)
+    # Before how many they are: where two splits differ, no --num_classes is right for both.
+    if differ := unshared_classes(train, val):
+        raise ValueError(
+            f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
+            f"different classes: only one of the two has {some(differ)}; make them the same"
+        )
+    _check_number(config, train, splits[0], default)
+    _check_number(config, val, splits[1], default)
+    return train, val
+
+
+def trained_on_too(train: Source, val: Source) -> int:
+    """How many of the pictures to score are trained on: of listed files, which have names."""
+    pairs = isinstance(train, PicturePairs) and isinstance(val, PicturePairs)
+    return train.shared_with(val) if pairs else 0
+
+
+def _opened(config: Config, split: str, default: str) -> Source:
+    if KINDS[default] == "map" and config.num_classes > IGNORE:
+        raise ValueError(
+            f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
+            f"leaves at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
+        )
+    if config.synthetic_data:
+        return _synthetic(config, KINDS[default])
+    name = config.data_format or default
+    source = _open(name, config, split)
+    kind = source.kind if isinstance(source, Records) else KINDS[name]
+    if kind != KINDS[default]:
+        words = {"map": "a class for each pixel", "class": "one class for a picture"}
+        raise ValueError(
+            f"--data_format={name}: {config.data_dir} has {words[kind]}, --task={config.task} "
+            f"takes {words[KINDS[default]]}; choose other data or another task"
+        )
+    return source
+
+
+def _check_number(config: Config, source: Source, split: str, default: str) -> None:
+    name = config.data_format or default
+    known = getattr(source, "num_classes", config.num_classes)
+    if known == 1 and name == "class_folders":
+        raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
+    # A packed set says how many classes it was seen to hold: of the whole set there may be more.
+    if known > config.num_classes or (known < config.num_classes and name != "records"):
+        raise ValueError(
+            f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
+            f"{known} classes; give --num_classes={known}"
+        )
+
+
+def _synthetic(config: Config, kind: str) -> Source:
+    size = config.image_size
+    label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
+    form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
+    return Synthetic(1024, form)
+
+
+def _open(name: str, config: Config, split: str) -> Source:
+    root = Path(config.data_dir)
+    if name == "folders":
+        return ImageLabelFolder(root, split, config.num_classes)
+    if name == "digits":
+        from hvdkit.data.readers.digits import (
+            Digits,  # here: a fork without that task goes without it
+        )
+
+        return Digits(split, config.num_classes)
+    if name == "cifar100":
+        return Cifar100(root, split, coarse=config.num_classes == len(COARSE_NAMES))
+    if name == "class_folders":
+        return ClassFolders(root, split, config.train_split)
+    readers = {"voc": Voc, "cityscapes": Cityscapes, "cifar10": Cifar10, "records": Records}
+    return readers[name](root, split)

@@ -1,0 +1,239 @@
+"""Packs a data set into a few large files (TFRecord shards), which records.py reads.
+
+    python -m hvdkit.data.pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
+    python train.py --data_format=records --data_dir=datasets/voc ...
+
+Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
+files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
+With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
+which is faster to read.
+After a kill, the next pack into OUT removes the leftovers. `python -m hvdkit.data.check` verifies a pack.
+"""
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import argparse
+import hashlib
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data import pipeline, unfinished
+from hvdkit.data.labels import IGNORE
+from hvdkit.data.readers import records
+from hvdkit.data.readers.cifar10 import Cifar10
+from hvdkit.data.readers.cifar100 import Cifar100
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.voc import Voc
+from hvdkit.data.smaller import Smaller
+from hvdkit.data.source import Source
+from hvdkit.ranks import live
+
+READERS: dict[str, Callable[[Path, str], Source]] = {
+    "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
+    "voc": Voc,
+    "cityscapes": Cityscapes,
+    "class_folders": ClassFolders,
+    "cifar10": Cifar10,
+    "cifar100": Cifar100,
+}
+
+
+class Packed(NamedTuple):
+    """What one sample became."""
+
+    data: bytes  # a tf.train.Example
+    pixels: int  # CRC-32 of image and label, to compare with what is read back
+    label: int  # its highest class
+
+
+def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -> Path:
+    """Writes OUT/SPLIT, whole or not at all, and reads all of it back before it gets its name.
+
+    Args:
+      packed_from: for people who wonder, kept in pack.json.
+
+    Returns: the folder.
+    Raises ValueError when SPLIT is no name for a folder, OUT/SPLIT is there already or is being
+      packed, a sample cannot be read, or what is read back is not what was packed; OSError or
+      tf.errors.OpError when the disk does not take it.
+    """
+    if shards < 1:
+        raise ValueError(f"--shards={shards}: give at least 1")
+    unfinished.check_name(split)
+    out.mkdir(parents=True, exist_ok=True)
+    with unfinished.folder(out, split) as work:
+        if (out / split).exists():
+            raise ValueError(f"{out / split} is there already; remove it, or give another --out")
+        folder = work / split
+        folder.mkdir()
+        pixels = _write(source, folder, min(shards, len(source)), packed_from)
+        _verify(records.Records(work, split), pixels)
+        for path in folder.iterdir():
+            _to_disk(path)
+        folder.rename(out / split)  # onto nothing, or it fails
+    return out / split
+
+
+def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[int]:
+    """Writes all files of a split; returns the CRC-32 of each sample's pixels."""
+    samples, content = _packed(source), hashlib.sha256()
+    pixels, index, listed, highest = [], [], [], 0
+    for shard in range(shards):
+        path = folder / f"{folder.name}-{shard:05d}-of-{shards:05d}.tfrecord"
+        offset, first = 0, len(index)
+        with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
+            while len(index) < len(source) * (shard + 1) // shards:
+                sample = next(samples)
+                writer.write(sample.data)
+                content.update(sample.data)
+                index.append((offset, len(sample.data)))
+                offset += len(sample.data) + records.FRAMING
+                pixels.append(sample.pixels)
+                highest = max(highest, sample.label)
+                live.progress("packed", len(index), len(source))
+        listed.append({"name": path.name, "records": len(index) - first})
+    _mark(folder, listed, content.hexdigest())
+    meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
+    if names := getattr(source, "class_names", ()):
+        meta["class_names"] = list(names)
+    if getattr(source, "is_demo", False):
+        meta["is_demo"] = True
+    records.write_meta(folder, {**meta, "content": content.hexdigest(), "shards": listed}, index)
+    return pixels
+
+
+def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
+    """Ends each shard with the record that names the pack; adds sizes and SHA-256 to the list.
+
+    Not before all are written: the pack's name is the checksum of its content.
+    """
+    last = folder / "mark"
+    for number, shard in enumerate(listed):
+        with tf.io.TFRecordWriter(os.fsencode(last)) as writer:
+            writer.write(records.mark(content, number, len(listed)))
+        with (folder / shard["name"]).open("ab") as file:
+            file.write(last.read_bytes())
+            shard["bytes"] = file.tell()
+    last.unlink()
+    with ThreadPoolExecutor(4) as pool:
+        sums = pool.map(records.sha256, [folder / shard["name"] for shard in listed])
+        for shard, sha256 in zip(listed, sums):
+            shard["sha256"] = sha256
+
+
+def _packed(source: Source) -> Iterator[Packed]:
+    """The samples in order; ValueError says what is wrong with one that cannot be read."""
+    is_map = _kind(source) == "map"
+
+    def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
+        sample = source.read(index)
+        # Sources that are no files have none.
+        file = sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
+        ids = tf.io.encode_png(sample["label"]) if is_map else b""
+        return {**sample, "file": file, "ids": ids}
+
+    for sample in _samples(source, encoded):
+        label = sample["label"]
+        example = {
+            "image": _feature(sample["file"]),
+            "label": _feature(sample["ids"] if is_map else int(label)),
+        }
+        data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
+        counted = label != IGNORE if is_map else True  # of class folders, 255 is one like others
+        yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
+
+
+def _verify(packed: records.Records, pixels: list[int]) -> None:
+    for index, sample in enumerate(_samples(packed, packed.read)):
+        if _pixels(sample) != pixels[index]:
+            raise ValueError(
+                f"sample {index} read back from {packed.folder} differs from what was packed: its "
+                "file changed meanwhile, or the disk is faulty; pack again"
+            )
+        live.progress("verified", index + 1, len(packed))
+
+
+def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
+    """What `read` makes of 0 .. len - 1, as NumPy values, read on several threads."""
+    read = pipeline.as_written(read)
+    samples = tf.data.Dataset.range(len(source)).map(read, tf.data.AUTOTUNE, deterministic=True)
+    done = 0
+    try:
+        for sample in samples.as_numpy_iterator():
+            yield sample
+            done += 1
+    except tf.errors.OpError as error:
+        raise ValueError(pipeline.explain(source, [done], error)) from None
+
+
+def _kind(source: Source) -> str:
+    spec = tf.data.Dataset.range(1).map(pipeline.as_written(source.read)).element_spec
+    return "map" if spec["label"].shape.rank == 3 else "class"
+
+
+def _pixels(sample: dict[str, Any]) -> int:
+    return zlib.crc32(sample["label"].tobytes(), zlib.crc32(sample["image"].tobytes()))
+
+
+def _feature(value: bytes | int) -> tf.train.Feature:
+    if isinstance(value, int):
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
+    parser.add_argument("--from", dest="layout", choices=READERS, required=True)
+    parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--split", required=True, help="which split to pack")
+    parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
+    parser.add_argument("--as", dest="name", help="another name for the folder: OUT/AS")
+    parser.add_argument("--shards", type=int, default=16, help="number of files (default: 16)")
+    parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
+    parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
+    args = parser.parse_args()
+    if args.quality is not None and args.short_side is None:
+        parser.error("--quality is that of pictures which --short_side scales: give both, or none")
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
+    name = args.split if args.name is None else args.name
+    try:
+        source = READERS[args.layout](args.root, args.split)
+        packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
+        if args.short_side is not None:
+            quality = 90 if args.quality is None else args.quality
+            source = Smaller(source, args.short_side, quality)
+            packed_from += f", short side {args.short_side}, quality {quality}"
+        folder = pack(source, args.out, name, args.shards, packed_from)
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        parser.exit(2, f"\n{error}\n")
+    packed = records.Records(args.out, name)
+    ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
+    print(
+        f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, read back "
+        "and found the same"
+    )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes too
+    main()

@@ -1,0 +1,229 @@
+"""From a source to batches: stateless order and augmentation, read on several threads.
+
+Nothing here remembers where it was: the batches of step k are made from k alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from hvdkit.data.source import Source
+
+Example = dict[str, Any]
+
+# The second: TensorFlow's message names a file, and its name is no UTF-8.
+_READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+
+# Lines before the reason, where an operation of a graph failed.
+_NO_REASON = re.compile(
+    r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
+)
+
+# Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
+# cost more time at start-up than everything else.
+as_written = tf.autograph.experimental.do_not_convert
+
+
+class Order(Protocol):
+    """Which samples make up a step (hvdkit.data.sampler.Sampler)."""
+
+    micro_batches: int
+    local_micro_size: int
+
+    def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
+
+
+class Reader(NamedTuple):
+    """How a sample of a source becomes an example; made by `reader`."""
+
+    read: tf.types.experimental.ConcreteFunction  # of its index, int64, and with `keyed` of a key
+    parts: frozenset[str]  # of the sample
+
+
+def reader(
+    source: Source,
+    transform: Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example],
+    keyed: bool,
+) -> Reader:
+    """`transform` of a sample, traced once for all that read.
+
+    The index is an argument: shapes must be known for every sample, not for the first alone.
+
+    Args:
+      keyed: whether `transform` takes a key, int32 [2], to draw with.
+    """
+    parts: set[str] = set()
+
+    def read(index: tf.Tensor, *key: tf.Tensor) -> Example:
+        sample = source.read(index)
+        if not isinstance(sample, Mapping):
+            raise ValueError(
+                f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
+            )
+        parts.update(sample)
+        return transform(sample, *key)
+
+    signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([2], tf.int32)] * keyed]
+    traced = tf.function(read, input_signature=signature, autograph=False)
+    return Reader(traced.get_concrete_function(), frozenset(parts))
+
+
+class TrainingFeed:
+    """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
+
+    A sample that cannot be read does not raise: `next` gives a batch of zeros and `error` says
+    what is wrong, so that this rank can still take part in the step and let the others know.
+
+    For `with`: what is read ahead ends with it. TensorFlow crashes where its threads still read as
+    the process ends, and whoever keeps an exception that passed by here keeps this feed.
+
+    Args:
+      workers: threads of this rank's own that read and augment, an example each at a time.
+      device: name of the GPU that batches are brought to; empty: the host.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        reader: Reader,
+        first_step: int,
+        num_steps: int,
+        workers: int = 2,
+        device: str = "",
+    ) -> None:
+        self.error: str | None = None
+        self._source, self._order, self._step = source, order, first_step
+        self._waited = 0.0
+
+        @as_written
+        def fold(batch: Example) -> Example:
+            shape = [order.micro_batches, order.local_micro_size]
+            return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
+
+        local_size = order.micro_batches * order.local_micro_size
+        batches = (
+            tf.data.Dataset.range(first_step, num_steps)
+            .map(as_written(order.local_samples))
+            .unbatch()
+            .map(as_written(reader.read), num_parallel_calls=workers, deterministic=True)
+            .batch(local_size, drop_remainder=True)
+            .map(fold)
+            .with_options(_on_own_threads(workers))
+        )
+        self.spec = batches.element_spec
+        # Two batches ahead, and no more, whatever memory there is: in the device's own memory, to
+        # which they are copied while the step before works. No GPU holds text.
+        text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
+        to_device = tf.data.experimental.prefetch_to_device
+        ahead = to_device(device, 2) if device and not text else None
+        batches = batches.apply(ahead) if ahead else batches.prefetch(2)
+        self._batches = iter(batches)
+
+    def __enter__(self) -> TrainingFeed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._batches = None
+
+    def next(self) -> Example:
+        if self.error is None:
+            start = time.perf_counter()
+            try:
+                batch = next(self._batches)
+                self._step += 1
+                self._waited += time.perf_counter() - start
+                return batch
+            except _READ_ERRORS as error:
+                self.error = self._explain(error)
+        return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
+
+    def waited(self) -> float:
+        """Seconds that `next` took so far, in which the device may have worked on a step before."""
+        return self._waited
+
+    def _explain(self, error: Exception) -> str:
+        ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
+        return explain(self._source, ids.numpy().tolist(), error)
+
+
+class EvaluationFeed:
+    """This rank's whole batches: number rank, rank + size, rank + 2 * size, ... of the set.
+
+    A batch holds the same samples for any number of ranks, so what is computed from it is the
+    same to the last bit. The last batch of the set may be short; a rank may have none. Examples
+    whose shapes are not fixed (pictures at their own size) are batches of one: `one_by_one`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        reader: Reader,
+        batch_size: int,
+        rank: int,
+        size: int,
+        workers: int = 2,
+    ) -> None:
+        self.reader = reader
+        parts = tf.nest.flatten(reader.read.structured_outputs)
+        self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
+        # At 2**31 - 1 tf.data hung.
+        batch_size = 1 if self.one_by_one else min(batch_size, len(source))
+        starts = range(rank * batch_size, len(source), size * batch_size)
+        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
+        self._source, self._batch_size = source, batch_size
+        self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
+        self._batches = (
+            tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
+            .map(as_written(reader.read), workers)
+            .batch(batch_size)
+            .prefetch(2)
+            .with_options(_on_own_threads(workers))
+        )
+        self.spec = self._batches.element_spec
+
+    def __iter__(self) -> Iterator[Example]:
+        """Raises ValueError naming the sample that cannot be read."""
+        done = 0
+        try:
+            for batch in self._batches:
+                yield batch
+                done += 1
+        except _READ_ERRORS as error:
+            # Of the batch that failed only: the other ranks wait for the answer.
+            raise ValueError(explain(self._source, self.ids(done), error)) from None
+
+    def ids(self, place: int) -> list[int]:
+        """The samples of this rank's batch number `place`."""
+        return self._ids[place * self._batch_size :][: self._batch_size]
+
+
+def _on_own_threads(workers: int) -> tf.data.Options:
+    """TensorFlow's own pool has a thread a core of the host, for each rank of it."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = workers
+    # An example is made on one thread: sums then do not depend on how many there are.
+    options.threading.max_intra_op_parallelism = 1
+    return options
+
+
+def explain(source: Source, ids: list[int], error: Exception) -> str:
+    """What is wrong with the first bad sample among `ids`, for a person."""
+    reasons = (source.explain(i) for i in ids)
+    return next((r for r in reasons if r), said(error))
+
+
+def said(error: Exception) -> str:
+    """TensorFlow's reason in a line, without where its nodes were made and what they are called."""
+    message = getattr(error, "message", str(error))
+    failed = re.search(r"assertion failed: \[(.*)\]", message)
+    if failed:
+        return failed[1].replace("] [", " ")
+    lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
+    reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])
+    return re.sub(r"^\(0\) [A-Z_]+: +", "", reason.strip())

@@ -1,0 +1,160 @@
+"""A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
+
+ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too; splits may have other names
+ROOT/val/CLASS/*.jpg            the same classes; or flat, as the archive has it: flat.py
+
+Labels are the places of the classes in their sorted order. A class is a folder's name.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data import shared_listing, source
+from hvdkit.data.packed_strings import Names, packed
+from hvdkit.data.pipeline import said
+from hvdkit.data.readers import flat, listing, pictures
+from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
+from hvdkit.words import some
+
+
+class _Listed(NamedTuple):
+    """The pictures of a split, class by class."""
+
+    classes: list[str]
+    folders: list[str]  # of each class, below the split's; "" where the split is flat
+    files: Names  # without their folders
+    starts: np.ndarray  # int64 [classes + 1]: place of each class's first picture, and the end
+
+
+class ClassFolders:
+    """One split, as a `source.Source`: samples in the order of classes, then of file names.
+
+    Reads to {"image": uint8 [H, W, 3], "label": int32 scalar, "file": the picture's bytes}. The
+    folders are listed once, here; no file is opened. Whether two splits hold the same classes, who
+    opens both can tell.
+
+    Args:
+      train_split: the split whose folders are the classes of a flat one.
+
+    Raises ValueError, naming the folder, when a split is missing, or flat without a list of its
+    classes, a class is empty, or something in it would be left out, or a file has another size on
+    this host.
+    """
+
+    def __init__(self, root: Path, split: str, train_split: str = "train"):
+        self.root, self._split = Path(root), split
+        key = ("class_folders", str(root), split)
+        listed = shared_listing.found(key, lambda: _list(self.root, split, train_split))
+        self.class_names = listed.classes
+        self.num_classes = len(listed.classes)
+        self._files, self._count = listed.files, len(listed.files)
+        self._starts = listed.starts
+        self._folders = [self.root / split / name for name in listed.folders]
+        with tf.device("CPU:0"):  # where files are read
+            self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
+            self._start_tensor = tf.constant(listed.starts, tf.int64)
+        self._sizes = listing.sizes(key, self._looked_at)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads one sample, see the class; index: int64 scalar.
+
+        Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
+        """
+        # The class is the last that starts at the sample or before it.
+        label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
+        path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
+        file = tf.io.read_file(path)
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
+        path = self.picture_file(index)
+        try:
+            pictures.load(path)
+            self.read(tf.constant(index, tf.int64))
+        except ValueError as problem:
+            return str(problem)
+        except tf.errors.OpError as error:
+            return f"{path} cannot be read: {said(error)}; replace it"
+        return None
+
+    def picture_file(self, index: int) -> Path:
+        """The file that sample `index`'s image is decoded from."""
+        return self._folder(index) / self._files[index]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the files' names, and the sizes of at most 1,000 spread over them."""
+        numbers = [self._starts.tolist(), self._sizes.tolist()]
+        parts = [self._split, *self.class_names, self._files.digest(), *map(str, numbers)]
+        return source.digest((part, 0) for part in parts)
+
+    def _folder(self, index: int) -> Path:
+        return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
+
+
+def _list(root: Path, split: str, train_split: str) -> _Listed:
+    classes = _classes(root, split)
+    if not classes:
+        classes, by_class = flat.by_class(root, split, train_split)
+        return _Listed(classes, [""] * len(classes), *Names.joined(map(packed, by_class)))
+    folders = [root / split / name for name in classes]
+    with ThreadPoolExecutor(listing.THREADS) as pool:
+        return _Listed(classes, classes, *Names.joined(pool.map(_pictures, folders)))
+
+
+def _classes(root: Path, split: str) -> list[str]:
+    """Names of the split's class folders, sorted; none where it is flat."""
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
+    if not (root / split).is_dir():
+        there = some(listing.folder_names(root))
+        raise ValueError(
+            f"{root / split} is missing; put a folder for each class there (folders of {root}: "
+            f"{there or 'none'})"
+        )
+    classes = listing.folder_names(root / split)
+    loose = listing.file_names(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES) if classes else []
+    if loose:
+        raise ValueError(
+            f"{root / split} holds class folders, and pictures beside them, which are of no class: "
+            f"{some(loose)}; sort them in or take them away"
+        )
+    return classes
+
+
+def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
+    """The `packed` names of a class's pictures; ValueError where something would be left out."""
+    found, rest = listing.contents(folder, IMAGE_SUFFIXES)
+    inner = {entry.name for entry in rest if entry.is_dir()}
+    if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
+        raise ValueError(
+            f"{folder} has {len(deeper)} folders with something in them ({some(deeper)}), which "
+            "would be left out: move their pictures up into the class's folder, or take them away"
+        )
+    files = (entry.name for entry in rest if entry.name not in inner)
+    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
+    if others := [name for name in files if name.lower().rstrip().endswith(endings)]:
+        raise ValueError(
+            f"{folder} has {len(others)} pictures whose names do not end in "
+            f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
+            "convert them to PNG or JPEG, or take them away"
+        )
+    if not found:
+        raise ValueError(
+            f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or take the "
+            "class out of every split"
+        )
+    return packed(found)

@@ -1,0 +1,166 @@
+"""Pairs of a picture and a label PNG: what the readers of segmentation sets have in common.
+
+A reader lists the files (folders.py, voc.py, cityscapes.py); reading and explaining is here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+from hvdkit.data import source
+from hvdkit.data.labels import IGNORE
+from hvdkit.data.packed_strings import Names
+from hvdkit.data.pipeline import said
+from hvdkit.data.readers import exif, listing, pictures
+from hvdkit.words import some
+
+
+class PicturePairs:
+    """Listed files as a `source.Source`.
+
+    Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1], "file": the picture's bytes}.
+    Label values are below `num_classes`, or `ignore_label`. No file is opened here. Pictures are
+    turned by their EXIF orientation; labels belong to the turned picture, as viewers show it.
+
+    Args:
+      images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
+        A reader that lists many files asks for `listed` through `once.found`, so that rank 0 does.
+      table: uint8 [256], the class of each value that the files hold; None where they hold
+        classes. A value that is no class maps to one that is neither below `num_classes` nor
+        `ignore_label`.
+      way_out: what to do about a value that is no class.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        images: Names | Sequence[str],
+        labels: Names | Sequence[str],
+        num_classes: int,
+        ignore_label: int = IGNORE,
+        table: np.ndarray | None = None,
+        way_out: str = "map the values, or raise num_classes",
+    ):
+        self.root = root
+        self.num_classes = num_classes
+        self.ignore_label = ignore_label
+        self._images, self._labels, self._table, self._way_out = (
+            *listed(images, labels),
+            table,
+            way_out,
+        )
+        self._folder = os.fsencode(os.path.join(root, ""))
+        names = str(root), self._images.digest(), self._labels.digest()
+        self._sizes = listing.sizes(names, self._looked_at)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads one sample, see the class; index: int64 scalar.
+
+        Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
+        sizes that differ, and label values that are no class; `explain` tells which and why.
+        """
+        image_path = tf.strings.join([self._folder, self._images.at(index)])
+        label_path = tf.strings.join([self._folder, self._labels.at(index)])
+        file = tf.io.read_file(image_path)
+        label = pictures.decode_label(tf.io.read_file(label_path), label_path)
+        sizes = pictures.size(file), tf.shape(label)[:2]
+        pictures.require(tf.reduce_all(sizes[0] == sizes[1]), "sizes differ", image_path, *sizes)
+        if self._table is not None:
+            label = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
+        if self.num_classes < 256:
+            known = (label < self.num_classes) | (label == self.ignore_label)
+            pictures.require(tf.reduce_all(known), "a label value is no class", label_path)
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
+        image_path, label_path = self.picture_file(index), self._label_file(index)
+        try:
+            image = pictures.load(image_path)
+            label = pictures.load(label_path, deep=True)  # check_label_kind says more
+            pictures.check_label_kind(label_path, label)
+            self._check_sizes(image_path, image, label_path, label)
+            self._check_values(label_path, np.asarray(label))
+            self.read(tf.constant(index, tf.int64))
+        except ValueError as problem:
+            return str(problem)
+        except tf.errors.OpError as error:  # no check above knows it, so in TensorFlow's words
+            return f"{image_path} or {label_path} cannot be read: {said(error)}; replace it"
+        return None
+
+    def picture_file(self, index: int) -> Path:
+        """The file that sample `index`'s image is decoded from."""
+        return self.root / self._images[index]
+
+    def shared_with(self, other: PicturePairs) -> int:
+        """How many pictures are in both splits."""
+        return self._images.shared(other._images) if self.root == other.root else 0
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the files' names, and the sizes of at most 1,000 pairs spread over them."""
+        names = [(names.digest(), 0) for names in (self._images, self._labels)]
+        return source.digest([*names, (str(self._sizes.tolist()), 0)])
+
+    def _label_file(self, index: int) -> Path:
+        return self.root / self._labels[index]
+
+    def _looked_at(self) -> list[Path]:
+        """Files spread over the split."""
+        indices = listing.sampled(len(self))
+        names = [*self._images.pick(indices), *self._labels.pick(indices)]
+        return [self.root / name for name in names]
+
+    def _check_sizes(
+        self, image_path: Path, image: Image.Image, label_path: Path, label: Image.Image
+    ) -> None:
+        turns = int(exif.orientation(image_path.read_bytes()))
+        shown = _shown(image, turns)
+        there = _shown(label, int(exif.orientation(label_path.read_bytes())))
+        if shown == there:
+            return
+        if image.size == there:
+            raise ValueError(
+                f"{label_path} fits {image_path} as it is stored, {_words(there)}; its EXIF "
+                f"orientation {turns} turns that picture to {_words(shown)}, as viewers show it: "
+                "turn the label too, or take the orientation out of all pictures of the set"
+            )
+        raise ValueError(
+            f"{image_path} is {_words(shown)} and {label_path} is {_words(there)} (width x "
+            "height); make them one size (labels without interpolation)"
+        )
+
+    def _check_values(self, path: Path, label: np.ndarray) -> None:
+        ids = label if self._table is None else self._table[label]
+        wrong = (ids >= self.num_classes) & (ids != self.ignore_label)
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            values = np.unique(label[wrong]).tolist()
+            raise ValueError(
+                f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
+                f"class ({np.count_nonzero(wrong)} such pixels, values {some(values)}); "
+                f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
+                f"{self._way_out}"
+            )
+
+
+def listed(images: Names | Sequence[str], labels: Names | Sequence[str]) -> tuple[Names, Names]:
+    """Paths of pictures and of labels, held compactly."""
+    return tuple(x if isinstance(x, Names) else Names.of(x) for x in (images, labels))
+
+
+def _shown(picture: Image.Image, orientation: int) -> tuple[int, int]:
+    """Width and height after a picture is turned."""
+    return picture.size[::-1] if exif.swaps(orientation) else picture.size
+
+
+def _words(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"

@@ -1,0 +1,188 @@
+"""Picture files and label PNGs: decoded in-graph, and looked into when that fails."""
+
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from PIL import Image
+
+from hvdkit.data.readers import exif
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+# Of pictures that are not read, so that nobody believes they were.
+OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
+OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
+_DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
+
+
+def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
+    """Fails the sample at run time; in the functions of `tf.data` nothing has to wait for it."""
+    tf.debugging.Assert(condition, [*facts, "explain() tells more"])
+
+
+def decode_image(data: tf.Tensor) -> tf.Tensor:
+    """Colours, uint8 [H, W, 3], from the bytes of a JPEG, or of a PNG of at most 8 bits.
+
+    Turned by its EXIF orientation, so as viewers show it. Of 16 bits a decoder takes the high byte,
+    which is almost nothing of what a camera of 12 bits saw: such a PNG fails the sample.
+    """
+    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
+    # No bytes cannot be decoded. An assertion would be looked at for each picture, also for those
+    # of which only a part is decoded, elsewhere.
+    fit = tf.where(deep, b"", data)
+    image = tf.io.decode_image(fit, channels=3, expand_animations=False)
+    return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
+
+
+def size(data: tf.Tensor) -> tf.Tensor:
+    """Height and width, int32 [2], of what `decode_image` gives; of PNG and JPEG by their heads."""
+    return tf.cond(
+        exif.is_bare_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data)[:2],
+        lambda: _searched_size(data),
+    )
+
+
+def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    """A part of what `decode_image` gives, uint8 [h, w, 3]; box: int32 [4], top, left, h, w.
+
+    Of a JPEG that need not be turned, no other pixels are computed, and what is damaged below the
+    part is not seen. The colours (not the brightness) of its first and last column may differ by
+    some shades: they are stored for every second pixel and spread over neighbours, which are not
+    there. To decode these too, and cut them off, takes longer.
+    """
+    part = tf.cond(
+        exif.is_bare_jpeg(data),
+        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: _searched_part(data, box),
+    )
+    return tf.ensure_shape(part, [None, None, 3])
+
+
+@exif.seldom(input_signature=[tf.TensorSpec([], tf.string)])
+def _searched_size(data: tf.Tensor) -> tf.Tensor:
+    def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
+        numbers = tf.io.decode_raw(
+            tf.strings.substr(data, 16, 8), tf.int32, little_endian=False, fixed_length=8
+        )
+        return tf.reverse(numbers, [0])
+
+    def decoded() -> tf.Tensor:
+        return tf.shape(tf.io.decode_image(data, channels=3, expand_animations=False))[:2]
+
+    is_png = tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    stored = tf.cond(
+        tf.io.is_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data)[:2],
+        lambda: tf.cond(is_png, of_png, decoded),
+    )
+    return tf.where(exif.swaps(exif.orientation(data)), stored[::-1], stored)
+
+
+@exif.seldom(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([4], tf.int32)])
+def _searched_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    return tf.cond(
+        tf.io.is_jpeg(data) & (exif.orientation(data) == 1),
+        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: slice_part(decode_image(data), box),
+    )
+
+
+def slice_part(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    """The part of an image [H, W, C]; box: int32 [4], top, left, height, width."""
+    top, left, height, width = tf.unstack(box)
+    return image[top : top + height, left : left + width]
+
+
+def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+    """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG, turned as viewers do.
+
+    A decoder turns other kinds into something that only looks like ids (averaged colours, the
+    high byte of 16 bits), so the header decides what is decoded.
+    """
+    depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
+    is_palette = colour == _PALETTE
+    fine = is_palette | ((colour == _GREY) & (depth == 8))
+    fine &= tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    require(fine, "a label must be an 8-bit grey or a palette PNG", path)
+    label = tf.cond(
+        is_palette,
+        lambda: _decode_palette(data, depth),
+        lambda: tf.io.decode_png(data, channels=1),
+    )
+    return exif.upright(tf.ensure_shape(label, [None, None, 1]), data)
+
+
+def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
+    """Palette indices, uint8 [H, W, 1].
+
+    `tf.io.decode_png` gives the palette's colours. The same file declared grey gives the indices:
+    the colour type is byte 25, and bytes 29 to 32 are the header's CRC. A CRC is linear over
+    GF(2), so that one change flips the same bits of every header's CRC.
+    """
+    flips = (_header_crc(_GREY) ^ _header_crc(_PALETTE)).to_bytes(4, "big")
+    flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + flips, np.uint8)
+    header = tf.bitwise.bitwise_xor(
+        tf.io.decode_raw(tf.strings.substr(data, 25, 8), tf.uint8), flips
+    )
+    every_byte = tf.constant([bytes([value]) for value in range(256)])
+    header = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(header, tf.int32)))
+    rest = tf.strings.substr(data, 33, tf.int32.max)
+    as_grey = tf.io.decode_png(tf.strings.join([tf.strings.substr(data, 0, 25), header, rest]), 1)
+    # Grey of 1, 2 and 4 bits is stretched to 0..255 on decoding; indices are not brightnesses.
+    largest = tf.bitwise.left_shift(1, tf.cast(depth, tf.int32)) - 1
+    return as_grey // tf.cast(255 // largest, tf.uint8)
+
+
+def _header_crc(colour_type: int) -> int:
+    return zlib.crc32(b"IHDR" + bytes(9) + bytes([colour_type, 0, 0, 0]))
+
+
+def load(path: Path, deep: bool = False) -> Image.Image:
+    """The decoded picture as it is stored; ValueError names the file and says why there is none.
+
+    Args:
+      deep: 16 bits a channel will do.
+    """
+    try:
+        data = path.read_bytes()
+        picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        picture.load()
+    except Image.UnidentifiedImageError:
+        what = f"starts with {data[:8]!r}" if data else "has zero bytes"
+        raise ValueError(
+            f"{path} is neither PNG nor JPEG (it {what}); convert it, or copy it again"
+        ) from None
+    except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
+    if not deep and (fault := too_deep(data)):
+        raise ValueError(f"{path} {fault}")
+    return picture
+
+
+def too_deep(data: bytes) -> str:
+    """What is wrong with a picture of 16 bits a channel, without its name; "" for others."""
+    if data[:8] != _PNG_SIGNATURE or data[24:25] != b"\x10":
+        return ""
+    return (
+        "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with the "
+        "range of values that matters"
+    )
+
+
+def check_label_kind(path: Path, label: Image.Image) -> None:
+    """Raises ValueError for a label that is not what `decode_label` takes."""
+    depth, colour = path.read_bytes()[24:26]
+    if label.format == "PNG" and (colour == _PALETTE or (colour == _GREY and depth == 8)):
+        return
+    kind = f"{label.format}, {len(label.getbands())} channels"
+    if label.format == "PNG":
+        kind += f" of {depth} bits"
+    raise ValueError(
+        f"{path} is {kind}; a label holds class ids in one 8-bit channel: map its colours or "
+        "values to ids and save it as 8-bit grey PNG (Pillow: Image.fromarray(ids_uint8).save)"
+    )

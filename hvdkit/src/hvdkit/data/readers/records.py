@@ -1,0 +1,314 @@
+"""Packed samples: TFRecord shards with an index, so that any record is one read away.
+
+ROOT/SPLIT/pack.json                    what is packed, and the shards with their sizes
+ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
+ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
+
+`python -m hvdkit.data.pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
+JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed. The
+last record of a shard is its mark: text that names the pack and the shard, so that a shard of
+another pack shows when a set is opened, whatever its size. Packs of version 1 have no marks.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data import source
+from hvdkit.data.pipeline import said
+from hvdkit.data.readers import pictures
+from hvdkit.words import some
+
+META, INDEX = "pack.json", "index.bin"
+VERSION = 2
+FRAMING = 16  # bytes of a TFRecord besides its data: length, CRC of the length, CRC of the data
+_AGAIN = "copy it again, or pack again"
+
+
+class Shard(NamedTuple):
+    """One file of a packed split, as the packer left it."""
+
+    path: Path
+    size: int  # bytes
+    mark: bytes  # data of its last record; empty in version 1
+    sha256: str  # of the whole file, hex digits; empty in version 1
+
+    def problem(self) -> str | None:
+        """What its size and its mark tell, for a person; None when they are right."""
+        if not self.path.is_file():
+            return f"{self.path} is missing; {_AGAIN}"
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size != self.size:
+                return f"{self.path} has {size} bytes where {self.size} were written; {_AGAIN}"
+            file.seek(max(0, size - len(self.mark) - 4))  # a record ends with a CRC of 4 bytes
+            if file.read(len(self.mark)) != self.mark:
+                return (
+                    f"{self.path} is not the shard that {META} lists: its last bytes name another "
+                    f"one, or are damaged; {_AGAIN}"
+                )
+        return None
+
+
+class Records:
+    """One packed split, as a `source.Source`.
+
+    Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
+    uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
+
+    Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
+    as sizes, the shards' marks, the index's checksum, and its places in the shards, tell. A
+    record's own checksum is looked at when it is read; `python -m hvdkit.data.check` looks at all of it.
+    """
+
+    def __init__(self, root: Path, split: str):
+        self.folder = Path(root) / split
+        meta = _read_meta(self.folder)
+        self.kind: str = meta["kind"]
+        self.num_classes: int = meta["num_classes"]
+        self.class_names: list[str] = meta.get("class_names", [])  # older packs have none
+        self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/demo/scenes.py's
+        self._content: str = meta["content"]
+        self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
+        listed = _shards(self.folder, meta)
+        _check_shards(listed)
+        counts = [shard["records"] for shard in meta["shards"]]
+        self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
+        self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        _check_tiles(listed, counts, self._index)
+        with tf.device("CPU:0"):  # where files are read
+            names = [os.fsencode(self.folder / name) for name, _ in self._shards]
+            self._files = tf.constant(names)
+            self._places = tf.constant(np.column_stack([self._shard_of, self._index]), tf.int64)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads one sample, see the class; index: int64 scalar.
+
+        Raises tf.errors.DataLossError (when it runs) for a record that is not what was written.
+        """
+        kind = tf.string if self.kind == "map" else tf.int64
+        features = {
+            name: tf.io.FixedLenFeature([], t)
+            for name, t in (("image", tf.string), ("label", kind))
+        }
+        sample = tf.io.parse_single_example(self._read_bytes(index), features)
+        if self.kind == "map":
+            label = tf.io.decode_png(sample["label"], channels=1)
+        else:
+            label = tf.cast(sample["label"], tf.int32)
+        file = sample["image"]
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
+        where = self.where(index)
+        try:
+            # Packs that were written before such pictures were refused may have them.
+            if fault := pictures.too_deep(self._picture(index)):
+                return f"{where}: its picture {fault}, and pack again"
+            self.read(tf.constant(index, tf.int64))
+        except tf.errors.DataLossError as error:
+            return f"{where} does not match its checksum ({said(error)}); {_AGAIN}"
+        except tf.errors.OpError as error:
+            return f"{where} cannot be read: {said(error)}; {_AGAIN}"
+        return None
+
+    def where(self, index: int) -> str:
+        """File and bytes that hold sample `index`, for a person."""
+        offset, length = self._index[index].tolist()
+        path = self.folder / self._shards[self._shard_of[index]][0]
+        return f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
+
+    def content_problem(self) -> str | None:
+        """Reads all records; None when their data together are what the packer wrote."""
+        sha = hashlib.sha256()
+        for number, (name, _) in enumerate(self._shards):
+            with (self.folder / name).open("rb") as file:
+                for offset, length in self._index[self._shard_of == number].tolist():
+                    file.seek(offset + FRAMING - 4)  # behind the length and its CRC
+                    sha.update(file.read(length))
+        if sha.hexdigest() == self._content:
+            return None
+        return f"{self.folder}: the records are not those that {META} was written for; {_AGAIN}"
+
+    def fingerprint(self) -> str:
+        """SHA-256 over shards' names and sizes, the packer's checksum of records, and `is_demo`."""
+        about = [("is_demo", 0)] if self.is_demo else []
+        return source.digest([*self._shards, (self._content, len(self)), *about])
+
+    def _picture(self, index: int) -> bytes:
+        record = self._read_bytes(tf.constant(index, tf.int64)).numpy()
+        return tf.train.Example.FromString(record).features.feature["image"].bytes_list.value[0]
+
+    def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
+        """The data of one record, string scalar.
+
+        TensorFlow's reader of TFRecords, told to start at the record and to fetch no more than
+        it: one read, both of the record's CRC32C checked, and no Python between the threads.
+        """
+        shard, offset, length = tf.unstack(self._places[index])
+        records = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[self._files[shard]],
+            compression_type="",
+            buffer_size=length + FRAMING,
+            byte_offsets=[offset],
+        )
+        one = {"output_types": [tf.string], "output_shapes": [[]]}
+        first = tf.raw_ops.TakeDataset(input_dataset=records, count=1, **one)
+        return tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
+
+
+def mark(content: str, shard: int, shards: int) -> bytes:
+    """Data of a shard's last record; content: the pack's, hex digits."""
+    return f"pack {content}, shard {shard} of {shards}".encode()
+
+
+def sha256(path: Path) -> str:
+    """Of a whole file, hex digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def shards(folder: Path) -> list[Shard]:
+    """The files of a packed split; raises ValueError when its pack.json is not to be used."""
+    return _shards(folder, _read_meta(folder))
+
+
+def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
+    """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
+
+    Args:
+      meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
+        shards (a list of {name, records, bytes, sha256}); class_names (a list) and is_demo (True)
+        where the source has them.
+    """
+    data = np.array(index, "<u8").tobytes()
+    (folder / INDEX).write_bytes(data)
+    meta = {"version": VERSION, **meta, "index_sha256": hashlib.sha256(data).hexdigest()}
+    (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / META
+    if not path.is_file():
+        there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
+        raise ValueError(
+            f"{path} is missing; pack the split with python -m hvdkit.data.pack, or choose another "
+            f"(packed in {folder.parent}: {some(there) or 'none'})"
+        )
+    try:
+        meta = json.loads(path.read_text())
+        version = meta["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
+    if type(version) is not int or version not in (1, VERSION):
+        raise ValueError(
+            f"{path} has version {version!r}, this reader takes 1 and {VERSION}; pack again"
+        )
+    _check_values(path, meta, ("kind", "num_classes", "content", "index_sha256", "shards"))
+    _check_values(path, meta, tuple({"class_names", "is_demo"} & {*meta}))
+    for number, shard in enumerate(meta["shards"]):
+        _check_values(f"{path}: shard {number}", shard, ("name", "records", "bytes"))
+        if version > 1:
+            _check_values(f"{path}: shard {number}", shard, ("sha256",))
+    return meta
+
+
+def _check_values(where: Path | str, found: Any, keys: tuple[str, ...]) -> None:
+    """Raises ValueError unless `found` is a JSON object with a value that fits under each key."""
+    for key in keys:
+        value = found.get(key) if isinstance(found, dict) else None
+        fits, what = _VALUES[key]
+        if not fits(value):
+            raise ValueError(f"{where} has {key} {value!r}, which must be {what}; {_AGAIN}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**63  # True is an int too
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "kind": (lambda value: value in ("map", "class"), "'map' or 'class'"),
+    "num_classes": (_is_count, "a whole number from 1 on"),
+    "content": (_is_sha256, "64 hexadecimal digits"),
+    "index_sha256": (_is_sha256, "64 hexadecimal digits"),
+    "class_names": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
+    "is_demo": (lambda value: isinstance(value, bool), "true or false"),
+    "shards": (lambda value: isinstance(value, list) and value != [], "a list of shards"),
+    "name": (
+        lambda value: isinstance(value, str) and re.fullmatch(r"[^/\0]+", value) is not None,
+        "the name of a file beside it",
+    ),
+    "records": (_is_count, "a whole number from 1 on"),
+    "bytes": (_is_count, "a whole number from 1 on"),
+    "sha256": (_is_sha256, "64 hexadecimal digits"),
+}
+
+
+def _shards(folder: Path, meta: dict[str, Any]) -> list[Shard]:
+    listed, marked = meta["shards"], meta["version"] > 1
+    ends = [mark(meta["content"], n, len(listed)) if marked else b"" for n in range(len(listed))]
+    return [
+        Shard(folder / shard["name"], shard["bytes"], end, shard.get("sha256", ""))
+        for shard, end in zip(listed, ends)
+    ]
+
+
+def _check_shards(listed: list[Shard]) -> None:
+    with ThreadPoolExecutor(16) as pool:  # waiting for a file server, not computing
+        for problem in pool.map(Shard.problem, listed):
+            if problem:
+                raise ValueError(problem)
+
+
+def _check_tiles(listed: list[Shard], counts: list[int], index: np.ndarray) -> None:
+    """Raises ValueError unless each shard's records lie in it end to end, and its mark after them.
+
+    Else a changed pack.json could deal one record to a sample twice, and another to none.
+    """
+    starts, ends = index[:, 0], index.sum(axis=1) + FRAMING
+    last = np.cumsum(counts) - 1
+    expected = np.roll(ends, 1)  # each record begins where the one before it ends
+    expected[last - np.array(counts) + 1] = 0  # but the first of a shard
+    gaps = np.flatnonzero(starts != expected)
+    marks = np.array([len(shard.mark) + FRAMING if shard.mark else 0 for shard in listed])
+    wrong = np.flatnonzero(ends[last] + marks != [shard.size for shard in listed])
+    shards = [*np.searchsorted(last, gaps[:1]), *wrong[:1]]
+    if shards:
+        raise ValueError(
+            f"{listed[min(shards)].path} is not filled by the {counts[min(shards)]} records that "
+            f"{META} and {INDEX} tell of; {_AGAIN}"
+        )
+
+
+def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:
+    """(offset, length) of each record, int64 [records, 2]."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {_AGAIN}")
+    data = path.read_bytes()
+    if len(data) != 16 * records:
+        raise ValueError(f"{path} has {len(data)} bytes, not 16 for each of {records}; {_AGAIN}")
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
+    return np.frombuffer(data, "<u8").astype(np.int64).reshape(-1, 2)

@@ -1,0 +1,82 @@
+"""What rank 0 finds out for all ranks, such as the listing of a network disk.
+
+A reader asks through `found`. What `run.open_sources` does around it decides who looks: rank 0
+does, the others are given what it found. Without that (tests, hvdkit.data.pack), who asks looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Finding = Callable[[Hashable, Callable[[], Any], Callable[[Any], None]], Any]
+
+
+def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
+    """What `find()` returns, here or on rank 0.
+
+    Args:
+      key: what is looked for, the same on all ranks that look for the same.
+      find: takes no part in anything that ranks do together; what it returns is made of what
+        `World.broadcast_large` takes.
+      look: compares what rank 0 found with this host's disk; called on one rank of each other
+        host. Raises ValueError or OSError where they differ.
+    """
+    return _finding(key, find, look)
+
+
+def kept(findings: dict[Hashable, Any]) -> contextlib.AbstractContextManager[None]:
+    """For rank 0: all that is found inside is kept in `findings` too."""
+
+    def find_and_keep(key: Hashable, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
+        findings[key] = find()
+        return findings[key]
+
+    return _by(find_and_keep)
+
+
+@contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """For other ranks: ends the block quietly where something would be looked for."""
+
+    def wait(*_: Any) -> None:
+        raise _Wait
+
+    with contextlib.suppress(_Wait), _by(wait):
+        yield
+
+
+def given(findings: dict[Hashable, Any], look: bool) -> contextlib.AbstractContextManager[None]:
+    """For other ranks, with rank 0's findings: what it did not look for is found here.
+
+    Args:
+      look: whether this is the rank that compares them with its host's disk.
+    """
+
+    def take(key: Hashable, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
+        if key not in findings:
+            return find()
+        if look:
+            compare(findings[key])
+        return findings[key]
+
+    return _by(take)
+
+
+class _Wait(BaseException):
+    """No Exception: a task's own `except Exception` must not take it for a mistake."""
+
+
+@contextlib.contextmanager
+def _by(finding: Finding) -> Iterator[None]:
+    global _finding
+    before, _finding = _finding, finding
+    try:
+        yield
+    finally:
+        _finding = before
+
+
+_finding: Finding = lambda key, find, look: find()  # noqa: E731

@@ -1,0 +1,231 @@
+"""A task's figures over its validation set, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.pipeline import EvaluationFeed, said
+from hvdkit.evaluate import metrics
+from hvdkit.ranks import heartbeat
+from hvdkit.ranks.world import raw, say, unoptimized
+from hvdkit.run.assemble import Run
+from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
+from hvdkit.train.seeds import Seeds
+from hvdkit.train.task import Example, Task
+from hvdkit.words import some
+
+_SECONDS_BETWEEN_VOTES = 5.0
+_DRAWN = 4  # batches, where one is a single example
+
+
+class Evaluation(NamedTuple):
+    figures: dict[str, float]  # `loss` and what the task's `metrics` returns
+    sums: dict[str, np.ndarray]  # what they are of: the task's `sums` over all samples
+    pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0 of a task that draws
+
+    def confusion(self) -> np.ndarray | None:
+        """What was taken for what, integer [n, n], row: label; None of a task that counts none."""
+        counts = self.sums.get("confusion")
+        square = counts is not None and counts.ndim == 2 and counts.shape[0] == counts.shape[1]
+        return counts.astype(np.int64) if square else None
+
+
+class Evaluator:
+    """Holds what does not change from one evaluation to the next."""
+
+    def __init__(self, run: Run, feed: EvaluationFeed) -> None:
+        self._world, self._task = run.world, run.task
+        self._source, self._feed = run.val_source, feed
+        self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
+        self._notes, self._said = tasks.optional(run.task, "notes"), set()
+        self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
+        # With virtual ranks a layer that draws in evaluation draws by batch, whoever has it.
+        exact = bool(run.config.virtual_ranks)
+        self._sums = metrics.ExactSums if exact else metrics.RankSums
+        self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
+        self._at = run.state.step
+        # Called with each batch of this rank, its outputs, and the samples' numbers.
+        self.seen: Callable[[Example, Any, list[int]], None] = lambda *batch: None
+
+    def try_out(self) -> None:
+        """One example through all of it: a mistake shows before the first training step.
+
+        Raises:
+          Stop: on all ranks, with a sentence about what the task's functions return.
+        """
+        with self._world.together("evaluating one sample"):
+            batch = task_checks.read_example(self._feed.reader, self._source, training=False)
+            with task_checks.told("evaluating one sample"), unchanged(self._model), unoptimized():
+                outputs, sums = self._step(batch)
+            try:
+                self._figures({name: value.numpy() for name, value in sums.items()})
+            except ValueError as error:  # one sample may be too few for a figure
+                if not isinstance(error.__cause__, ZeroDivisionError):
+                    raise
+            if self._draw:
+                with task_checks.told("draw"):
+                    task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+
+    def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
+        """Every rank must call it. None: some rank got a stop signal.
+
+        Raises:
+          Stop: on all ranks, when a sample cannot be read or evaluated, or none counts.
+        """
+        with unchanged(self._model):
+            return self._evaluate(stop_asked)
+
+    def one(self, number: int) -> tuple[Example, Any]:
+        """A sample by itself, as a batch, and its outputs."""
+        example = self._feed.reader.read(tf.constant(number, tf.int64))
+        batch = tf.nest.map_structure(lambda part: part[None], example)
+        with unchanged(self._model):
+            return batch, self._step(batch)[0]
+
+    def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
+        total, drawn, error = self._sums(self._world, metrics.zeros(self._step)), [], None
+        batches, ballot = iter(self._feed), Ballot()
+        for place in range(self._feed.rounds):  # as many as the rank with most batches has
+            batch = None
+            try:
+                batch = next(batches, None)
+                if batch is not None:
+                    outputs, more = self._one(batch, place)
+                    total.add(more)
+                    self.seen(batch, outputs, self._feed.ids(place))
+                    if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
+                        drawn.append(self._pictures(batch, outputs))
+            except ValueError as caught:
+                error, batches = error or caught, iter(())
+            heartbeat.beat()
+            if ballot.any(stop_asked()):
+                return None
+        with self._world.together("evaluating the validation data"):
+            if error:
+                raise error
+        sums = total.over_ranks()
+        with self._world.together("computing the figures"):
+            if not sums["weight"]:
+                raise ValueError("all weights of the validation set are 0: nothing to score")
+            figures = self._figures(sums)
+            with task_checks.told("notes"):
+                notes = task_checks.notes(self._notes(sums)) if self._notes else []
+        for note in notes:
+            self._say_once(note)
+        drawn = [part for part in drawn if part is not None]
+        alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
+        return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
+
+    def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, np.ndarray]]:
+        """Outputs and sums of this rank's batch number `place`.
+
+        Raises:
+          ValueError: it cannot be evaluated; the message names its samples and their shapes.
+        """
+        if self._seeds:
+            number = place * self._world.size + self._world.rank
+            self._seeds.assign(self._at, tf.constant(number, tf.int64))
+        try:
+            outputs, sums = self._step(batch)
+            return outputs, {name: value.numpy() for name, value in sums.items()}
+        except (tf.errors.OpError, ValueError) as error:
+            raise ValueError(self._fault(error, batch, place)) from None
+
+    def _fault(self, error: Exception, batch: Example, place: int) -> str:
+        """Why this rank's batch number `place` cannot be evaluated, for a person."""
+        shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
+        if isinstance(error, tf.errors.ResourceExhaustedError):
+            return (
+                f"a batch of evaluation with inputs of shape {some(shapes)} does not fit into "
+                "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
+            )
+        way_out = "the task's model, loss and sums must take every sample"
+        if self._feed.one_by_one:
+            way_out = (
+                "the task's model, loss and sums must take every shape that evaluation_example "
+                "gives. Segmentation pads pictures to a multiple of `stride` (tasks/"
+                "segmentation.py), and --eval_crop cuts them to one size"
+            )
+        return (
+            f"sample {some(self._feed.ids(place))} (counted from 0; inputs of shape "
+            f"{some(shapes)}): {said(error)}: {way_out}"
+        )
+
+    def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        weight = float(sums["weight"])
+        loss = float(sums["loss"]) / weight if weight else float("nan")
+        return {"loss": loss} | task_checks.metrics(self._task, sums)
+
+    def _pictures(self, batch: Example, outputs: Any) -> np.ndarray | None:
+        """A failure here is printed, and does not end the run."""
+        try:
+            return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+        except Exception as error:
+            self._say_once(f"no pictures: draw failed: {type(error).__name__}: {error}")
+            return None
+
+    def _say_once(self, note: str) -> None:
+        if note not in self._said:
+            self._said.add(note)
+            say(self._world, f"note: {note}")
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """What is not trained is afterwards as it was before.
+
+    Keras's recurrent layers draw dropout masks in evaluation too, and ranks differ in how many
+    batches they have: seeds would come apart, and training depend on how often it is evaluated.
+    """
+    before = [(raw(v), tf.identity(raw(v))) for v in model.non_trainable_variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+class Ballot:
+    """Asks every few batches whether any rank got a stop signal; all ranks must call it alike.
+
+    So a long evaluation ends within seconds, and a short one asks only a few times.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._rounds, self._left = time.monotonic(), 1, 1
+
+    def any(self, wanted: bool) -> bool:
+        self._left -= 1
+        if self._left:
+            return False
+        now = time.monotonic()
+        own = [float(wanted), (now - self._start) / self._rounds]
+        votes = hvd.allreduce(tf.constant(own, tf.float64), op=hvd.Max, name="evaluation.votes")
+        asked, seconds_a_round = votes.numpy()
+        self._rounds = self._left = int(np.clip(_SECONDS_BETWEEN_VOTES / seconds_a_round, 1, 1000))
+        self._start = now
+        return bool(asked)
+
+
+def make_step(task: Task, model: keras.Model, spec: Any):
+    """Returns the function of one evaluation batch; it has no collectives."""
+
+    @tf.function(input_signature=[spec], autograph=False)
+    def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
+        outputs = task_checks.outputs(task, model, batch["inputs"])
+        losses, weights = task_checks.loss(task, outputs, batch["targets"])
+        sums = task_checks.sums(task, outputs, batch["targets"])
+        sums["loss"] = tf.reduce_sum(tf.cast(tf.math.multiply_no_nan(losses, weights), tf.float64))
+        sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+        return outputs, sums
+
+    return eval_step

@@ -1,0 +1,148 @@
+"""Metrics as sums that are exact over ranks, and what is computed from the sums.
+
+A task adds up tensors (counts as int64, losses as float64); the sums are added over the ranks in
+one collective; figures come from the totals. A mean of per-rank means would be wrong as soon as
+the ranks' shares differ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.ranks.world import World
+
+# 2**-1074 is the smallest float64 and divides all others.
+_FINEST = 1074
+
+
+class RankSums:
+    """Sums of named tensors over this rank's batches, then over ranks: floats to rounding."""
+
+    def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
+        self._world, self._sums = world, zeros
+
+    def add(self, more: dict[str, np.ndarray]) -> None:
+        self._sums = {name: own + more[name] for name, own in self._sums.items()}
+
+    def over_ranks(self) -> dict[str, np.ndarray]:
+        """Every rank must call it."""
+        return add_over_ranks(self._sums)
+
+
+class ExactSums(RankSums):
+    """Floats are added up without rounding, as whole numbers: the same bits in any order.
+
+    Every float64 is a whole number of 2**-1074, which Python's integers hold. That costs about a
+    microsecond for each float of a batch's sums; they are few.
+    """
+
+    def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
+        super().__init__(world, zeros)
+        floats = {name: sums for name, sums in zeros.items() if sums.dtype.kind == "f"}
+        self._units = {name: _in_units(sums) for name, sums in floats.items()}
+
+    def add(self, more: dict[str, np.ndarray]) -> None:
+        super().add(more)
+        self._units = {name: own + _in_units(more[name]) for name, own in self._units.items()}
+
+    def over_ranks(self) -> dict[str, np.ndarray]:
+        totals = super().over_ranks()
+        everyone = self._world.gather_objects(self._units, "metrics.exact")
+        for name in self._units:
+            units = np.ravel(np.asarray(sum(theirs[name] for theirs in everyone), object))
+            rounded = totals[name]
+            exact = np.reshape([_rounded(n) for n in units], rounded.shape)
+            # What is no number stays none in any order.
+            totals[name] = np.where(np.isfinite(rounded), exact, rounded).astype(rounded.dtype)
+        return totals
+
+
+def _rounded(units: int) -> float:
+    """Python divides whole numbers with one rounding."""
+    try:
+        return units / 2**_FINEST
+    except OverflowError:  # larger than any float
+        return math.inf if units > 0 else -math.inf
+
+
+def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:
+    """Sums of no batch at all, for `eval_step(batch) -> (outputs, sums)`: a rank may have none."""
+    _, sums = eval_step.get_concrete_function().structured_outputs
+    return {n: np.zeros(t.shape, t.dtype.as_numpy_dtype) for n, t in sums.items()}
+
+
+def add_over_ranks(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Totals over all ranks, in one collective; integers stay exact below 2 ** 53."""
+    names = sorted(sums)
+    flat = np.concatenate([np.ravel(sums[n]).astype(np.float64) for n in names])
+    total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="metrics.sums").numpy()
+    ends = np.cumsum([np.size(sums[n]) for n in names])
+    parts = np.split(total, ends[:-1])
+    return {
+        n: p.reshape(np.shape(sums[n])).astype(np.asarray(sums[n]).dtype)
+        for n, p in zip(names, parts)
+    }
+
+
+def confusion_matrix(
+    labels: tf.Tensor, predictions: tf.Tensor, counted: tf.Tensor, num_classes: int
+) -> tf.Tensor:
+    """Counts [num_classes, num_classes] int64, row: label, column: prediction.
+
+    Args:
+      labels, predictions: integers of one shape; a label outside [0, num_classes) is allowed
+        where it is not counted.
+      counted: bool of the same shape: which positions to count.
+    """
+    counted = tf.reshape(counted, [-1])
+    labels = tf.boolean_mask(tf.reshape(tf.cast(labels, tf.int64), [-1]), counted)
+    predictions = tf.boolean_mask(tf.reshape(tf.cast(predictions, tf.int64), [-1]), counted)
+    cells = tf.math.bincount(
+        tf.cast(labels * num_classes + predictions, tf.int32),
+        minlength=num_classes**2,
+        maxlength=num_classes**2,
+        dtype=tf.int64,
+    )
+    return tf.reshape(cells, [num_classes, num_classes])
+
+
+def _in_units(values: np.ndarray) -> np.ndarray:
+    """Whole numbers of 2**-_FINEST, an array of Python's; 0 for what is no number."""
+    finite = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
+    pairs = (value.as_integer_ratio() for value in np.ravel(finite).tolist())
+    units = np.empty(np.size(values), object)
+    units[:] = [above * (2**_FINEST // below) for above, below in pairs]
+    return units.reshape(np.shape(values))
+
+
+def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
+    """Whether a label is among the k classes with the highest scores, bool [B].
+
+    Of equal scores the class with the higher number comes first, as in scikit-learn's
+    top_k_accuracy_score: so k classes are predicted, not all that tie with the k-th. Nothing is
+    a hit where a score is no number.
+
+    Args:
+      labels: integers [B]; scores: float [B, classes].
+    """
+    classes = tf.range(scores.shape[-1], dtype=labels.dtype)
+    own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]
+    before = (scores > own) | ((scores == own) & (classes > labels[:, None]))
+    places = tf.math.count_nonzero(before, axis=-1)
+    return (places < k) & ~tf.reduce_any(tf.math.is_nan(scores), axis=-1)
+
+
+def intersection_over_union(confusion: np.ndarray) -> np.ndarray:
+    """IoU of each class, float64 [num_classes]; NaN for one in neither labels nor predictions."""
+    hits = np.diag(confusion).astype(np.float64)
+    union = confusion.sum(0) + confusion.sum(1) - hits
+    return np.divide(hits, union, out=np.full_like(hits, np.nan), where=union > 0)
+
+
+def accuracy(confusion: np.ndarray) -> float:
+    """Share of positions whose prediction is the label."""
+    return float(np.trace(confusion) / max(confusion.sum(), 1))

@@ -1,0 +1,140 @@
+"""What a segmentation model makes of pictures of any size: padding, windows, scales, mirror images.
+
+`predict` is for any number of pictures of one size; what it makes of one does not depend on the
+others. Pictures of different sizes are not padded to one: a network sees what lies beside a
+picture, so a picture's score would depend on its neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.train.keras_losses import at_least_float32
+
+Function = Callable[[tf.Tensor], tf.Tensor]  # float [B, H, W, 3] -> float [B, H, W, classes]
+TracedFunction = tf.types.experimental.PolymorphicFunction  # the same, with one signature
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """How a picture is gone over; `predict` says what comes of it."""
+
+    stride: int  # the model takes heights and widths that are multiples of it
+    window: int = 0  # pixels, a multiple of stride; 0: a picture is seen whole
+    scales: tuple[float, ...] = (1.0,)
+    mirror: bool = False  # the mirror image besides, left-right
+    fill: int = 128  # grey beside a picture, 0 to 255
+
+    @property
+    def single(self) -> bool:
+        return not self.window and self.scales == (1.0,) and not self.mirror
+
+
+def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
+    """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
+
+    A picture is padded below and on its right to the model's stride, and its logits are cut back.
+    Where there are several passes, their softmax probabilities are averaged, and the averages'
+    logarithms are returned, which a softmax turns into the averages: first over the windows that
+    a pixel is in, then, resized bilinearly to the picture's size, over scales and mirror images
+    (Zhao et al. 2017, arXiv:1612.01105, section 5.1; Chen et al. 2017, arXiv:1706.05587, 4.1).
+    """
+    if how.single:
+        return _padded(model, images, how)
+    images = tf.cast(images, tf.float32)  # scaled ones are no whole numbers
+    # Traced once for all passes, whatever their sizes.
+    traced = tf.function(
+        lambda part: at_least_float32(_padded(model, part, how)),
+        input_signature=[tf.TensorSpec([None, None, None, 3], images.dtype)],
+        autograph=False,
+    )
+    views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
+    total = None
+    for scale, turned in views:
+        # One after the other: TensorFlow would run them at once, in the memory of all of them.
+        with tf.control_dependencies([] if total is None else [total]):
+            found = _view(traced, tf.identity(images), scale, turned, how)
+            total = found if total is None else total + found
+    mean = total / len(views)
+    return tf.math.log(tf.maximum(mean, np.finfo(mean.dtype.as_numpy_dtype).tiny))
+
+
+def _view(
+    logits: TracedFunction, images: tf.Tensor, scale: float, turned: bool, how: Passes
+) -> tf.Tensor:
+    """Probabilities of images, of their size, from one scale and one way round."""
+    size = tf.shape(images)[1:3]
+    images = images[:, :, ::-1] if turned else images
+    if scale != 1.0:
+        scaled = tf.cast(tf.round(tf.cast(size, tf.float64) * scale), tf.int32)
+        images = _resize(images, tf.maximum(scaled, 1), scale)
+    found = (
+        _over_windows(logits, images, how.window) if how.window else tf.nn.softmax(logits(images))
+    )
+    if scale != 1.0:
+        found = _resize(found, size, 1.0 / scale)
+    return found[:, :, ::-1] if turned else found
+
+
+def _resize(images: tf.Tensor, size: tf.Tensor, factor: float) -> tf.Tensor:
+    """Bilinear; below a half pixels would be left out without the filter."""
+    antialias = factor < 0.5
+    return tf.cast(tf.image.resize(images, size, "bilinear", antialias=antialias), images.dtype)
+
+
+def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.Tensor:
+    """Mean probabilities over all windows that a pixel is in.
+
+    Windows stand in rows and columns, so that the mean along a row of windows, and then down,
+    gives each the same weight; only a row of them at a time is as wide as the picture.
+    """
+
+    like = logits.get_concrete_function().structured_outputs
+
+    def row(strip: tf.Tensor) -> tf.Tensor:
+        return _mean_along(2, strip, lambda part: tf.nn.softmax(logits(part)), window, like)
+
+    return _mean_along(1, images, row, window, like)
+
+
+def _mean_along(
+    axis: int, images: tf.Tensor, function: Function, window: int, like: tf.TensorSpec
+) -> tf.Tensor:
+    """Mean of what `function` gives, a tensor like `like`, for windows along an axis (1: down).
+
+    They overlap by a third at least. The last one is moved in to end at the edge; where the
+    images are shorter than a window, there is one of their length.
+    """
+    shape = tf.shape(images)
+    length, step = shape[axis], max(2 * window // 3, 1)
+    side = tf.minimum(length, window)
+    windows = 1 - (side - length) // step
+    zeros = tf.zeros(tf.concat([shape[:3], like.shape[-1:]], 0), like.dtype)
+
+    def add(number: tf.Tensor, total: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        start = tf.minimum(number * step, length - side)
+        found = function(tf.gather(images, tf.range(start, start + side), axis=axis))
+        place = [start, length - side - start]
+        around = [[0, 0]] * axis + [place] + [[0, 0]] * (3 - axis)
+        total += tf.pad(found, around)
+        total.set_shape(zeros.shape)
+        return number + 1, total, count + tf.pad(tf.ones([side], count.dtype), [place])
+
+    _, total, count = tf.while_loop(
+        lambda number, *_: number < windows,
+        add,
+        (0, zeros, tf.zeros([length], zeros.dtype)),
+        parallel_iterations=1,  # one window's activations in memory at a time
+    )
+    return total / tf.reshape(count, [-1] + [1] * (3 - axis))
+
+
+def _padded(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
+    """The model's logits of images that are padded to its stride, cut back to their size."""
+    height, width = tf.unstack(tf.shape(images)[1:3])
+    beside = [[0, 0], [0, -height % how.stride], [0, -width % how.stride], [0, 0]]
+    return model(tf.pad(images, beside, constant_values=how.fill))[:, :height, :width]

@@ -1,0 +1,226 @@
+"""Writes a run's report.html: what was trained, where, the curves, the scores, the predictions.
+
+    python report.py runs/demo          rewrites runs/demo/report.html from the run's files
+
+train.py writes it at the end and when it is stopped. It is one file and needs no network.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import numpy as np
+
+from hvdkit.data.palette import COLOURS
+from hvdkit.evaluate import confusion as confusion_lib
+from hvdkit.observe import html, plots, records
+from hvdkit.observe.records import Records, column, is_of_class, is_score
+from hvdkit.stop import DONE, WRONG_USE, complain
+
+_MOST_BARS = 30
+
+
+def write(run_dir: Path) -> Path:
+    """Returns the page's path. Raises OSError or ValueError."""
+    run = records.read(run_dir)
+    names, counts = [], np.zeros([0, 0], np.int64)
+    if (file := run_dir / "confusion.csv").exists():
+        names, counts = confusion_lib.read(file)
+        names = [name.encode("utf-8", "replace").decode() for name in names]  # of any bytes
+    parts = [
+        html.table(about(run)),
+        html.section("Training", html.cards(training(run))),
+        html.section("Scores", html.cards(scores(run, names, counts))),
+        html.section("What it predicts", *predictions(run, names)),
+        html.section("Starts, faults and time lost", *faults(run)),
+        html.section("Computed with", html.table(list(versions(run)))),
+        settings(run),
+    ]
+    out = run_dir / "report.html"
+    html.write(out, html.page(f"{run.folder.resolve().name}: {_state(run)}", parts))
+    return out
+
+
+def about(run: Records) -> list[tuple[str, object]]:
+    """What a person asks first."""
+    rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
+    last = run.starts[-1] if run.starts else {}
+    rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
+    step, total = run.last_step(), run.settings.get("num_steps", "?")
+    rows.append(("steps", f"{step:,} of {_grouped(total)}"))
+    if reason := run.summary.get("exit_reason"):
+        rows.append(("ended", reason))
+    if run.evaluations:
+        shown = ", ".join(f"{n} {v:.4f}" for n, v in run.scores().items() if v is not None)
+        rows.append((f"scores of step {run.evaluations[-1]['step']:,}", shown))
+    if speed := run.summary.get("samples_per_second"):
+        rows.append(("speed, median", f"{speed:,.0f} samples/s"))
+    if run.starts and (end := _last_time(run)):
+        rows.append(("time, first start to last record", _duration(end - run.starts[0]["time"])))
+    if sha := run.summary.get("weights_sha256"):
+        rows.append(("weights, SHA-256", sha))
+    return rows
+
+
+def training(run: Records) -> list[str]:
+    """Curves over the steps."""
+    if not run.steps:
+        return []
+    x = column(run.steps, "step")
+    marks = [start["step"] for start in run.starts[1:]]
+    loss = {"training": (x, column(run.steps, "loss"))}
+    if run.evaluations:
+        at = column(run.evaluations, "step")
+        loss["validation"] = (at, column(run.evaluations, "eval_loss"))
+    found = [plots.curves("Loss" + (" (dotted: a new start)" if marks else ""), loss, marks=marks)]
+    for title, names in (
+        ("Learning rate", {"lr": ""}),
+        ("Norm of the gradient", {"grad_norm": ""}),
+        ("Samples a second, all ranks", {"samples_per_second": ""}),
+        ("Share of time spent waiting for data, rank 0", {"data_wait": ""}),
+        (
+            "A rank's own seconds a step",
+            {f"own_seconds_{n}": n for n in ("least", "median", "most")},
+        ),
+    ):
+        lines = {label: (x, column(run.steps, name)) for name, label in names.items()}
+        if any(np.isfinite(y).any() for _, y in lines.values()):
+            found.append(plots.curves(title, lines))
+    return found
+
+
+def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
+    """Each evaluation; each class in the newest one; what was taken for what."""
+    found = []
+    keys = dict.fromkeys(n for line in run.evaluations for n in line if is_score(n))
+    at = column(run.evaluations, "step")
+    lines = {n.removeprefix("eval_"): (at, column(run.evaluations, n)) for n in keys}
+    if lines:
+        found.append(plots.curves("Scores of the validation set", lines))
+    if not names:
+        return found
+    measure = "iou" if _is_segmentation(run) else "recall"
+    values = np.array(confusion_lib.classes(counts)[measure])
+    order = np.arange(len(names))
+    title = f"{'IoU' if measure == 'iou' else 'Recall'} of each class"
+    if len(names) > _MOST_BARS:
+        order = np.argsort(values, kind="stable")[:_MOST_BARS]  # NaN comes last
+        title = f"{title}: the {_MOST_BARS} lowest of {len(names)}"
+    colours = [_colour(int(n)) for n in order] if measure == "iou" else []
+    shown = {_unique(names, int(n)): float(values[n]) for n in order}
+    found.append(plots.bars(title, shown, colours))
+    found.append(plots.matrix("Confusion matrix: shares of each label", counts, names))
+    return found
+
+
+def predictions(run: Records, names: Sequence[str]) -> list[str]:
+    drawn = run.folder / "predictions.png"
+    if not _is_segmentation(run):
+        return [html.picture(drawn, "validation samples, as the newest evaluation drew them")]
+    shown = names[: len(COLOURS)]
+    legend = html.legend(shown, [_colour(n) for n in range(len(shown))])
+    return [html.picture(drawn, "input | label | prediction"), legend if drawn.exists() else ""]
+
+
+def faults(run: Records) -> list[str]:
+    """Every start, and the time between what was kept and the start that went on from it."""
+    rows = []
+    for number, start in enumerate(run.starts):
+        lost = ""
+        if number:
+            # What was logged after the step that it went on from was dropped, and made again.
+            before = run.starts[:number]
+            lines = [
+                x for x in (*before, *run.steps, *run.evaluations) if x["step"] <= start["step"]
+            ]
+            kept = [x["time"] for x in lines if x.get("time", math.inf) < start["time"]]
+            lost = _duration(start["time"] - max(kept)) if kept else "not known"
+        rows.append((_date(start["time"]), f"{start['step']:,}", start.get("where", ""), lost))
+    head = ("started", "from step", "where", "lost: from the last record kept to this start")
+    counted = [
+        f"{run.summary[key]:,} {words}"
+        for key, words in (
+            ("skipped_steps", "steps skipped, whose loss or gradients were no numbers"),
+            ("batches_passed_over", "batches left out after going back"),
+        )
+        if run.summary.get(key)
+    ]
+    notes = "".join(f"<p>{html.escaped(text)}</p>" for text in counted)
+    return [html.table(rows, head) if rows else "", notes]
+
+
+def versions(run: Records) -> list[tuple[str, object]]:
+    found = run.summary.get("fingerprint")
+    return list(found.items()) if isinstance(found, dict) else []
+
+
+def settings(run: Records) -> str:
+    """All of them, folded away."""
+    text = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
+    return f"<details><summary>All settings</summary><pre>{html.escaped(text)}</pre></details>"
+
+
+def _state(run: Records) -> str:
+    reason = run.summary.get("exit_reason")
+    return str(reason) if reason else f"not ended, step {run.last_step():,}"
+
+
+def _is_segmentation(run: Records) -> bool:
+    """Whether classes are those of pixels, which are drawn in the palette's colours."""
+    return any(is_of_class(name) for line in run.evaluations for name in line)
+
+
+def _last_time(run: Records) -> float:
+    times = (line.get("time", 0.0) for line in (*run.steps, *run.evaluations))
+    return max(times, default=0.0)
+
+
+def _unique(names: Sequence[str], number: int) -> str:
+    """Two classes may have one name."""
+    return names[number] if names.count(names[number]) == 1 else f"{names[number]} ({number})"
+
+
+def _colour(number: int) -> str:
+    return "#" + "".join(f"{part:02x}" for part in COLOURS[number % len(COLOURS)])
+
+
+def _grouped(number: str) -> str:
+    return f"{int(number):,}" if number.isdecimal() else number
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 wrong use."""
+    folders: list[Any] = argv[1:]
+    if not folders or any(name.startswith("-") for name in folders):
+        print(__doc__, file=sys.stderr)
+        return DONE if folders in (["--help"], ["-h"]) else WRONG_USE
+    for folder in folders:
+        try:
+            print(f"report: {write(Path(folder))}")
+        except (OSError, ValueError) as error:
+            complain(str(error))
+            return WRONG_USE
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

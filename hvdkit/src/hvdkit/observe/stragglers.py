@@ -1,0 +1,109 @@
+"""Which rank the others wait for: each rank's own time a step, brought together where it is logged.
+
+All ranks take equally long for a step, because its reduction ends on all of them at once. What
+differs is when each has its own part ready. So a rank's own time is counted from the end of one
+reduction to its sums of the next step: update, input, Python and forward pass. Where layers
+exchange numbers in the forward pass (--bn_sync=full), ranks wait for each other in it, and only
+what comes before tells them apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
+from hvdkit.ranks.world import World, hostname
+
+SLOW = 1.5  # times the median of all ranks
+_IN_A_ROW = 3  # logged intervals
+_SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: what is less is not worth a word
+
+
+class Pace:
+    """This rank's own times, and the ranks that are slow. Every rank makes one and calls alike."""
+
+    def __init__(self, world: World, samples: int) -> None:
+        """`samples` of this rank in a step: whoever has more of them may take longer."""
+        self._world, self._samples = world, max(samples, 1)
+        self._hosts = world.gather_objects(hostname(), "pace.hosts")
+        self._reduced: float | None = None
+        self._own: list[float] = []
+        self._steps: list[float] = []
+        self._slow = np.zeros(world.size, int)  # for how many intervals in a row
+
+    def add(self, moments: tf.Tensor) -> None:
+        """After each step, with its `moments`: float64 [2], own sums ready, and all reduced."""
+        ready, reduced = moments.numpy().tolist()
+        if self._reduced is not None and reduced != self._reduced:  # a step may come twice
+            self._own.append(ready - self._reduced)
+            self._steps.append(reduced - self._reduced)
+        self._reduced = reduced
+
+    def interval(self, waited: float) -> tuple[dict[str, float], str]:
+        """Since the last call: figures of all ranks for the log, and a sentence or "".
+
+        Args:
+          waited: seconds that this rank waited for its input.
+        """
+        own_times, step_times = self._own, self._steps
+        self._own, self._steps = [], []
+        if self._world.size == 1:
+            return {}, ""
+        steps = max(len(own_times), 1)
+        # Medians: one of the steps may hold an evaluation.
+        own, step = (statistics.median(times or [0.0]) for times in (own_times, step_times))
+        numbers = [own, waited / steps, own / self._samples, step]
+        found = self._world.gather_numbers(numbers, "pace.interval")
+        figures = {f"own_seconds_{name}": value for name, value in _spread(found[:, 0]).items()}
+        figures |= {f"input_wait_{name}": value for name, value in _spread(found[:, 1]).items()}
+        return figures, self._sentence(found)
+
+    def _sentence(self, found: np.ndarray) -> str:
+        """Who has now been slow for long enough; each is named once until it is not any more."""
+        own, a_sample, step = found[:, 0], found[:, 2], found[0, 3]
+        # Also a sample: of uneven shares the larger one takes longer.
+        slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
+        slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
+        self._slow = np.where(slow, self._slow + 1, 0)
+        named = np.flatnonzero(self._slow == _IN_A_ROW)
+        parts = [
+            f"rank {rank} on {self._hosts[rank]} takes {own[rank] * 1e3:.0f} ms "
+            f"({found[rank, 1] * 1e3:.0f} ms of it for input)"
+            for rank in named[:4]
+        ]
+        if not parts:
+            return ""
+        more = f" and {len(named) - 4} more ranks" if len(named) > 4 else ""
+        return (
+            f"note: slow: {', '.join(parts)}{more} for its own part of a step, the median "
+            f"rank {_middle(own) * 1e3:.0f} ms; all others wait"
+        )
+
+
+def moment(after: tf.Tensor) -> tf.Tensor:
+    """When a tensor was there, also one that a GPU computes: seconds since 1970, float64."""
+    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
+        return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
+    with tf.device("CPU:0"):
+        # By its value: a control dependency would not wait for a GPU.
+        there = tf.reduce_all(tf.equal(after, after))
+        return tf.cond(there, tf.timestamp, tf.timestamp)
+
+
+def _middle(values: Sequence[float] | np.ndarray) -> float:
+    """The median; of two ranks the faster one's."""
+    return statistics.median_low(np.asarray(values).tolist())
+
+
+def _spread(values: np.ndarray) -> Mapping[str, float]:
+    return {
+        "least": round(float(values.min()), 6),
+        "median": round(_middle(values), 6),
+        "most": round(float(values.max()), 6),
+        "slowest_rank": int(values.argmax()),
+    }

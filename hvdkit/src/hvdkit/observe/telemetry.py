@@ -1,0 +1,295 @@
+"""What a person and their tools see of a run; only rank 0 writes any of it.
+
+One progress line a logged step, metrics.jsonl (an object a line), starts.jsonl (likewise),
+confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from hvdkit.evaluate import confusion
+from hvdkit.observe import trackers
+from hvdkit.ranks import live
+from hvdkit.ranks.world import World, say
+from hvdkit.settings.config import Config, tracker_names
+
+_MUCH_WAITING = 0.1  # share of a step's time
+_RATES = 10_000  # logged intervals of which the median is taken
+_RANKS_SHOWN = 16  # each by itself; trackers take a millisecond and more for ten figures
+
+
+class Telemetry:
+    """The run folder's records. On ranks other than 0 every method does nothing.
+
+    A record that cannot be written (a full disk) is told once, and the run goes on: what counts
+    is in checkpoints. For `with`: its files are closed at the end; a summary may come after it.
+    """
+
+    def __init__(self, config: Config, world: World, first_step: int, epoch: int) -> None:
+        """Raises OSError or ValueError, on rank 0, when the records cannot be opened.
+
+        Args:
+          epoch: samples of the training set.
+        """
+        run_dir = Path(config.run_dir)
+        self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
+        self._clock, self._epoch, self._score = _Clock(first_step), epoch, ""
+        self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
+        self._failed: set[str] = set()
+        self._told_of_waiting = False
+        self._trackers: list[trackers.Tracker] = []
+        if world.is_chief:
+            self._lines = (run_dir / "metrics.jsonl").open("a")
+            settings = run_dir / "config.cfg"
+            self._settings = settings.read_bytes() if settings.exists() else b""
+            names = tracker_names(config)
+            self._trackers = trackers.make(names, run_dir, dataclasses.asdict(config))
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._world.is_chief:
+            live.leave()
+            with self._told_once("metrics.jsonl"):
+                self._lines.close()
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.close()
+
+    def started(self, step: int, about: Mapping[str, Any]) -> None:
+        """The run begins, or goes on, at `step`; what and where is for a person."""
+        if self._world.is_chief:
+            line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
+            with self._told_once("starts.jsonl"), (self._dir / "starts.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    @contextlib.contextmanager
+    def not_training(self) -> Iterator[None]:
+        """What happens inside (evaluation, saving) does not count as training time."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._clock.leave_out(time.monotonic() - start)
+
+    def step(
+        self,
+        step: int,
+        samples: int,
+        figures: Mapping[str, float],
+        losses: Sequence[float],
+        waited: float,
+        times: Mapping[str, float],
+    ) -> None:
+        """A logged step.
+
+        Args:
+          samples: samples a step, over all ranks.
+          figures: loss, lr, grad_norm, ... by name.
+          losses: each rank's own mean loss.
+          waited: seconds that this rank waited for its data since the last logged step.
+          times: of all ranks, see hvdkit/observe/stragglers.py.
+        """
+        if not self._world.is_chief:
+            return
+        steps, seconds = self._clock.since_last(step)
+        rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
+        self._logged += 1
+        if self._logged > 1:  # the first interval holds the tracing of graphs
+            self._rates.append(rate)
+        record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
+        record |= {"data_wait": round(wait, 3), **times}
+        self._write(record)
+        shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
+        self._show(step, shown)
+        added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
+        eta = _minutes((self._num_steps - step) * samples / rate)
+        line = (
+            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
+            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
+        )
+        if live.possible():
+            epochs = f"epoch {step * samples / self._epoch:.1f}"
+            live.show(f"{line}{self._score}  {epochs}", step, self._num_steps)
+        else:
+            say(self._world, line)
+        # Not at the first step that is logged, for which nothing could be read ahead.
+        if wait > _MUCH_WAITING and self._logged > 1 and not self._told_of_waiting:
+            self._told_of_waiting = True
+            say(
+                self._world,
+                f"note: input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
+                "cores or --data_workers, or smaller pictures (hvdkit/data/pack.py)",
+            )
+
+    def median_speed(self) -> float | None:
+        """Samples a second, over all ranks: median of the newest intervals but the first."""
+        return statistics.median(self._rates) if self._rates else None
+
+    def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
+        """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""
+        if not self._world.is_chief:
+            return
+        names = ("sum", "norm", "nonfinite")
+        record = {
+            path: _finite(dict(zip(names, map(float, row)))) for path, row in zip(layers, figures)
+        }
+        norm = float(np.linalg.norm(figures[:, 1]))
+        line = json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n"
+        with self._told_once("gradients.jsonl"), (self._dir / "gradients.jsonl").open("a") as file:
+            file.write(line)
+        self._show(
+            step,
+            {
+                f"gradient_{name}/{path}": value
+                for path, row in zip(layers, figures)
+                for name, value in zip(names, row)
+            },
+        )
+
+    def evaluation(
+        self,
+        step: int,
+        figures: Mapping[str, float],
+        main_metric: str,
+        pictures: np.ndarray | None,
+    ) -> None:
+        """Figures by name, and pictures (see `_pictures`) where there are any."""
+        if not self._world.is_chief:
+            return
+        self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
+        self._show(step, {f"eval/{name}": value for name, value in figures.items()})
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.flush()
+        if pictures is not None:
+            with self._told_once("predictions.png"):
+                self._pictures(step, pictures)
+        say(
+            self._world,
+            f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
+            f"{main_metric} {figures[main_metric]:.4f}",
+        )
+        self._score = f"  {main_metric} {figures[main_metric]:.4f}"
+
+    def _pictures(self, step: int, pictures: np.ndarray) -> None:
+        """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
+        for tracker in self._trackers:
+            tracker.pictures(step, pictures)
+        sheet = Image.fromarray(np.concatenate(list(pictures)))
+        scale = max(1, 640 // sheet.width)
+        sheet.resize((sheet.width * scale, sheet.height * scale), Image.NEAREST).save(
+            self._dir / "predictions.png"
+        )
+
+    def summary(self, record: Mapping[str, Any]) -> None:
+        if self._world.is_chief:
+            text = json.dumps(_finite(record), indent=1) + "\n"
+            partial = self._dir / ".summary.json.partial"
+            with self._told_once("summary.json"):
+                partial.write_text(text)
+                partial.rename(self._dir / "summary.json")
+
+    def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
+        """What the newest evaluation took for what, integer [n, n], row: label."""
+        if self._world.is_chief:
+            with self._told_once("confusion.csv"):
+                confusion.write(self._dir / "confusion.csv", names, counts)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with self._told_once("metrics.jsonl"):
+            if not Path(self._lines.name).exists():
+                self._begin_anew()
+            self._lines.write(json.dumps(_finite(record) | {"time": _now()}) + "\n")
+            self._lines.flush()
+
+    def _begin_anew(self) -> None:
+        """Somebody removed or moved the folder, or the file: what follows is kept in a new one."""
+        self._dir.mkdir(parents=True, exist_ok=True)
+        self._lines.close()
+        self._lines = (self._dir / "metrics.jsonl").open("a")
+        settings = self._dir / "config.cfg"
+        if self._settings and not settings.exists():
+            settings.write_bytes(self._settings)
+        say(
+            self._world,
+            f"note: {self._lines.name} was removed or moved during the run: a new one begins, "
+            "without what was in it",
+        )
+
+    def _show(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            with self._told_once(tracker.name):
+                tracker.scalars(step, scalars)
+
+    @contextlib.contextmanager
+    def _told_once(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a tracker it may be anything
+            if what not in self._failed:
+                reason = str(error) or type(error).__name__
+                say(self._world, f"note: {what} cannot be written; training continues: {reason}")
+            self._failed.add(what)
+
+
+def _now() -> float:
+    """Seconds since 1970: what a start and a record on two hosts have in common."""
+    return round(time.time(), 2)
+
+
+class _Clock:
+    def __init__(self, step: int) -> None:
+        self._step, self._time = step, time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        self._time += seconds
+
+    def since_last(self, step: int) -> tuple[int, float]:
+        """Steps and seconds since the last call; above 0."""
+        now = time.monotonic()
+        steps, seconds = max(step - self._step, 1), max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return steps, seconds
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: null stands for it."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+def _by_rank(losses: Sequence[float]) -> dict[str, float]:
+    """What trackers show of the ranks' own losses: of many ranks not each."""
+    found = np.asarray(losses)
+    figures = {"least": found.min(), "median": np.median(found), "most": found.max()}
+    figures["worst_rank"] = found.argmax()  # the first that is no number, if any
+    if len(found) <= _RANKS_SHOWN:
+        figures |= dict(enumerate(found))
+    return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
+
+
+def _minutes(seconds: float) -> str:
+    whole = int(seconds)
+    hours, rest = divmod(whole, 3600)
+    clock = f"{rest // 60}:{rest % 60:02d}"
+    return f"{hours}:{clock.zfill(5)}" if hours else clock

@@ -1,0 +1,211 @@
+"""Proof, before the first step, that all ranks will run the same collectives.
+
+Horovod matches collectives by name. A rank with another name waits for ever, one with another
+shape fails in mid-step. Both are known once the step is traced, so the traced steps are compared
+instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.ranks import fingerprint as fingerprints
+from hvdkit.ranks.world import World, hostname, raw, say
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, WRONG_USE, Stop
+from hvdkit.words import some
+
+
+def check_settings(world: World, config: Config, others: Mapping[str, Any] | None = None) -> None:
+    """Raises Stop on all ranks when they were given different settings, naming the first.
+
+    Another seed would be trained silently, another number of steps would wait for ever. Paths may
+    differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes.
+
+    Args:
+      others: flags that are no settings of a run, by name.
+    """
+    paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
+    own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
+    own |= others or {}
+    everyone = world.gather_alike(own, "agreement.settings")
+    for name, first in everyone[0].items():
+        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
+        if ranks:
+            raise Stop(
+                WRONG_USE,
+                f"--{name} is {everyone[ranks[0]][name]} on rank {some(ranks)}, {first} on rank 0: "
+                "give every rank the same flags and flagfiles",
+            )
+
+
+def fingerprint(world: World, config: Config) -> dict[str, str]:
+    """What the run's bits depend on besides its settings; call it after the device was chosen.
+
+    Raises:
+      Stop: on all ranks, when packages differ; and when anything does, and virtual ranks promise
+        the same bits on each of them.
+    """
+    own = fingerprints.here()
+    alike = world.gather_alike(own, "agreement.fingerprint")
+    if all(theirs == own for theirs in alike):
+        return fingerprints.of_all([own])
+    everyone = world.gather_objects((own, hostname()), "agreement.hosts")
+    first, _ = everyone[0]
+    # One rank of each kind: of a thousand GPUs half may be of another.
+    odd = {repr(theirs): rank for rank, (theirs, _) in reversed([*enumerate(everyone)])}
+    for rank in sorted(odd.values())[1:]:
+        theirs, host = everyone[rank]
+        different = "; ".join(fingerprints.differences(first, theirs))
+        said = f"rank 0 and rank {rank} on {host} differ in {different}"
+        if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
+            raise Stop(WRONG_USE, f"{said}: install the same packages on all hosts")
+        if config.virtual_ranks:
+            raise Stop(
+                WRONG_USE,
+                f"--virtual_ranks={config.virtual_ranks} gives the same bits where all ranks "
+                f"compute alike, and {said}: use hosts of one kind, set up alike, or leave out "
+                "--virtual_ranks",
+            )
+        say(world, f"note: {said}")
+    return fingerprints.of_all([theirs for theirs, _ in everyone])
+
+
+def check_code(world: World, folder: Path) -> None:
+    """Raises Stop on all ranks when a host has other files of code than rank 0's, naming one.
+
+    Each rank would train by what it has. One rank a host reads them.
+    """
+    own = {}
+    with world.together("reading the project's code"):
+        if world.local_rank == 0:
+            own = fingerprints.code(folder)
+    whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
+    first = world.broadcast_object(whole, "agreement.code")
+    if world.meet("agreement.odd_code", bool(own) and whole != first) == [0]:
+        return
+    everyone = world.gather_objects((own, hostname()), "agreement.files")
+    first, _ = everyone[0]
+    for rank, (theirs, host) in enumerate(everyone):
+        names = sorted({*first, *theirs})
+        different = [name for name in names if theirs and theirs.get(name) != first.get(name)]
+        if different:
+            raise Stop(
+                WRONG_USE,
+                f"{some(different, 3)} on {host} (rank {rank}) differ from rank 0's: copy the same "
+                "code to all hosts, or keep it on a disk that they share",
+            )
+
+
+def check_gradients(
+    world: World, variables: Sequence[keras.Variable], connected: Sequence[bool]
+) -> None:
+    """Raises Stop on all ranks when a variable has a gradient on some of them only.
+
+    Args:
+      connected: for each variable, whether the loss depends on it on this rank.
+    """
+    everyone = world.gather_alike(list(connected), "agreement.gradients")
+    for place, variable in enumerate(variables):
+        without = [rank for rank, flags in enumerate(everyone) if not flags[place]]
+        if 0 < len(without) < world.size:
+            raise Stop(
+                BUG,
+                f"{variable.path} has no gradient on rank {some(without)} but has one on the "
+                "others: every rank's loss must depend on the same variables (to leave one out, "
+                "multiply by 0)",
+            )
+
+
+def check_not_lost(
+    world: World, variables: Sequence[keras.Variable], had: Sequence[bool], got: Sequence[bool]
+) -> None:
+    """Raises Stop on all ranks when the reduction lost a gradient on any of them.
+
+    Args:
+      had: for each variable, whether this rank's tape had a gradient.
+      got: the same, of what the reduction returned.
+    """
+    lost = [v.path for v, before, after in zip(variables, had, got, strict=True) if before > after]
+    everyone = world.gather_alike(lost, "agreement.not_lost")
+    ranks = [rank for rank, theirs in enumerate(everyone) if theirs]
+    if ranks:
+        raise Stop(
+            BUG,
+            f"the reduction lost the gradients of {some(everyone[ranks[0]])} (rank {some(ranks)}): "
+            "they would never be trained. Leave out --gradient_groups and --pack_bytes",
+        )
+
+
+def check_same_state(
+    world: World, named: Mapping[str, keras.Variable | tf.Variable], what: str
+) -> None:
+    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both.
+
+    Args:
+      named: the same names on every rank.
+      what: stands in the message, and names the exchange.
+    """
+    digests = {name: _digest(raw(variable)) for name, variable in named.items()}
+    whole = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
+    # One short digest a rank where all is well; each variable's only where it is not.
+    if len(set(world.gather_alike(whole, f"agreement.state.{what}"))) == 1:
+        return
+    everyone = world.gather_objects(digests, f"agreement.variables.{what}")
+    first = everyone[0]
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    odd = [n for n in names if any(theirs.get(n) != first.get(n) for theirs in everyone)]
+    ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]
+    raise Stop(
+        BUG,
+        f"{what}: {some(odd, 3)} on rank {some(ranks)} differ from rank 0's: every rank must "
+        "change what is not trained in the same way",
+    )
+
+
+def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
+    """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
+    own = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
+    everyone = world.gather_alike(own, "agreement.collectives")
+    different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if different:
+        first, other = set(everyone[0]), set(everyone[different[0]])
+        raise Stop(
+            BUG,
+            f"the step's collectives differ: rank {some(different)} would run "
+            f"{some(sorted(other - first)) or 'nothing'} where rank 0 runs "
+            f"{some(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
+            "same on every rank",
+        )
+
+
+def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
+    """Name, type and shape of each Horovod operation in a graph and the functions it calls."""
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes.extend(function.node_def)
+    for node in nodes:
+        if node.op.startswith("Horovod"):
+            name = node.attr["tensor_name"].s.decode() or node.name
+            shapes = [_shape(s) for s in node.attr["_output_shapes"].list.shape]
+            kind = node.attr["T"].type or 0
+            dtype = tf.as_dtype(kind).name if kind else ""
+            yield f"{name} ({node.op.removeprefix('Horovod')}, {dtype} {' '.join(shapes)})"
+
+
+def _shape(shape: tf.compat.v1.TensorShapeProto) -> str:
+    sizes = ["?" if d.size < 0 else str(d.size) for d in shape.dim]
+    return f"[{', '.join(sizes)}]"
+
+
+def _digest(variable: tf.Variable) -> str:
+    value = np.ascontiguousarray(variable.numpy())
+    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,273 @@
+"""Who still answers when ranks wait for each other in vain: the rank that hangs, and its host.
+
+Horovod says the same, that it was shut down, when another rank has ended, was stopped or hangs
+elsewhere. Every rank has a thread that tells whoever connects where its main thread is; so the
+ranks that are left can ask all others. And they ask by themselves: each rank its neighbour, for
+over MPI a process that was stopped is waited for for ever; and rank 0 all others when nothing
+moves, for over Gloo Horovod's own check did not end a run (0.28.1).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import tensorflow as tf
+
+from hvdkit.ranks import heartbeat
+from hvdkit.ranks.world import World, hostname
+from hvdkit.stop import BUG, complain
+
+_PROJECT = Path(__file__).resolve().parent.parent
+_CONNECT = 5.0  # seconds in which a process that runs answers
+_SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
+_SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
+_ASKED_AT_ONCE = 64
+_LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
+
+
+class _Place(NamedTuple):
+    host: str
+    addresses: list[str]
+    port: int
+
+
+class _Answer(NamedTuple):
+    how: str  # gone or silent; empty: it has answered
+    at: str  # the place in the code that it is at, or "asking"
+    still: float  # seconds for which it has not moved
+
+
+class Peers:
+    """The ranks' answering threads. Every rank makes one, at the same place.
+
+    For `with`: where the block ends because Horovod was shut down, the lowest rank that is left
+    says who ended or hangs, and the process exits with BUG. In an elastic run it does not: there
+    the ranks that are left go on, and a silent one is ended by its guard.
+    """
+
+    def __init__(self, world: World, stall_seconds: int, elastic: bool = False) -> None:
+        """Opens this rank's port and starts to watch the neighbour.
+
+        Args:
+          stall_seconds: how long a rank may stay at one place before this process ends, and a
+            neighbour be silent, if that is less than _SILENT; 0: for ever.
+        """
+        self._rank, self._elastic = world.rank, elastic
+        self._asking = self._closed = False
+        self._server: socket.socket | None = None
+        self._main = threading.main_thread().ident
+        if world.size == 1:  # nobody asks
+            self._run, self._places = "", [_Place(hostname(), [], 0)]
+            return
+        self._server = server = socket.create_server(("", 0), backlog=128)
+        own = (hostname(), _addresses(), server.getsockname()[1])
+        everyone = world.gather_objects((os.urandom(8).hex(), own), "peers.places")
+        self._run = everyone[0][0]
+        self._places = [_Place(*place) for _, place in everyone]
+        threading.Thread(target=self._answer, args=(server,), name="peers", daemon=True).start()
+        if stall_seconds:
+            watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
+            watch.start()
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._elastic:
+            self._close()
+        elif isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
+            self._explain()
+            # Not Python's own way out: MPI would wait there for who comes no more.
+            os._exit(BUG)
+
+    def _close(self) -> None:
+        """Both threads end; the next world has others."""
+        self._closed = True
+        if self._server:
+            with contextlib.suppress(OSError):  # nothing else wakes the thread that waits at it
+                self._server.shutdown(socket.SHUT_RDWR)
+            self._server.close()
+
+    def _explain(self) -> None:
+        self._asking = True
+        sys.stdout.flush()
+        end = time.monotonic() + _SETTLE
+        while not self._left_to_another():
+            states = {rank: at or how for rank, (how, at, _) in self._ask_all().items()}
+            missing = {rank: how for rank, how in states.items() if how != "asking"}
+            # Others that are left may still wait for the transport to give up.
+            over = time.monotonic() > end or all(how == "gone" for how in missing.values())
+            if over and self._rank == min(set(range(len(self._places))) - set(missing)):
+                complain(self._sentence(missing))
+                return
+            time.sleep(0.5)
+        # A launcher ends all ranks, who asks as well, when the first one ends.
+        time.sleep(2 * _SETTLE)
+
+    def _left_to_another(self) -> bool:
+        """Whether a lower rank asks already: thousands that ask all others would take too long."""
+        first = next(r for r, p in enumerate(self._places) if p.host == hostname())
+        starts = range(0, self._rank, _LOWER_ASKED)
+        for ranks in ([first], *(range(s, s + _LOWER_ASKED) for s in starts)):
+            lower = [rank for rank in ranks if rank < self._rank]
+            if any(answer.at == "asking" for answer in self._ask_these(lower).values()):
+                return True
+        return False
+
+    def _stuck(self, seconds: int) -> str:
+        """Where all ranks stand, if none has moved for so long; else ""."""
+        found = {0: ("", self._main_thread(), heartbeat.still())} | self._ask_all()
+        if any(still < seconds for _, _, still in found.values()):
+            return ""
+        by_place: dict[str, list[int]] = {}
+        for rank, (how, at, _) in found.items():
+            where = f"at {at}" if at else "ended" if how == "gone" else "no answer"
+            by_place.setdefault(where, []).append(rank)
+        shown = sorted(by_place.items(), key=lambda place: len(place[1]))[:4]
+        parts = [f"{where}: {self._who(ranks[0])}{_more(len(ranks) - 1)}" for where, ranks in shown]
+        return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
+
+    def _sentence(self, missing: dict[int, str]) -> str:
+        if not missing:
+            return "Horovod was shut down though all ranks are there: its own lines above say why"
+        # Who ended may have done so for lack of who hangs.
+        hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
+        parts = [f"{self._who(rank)} {_in_words(how)}" for rank, how in list(hangs.items())[:4]]
+        more = f", and {len(hangs) - 4} more ranks" if len(hangs) > 4 else ""
+        return f"the run ends: {'; '.join(parts)}{more}"
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} on {self._places[rank].host}"
+
+    # What a rank says of itself. Nothing is read, so nobody can keep it from answering.
+    def _answer(self, server: socket.socket) -> None:
+        while not self._closed:
+            try:
+                link, _ = server.accept()
+                with link:
+                    link.settimeout(1)
+                    at = "asking" if self._asking else self._main_thread()
+                    said = [self._run, self._rank, at, heartbeat.still()]
+                    link.sendall(json.dumps(said).encode())
+            except OSError:
+                time.sleep(0.1)  # out of open files, or who asked has gone
+
+    def _main_thread(self) -> str:
+        """The innermost line of the project's own that the main thread is at."""
+        frame = sys._current_frames().get(self._main)
+        while frame and not Path(frame.f_code.co_filename).is_relative_to(_PROJECT):
+            frame = frame.f_back
+        if not frame:
+            return "not in the project's code"
+        file = Path(frame.f_code.co_filename).relative_to(_PROJECT)
+        return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
+
+    def _ask_all(self) -> dict[int, _Answer]:
+        return self._ask_these([r for r in range(len(self._places)) if r != self._rank])
+
+    def _ask_these(self, ranks: Sequence[int]) -> dict[int, _Answer]:
+        with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            return dict(zip(ranks, pool.map(self._ask, ranks)))
+
+    def _ask(self, rank: int) -> _Answer:
+        place, gone = self._places[rank], False
+        addresses = ["127.0.0.1"]
+        if place.host != hostname():  # docker0's address is that of every host: here it leads here
+            own = self._places[self._rank].addresses
+            addresses = [a for a in place.addresses if a not in own] or place.addresses
+        for address in addresses:
+            try:
+                with socket.create_connection((address, place.port), _CONNECT) as link:
+                    run, number, at, still = json.loads(_all_of(link))
+                if (run, number) == (self._run, rank):
+                    return _Answer("", at, still)
+                gone = True  # another program has the port by now
+            except ConnectionError:
+                gone = True
+            except (OSError, ValueError, TypeError):
+                continue
+        return _Answer("gone" if gone else "silent", "", math.inf)
+
+    def _watch(self, seconds: int) -> None:
+        neighbour = (self._rank + 1) % len(self._places)
+        patience = min(seconds, _SILENT)
+        heard = 0.0  # where a firewall is between, it never is
+        clock = time.pthread_getcpuclockid(self._main)
+        stuck, computed = "", 0.0
+        while not (self._asking or self._closed):
+            before, nap = time.monotonic(), min(patience / 8, 30)
+            time.sleep(nap)
+            if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
+                heard = time.monotonic() if heard else 0.0
+                heartbeat.beat()
+            # Who computes, in Python as it may be, is not one who hangs.
+            used = time.clock_gettime(clock)
+            if used - computed > 0.05 * nap:
+                heartbeat.beat()
+            computed = used
+            stuck, before_that = "", stuck
+            if self._rank == 0 and heartbeat.still() > seconds:
+                stuck = self._stuck(seconds)
+            if stuck and before_that:
+                complain(stuck)
+                os._exit(BUG)
+            if self._elastic:
+                # Rank 0 has named this rank and ended; the others wait for its end, to go on.
+                if self._rank and heartbeat.still() > seconds and self._ask(0).how == "gone":
+                    os._exit(BUG)
+                continue
+            how = self._ask(neighbour).how
+            if not how:
+                heard = time.monotonic()
+            elif how == "gone":
+                heard = 0.0  # it has ended: launchers see to that
+            elif heard and time.monotonic() - heard > patience:
+                complain(
+                    f"the run ends: {self._who(neighbour)} has not answered for {patience:g} s: "
+                    "its process was stopped, or its host or network hangs"
+                )
+                os._exit(BUG)
+
+
+def _in_words(how: str) -> str:
+    if how == "gone":
+        return "ended before the others; its own words say why"
+    if how == "silent":
+        return "does not answer: its process was stopped, or its host or network hangs"
+    return f"did not come to where the others waited for it: it is at {how}"
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _addresses() -> list[str]:
+    """Of this host as others may reach it, the most likely first."""
+    own = [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name != "lo"
+    ]
+    named = os.environ.get("HOROVOD_GLOO_IFACE", "").split(",")
+    first = {a.address for n in named for a in psutil.net_if_addrs().get(n, [])}
+    return sorted(own, key=lambda address: address not in first)
+
+
+def _all_of(link: socket.socket) -> bytes:
+    parts = []
+    while len(parts) < 16 and (part := link.recv(4096)):
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,358 @@
+"""The ranks: one process each, one GPU each, and how they come to the same decision.
+
+A rank never acts alone on what it alone saw. `World.together` runs a piece of start-up on every
+rank and ends all of them with one message when any of them failed; `World.broadcast_object` hands
+out a decision that rank 0 took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.ranks import devices, heartbeat, live, messages
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
+from hvdkit.train import reduction
+
+# What Horovod 0.28.1 cannot broadcast.
+_NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
+
+_OPEN_FILES = 65536  # over Gloo a rank has a connection with each other one
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Who this process is among all of them. Made by `connect`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def is_chief(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
+
+        Every rank must come here with the same `what`: it names the collective.
+
+        Raises:
+          Stop: with WRONG_USE on all ranks, carrying the lowest failing rank's message.
+        """
+        error = None
+        try:
+            yield
+        except (ValueError, OSError) as caught:
+            error = f"{what}: {caught}", hostname()
+        lowest = -self.rank if error else -self.size
+        lowest, anyone_well = self.meet(f"together.{what}", lowest, not error)
+        if -lowest < self.size:
+            text, host = self.broadcast_object(error, f"error.{what}", -lowest)
+            where = f" (rank {-lowest} on {host})" if anyone_well else ""
+            raise Stop(WRONG_USE, text + where)
+
+    def meet(self, name: str, *numbers: int) -> list[int]:
+        """Waits for all ranks; the largest of each of at most two numbers over them.
+
+        One collective of a few bytes, the same wherever ranks call it: ranks that are at different
+        places, by `name`, are told, rather than given each other's values.
+        """
+        if self.size == 1:
+            return [int(number) for number in numbers]
+        place = messages.digest(name)
+        own = [place, -place, *map(int, numbers), *[0] * (2 - len(numbers))]
+        largest, smallest, *found = messages.most(own)
+        if largest != -smallest:
+            self._check_place(messages.gather(name, self.size))
+        return found[: len(numbers)]
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Every rank's picklable `value`, in rank order, on every rank: for few and small ones."""
+        if self.size == 1:
+            return [value]
+        self.meet(name)
+        return messages.gather(value, self.size)
+
+    def gather_alike(self, value: Any, name: str) -> list[Any]:
+        """As `gather_objects`, for what is usually the same on all ranks: then nothing is sent.
+
+        Args:
+          value: its repr() says all of it.
+        """
+        own = messages.digest(repr(value))
+        least, most = self.meet(name, -own, own)
+        if -least == most:
+            return [value] * self.size
+        return messages.gather(value, self.size)
+
+    def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
+        """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
+        own = tf.constant([values], tf.float64)
+        everyone = own if self.size == 1 else hvd.allgather(own, name=name)
+        heartbeat.beat()
+        return everyone.numpy()
+
+    def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
+        """Rank `root`'s picklable `value` on every rank."""
+        if self.size == 1:
+            return value
+        own = self.rank == root
+        content = messages.pickled(value) if own else np.empty(0, np.uint8)
+        (length,) = self.meet(name, content.size)
+        content = content if own else np.empty(length, np.uint8)
+        messages.fill(content, own, root)
+        return value if own else messages.unpickled(content)
+
+    def broadcast_large(self, value: Any, name: str) -> Any:
+        """As `broadcast_object`, for what holds arrays of many megabytes: in parts, one copy.
+
+        Args:
+          value: dicts, lists and tuples of what is picklable, and of objects that are made of
+            arrays: `arrays()` gives them, and type(object).made_of(*arrays) makes it again.
+        """
+        if self.size == 1:
+            return value
+        arrays = []
+
+        def put_aside(item: Any) -> Any:
+            if not hasattr(item, "arrays"):
+                return item
+            own = item.arrays()
+            arrays.extend(own)
+            return messages.Aside(type(item), [(array.shape, array.dtype) for array in own])
+
+        # Pickled, between the ranks of one world, without what is large.
+        sent = messages.mapped(value, put_aside) if self.is_chief else None
+        rest = self.broadcast_object(sent, name)
+        waiting = iter(arrays)
+
+        def fetch(item: Any) -> Any:
+            if not isinstance(item, messages.Aside):
+                return item
+            own = [next(waiting) if self.is_chief else np.empty(*form) for form in item.forms]
+            for array in own:
+                messages.fill(array, self.is_chief)
+            return None if self.is_chief else item.kind.made_of(*own)
+
+        made = messages.mapped(rest, fetch)
+        return value if self.is_chief else made
+
+    def _check_place(self, names: Sequence[str]) -> None:
+        odd = [rank for rank, name in enumerate(names) if name != names[0]]
+        if odd:
+            raise Stop(
+                BUG, f"rank {odd[0]} is at {names[odd[0]]!r} while rank 0 is at {names[0]!r}"
+            )
+
+    def broadcast_variables(
+        self, variables: Sequence[keras.Variable | tf.Variable], root: int = 0
+    ) -> None:
+        """Overwrites the variables with those of rank `root`; same ones and order on all ranks."""
+        if self.size == 1:
+            return
+        values = [raw(v) for v in variables]
+        with unoptimized():
+            sent = [v for v in values if v.dtype not in _NOT_SENT]
+            hvd.broadcast_variables(sent, root_rank=root)
+        others = [v for v in values if v.dtype in _NOT_SENT]
+        if others:
+            own = [v.numpy() for v in others] if self.rank == root else None
+            known = self.broadcast_object(own, "broadcast.others", root)
+            for variable, value in zip(others, known):
+                variable.assign(value)
+
+    def check_same(self, fingerprint: str, what: str) -> None:
+        """Raises Stop on every rank when `fingerprint` is not the same on all of them."""
+        everyone = self.gather_alike(fingerprint, f"same.{what}")
+        odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        if odd:
+            ranks = ", ".join(map(str, odd[:8]))
+            raise Stop(BUG, f"{what} on rank {ranks} differ from those on rank 0")
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """For what runs once: to optimize its graph takes TensorFlow longer than to run it as it is."""
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
+
+
+def connect(knobs: Mapping[str, str] | None = None) -> World:
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
+
+    Raises:
+      Stop: Horovod would see, or sees, fewer ranks than were started together.
+    """
+    os.environ.update(knobs or {})
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
+    started, variable = launched_ranks()
+    if not any(name in os.environ for name in LAUNCHED):
+        if started > 1:
+            raise Stop(
+                WRONG_USE,
+                f"srun started {started} tasks that know nothing of each other: use srun "
+                "--mpi=pmix (srun --mpi=list names what there is)",
+            )
+        # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    elif "OMPI_COMM_WORLD_RANK" in os.environ:
+        # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
+        from mpi4py import MPI  # noqa: F401
+    hvd.init()
+    if hvd.size() < started:
+        # Each would train alone, all of them into one folder.
+        raise Stop(
+            WRONG_USE,
+            f"{variable} says that {started} processes were started together, but Horovod sees "
+            f"{hvd.size()}: their MPI is not the one that Horovod was built with. Use horovodrun, "
+            "that MPI's own mpirun, or srun --mpi=pmix",
+        )
+    return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def set_up(world: World, config: Config) -> None:
+    """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
+
+    Raises:
+      Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
+    """
+    with world.together("choosing a device"):
+        # Once chosen, TensorFlow's number of threads stays as it is.
+        threads = config.cpu_threads or _threads() or _share_of_cores(world)
+        _choose_device(world, config.device, threads)
+        reduction.check_backend(config)
+
+
+def data_workers(world: World, config: Config) -> int:
+    """Threads of this rank that read data: its share of the cores, unless told otherwise."""
+    return config.data_workers or _share_of_cores(world)
+
+
+def gpu() -> str:
+    """TensorFlow's name of this rank's GPU; empty where it has none."""
+    return "/GPU:0" if tf.config.get_visible_devices("GPU") else ""
+
+
+def set_numbers(config: Config) -> None:
+    """Seed, determinism and precision of what is made from now on."""
+    keras.utils.set_random_seed(config.seed)
+    if config.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    set_precision(config.precision)
+
+
+def finish(world: World) -> None:
+    """Waits for every rank, so that no launcher kills a slower one that is still writing."""
+    world.meet("finish")
+    hvd.shutdown()
+
+
+def describe(world: World) -> str:
+    """One line for a person: ranks, hosts, devices and what carries the gradients."""
+    hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
+    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    device = (
+        "one GPU each"
+        if tf.config.get_visible_devices("GPU")
+        else f"{_threads()} CPU thread(s) each"
+    )
+    carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
+    if tf.config.get_visible_devices("GPU") and hvd.nccl_built():
+        carrier = f"NCCL, set up over {carrier}"
+    ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
+    return f"{ranks} on {len(hosts)} host(s) ({shown}), {device}, {carrier}"
+
+
+def hostname() -> str:
+    return os.uname().nodename
+
+
+def raw(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """The tf.Variable inside a Keras 3 variable: what Horovod's functions take."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
+    """SHA-256 over the variables' bytes, in order."""
+    digest = hashlib.sha256()
+    for variable in variables:
+        digest.update(np.ascontiguousarray(raw(variable).numpy()).tobytes())
+    return digest.hexdigest()
+
+
+def _choose_device(world: World, device: str, threads: int) -> None:
+    gpus = tf.config.list_physical_devices("GPU")
+    if device == "cpu":
+        tf.config.set_visible_devices([], "GPU")
+    elif gpus:
+        if world.local_rank >= len(gpus):
+            raise ValueError(
+                f"{hostname()} has {len(gpus)} visible GPU(s) but runs {world.local_size} ranks: "
+                "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
+            )
+        tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[world.local_rank], True)
+        return
+    elif reason := devices.why_no_gpu(device):
+        raise ValueError(reason)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def _share_of_cores(world: World) -> int:
+    """Cores of this process over the ranks that share them."""
+    cores = all_cores = len(os.sched_getaffinity(0))
+    # mpirun or launch/bind.sh gave each rank cores of its own.
+    if {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ):
+        return cores
+    # Slurm bound each task, to cores of its own or, with others, to a socket.
+    if "SLURM_STEP_ID" in os.environ and "HOROVOD_RANK" not in os.environ:
+        all_cores = max(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", 0)))
+    return max(1, min(cores, all_cores // world.local_size))
+
+
+def _threads() -> int:
+    return tf.config.threading.get_intra_op_parallelism_threads()
+
+
+def set_precision(precision: str) -> None:
+    """Compute type of the layers made from now on; variables stay float32 unless float64."""
+    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
+    keras.config.set_dtype_policy(mixed.get(precision, precision))
+
+
+def say(world: World, text: str) -> None:
+    """A line for the person watching, from rank 0 only; the run outlives who reads it."""
+    if not world.is_chief:
+        return
+    live.leave()
+    try:
+        print(text, flush=True)
+    except OSError as error:  # `| head`, a log on a full disk
+        # Python would complain at exit of what is left to be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        note = f"note: standard output cannot be written; training continues: {error.strerror}"
+        with contextlib.suppress(OSError):
+            print(note, file=sys.stderr, flush=True)

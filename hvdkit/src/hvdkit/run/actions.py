@@ -1,0 +1,307 @@
+"""What happens after a step. train.py lists the actions; each is called as action(step, result).
+
+An action says with `due(step)` whether it acts after a step, and with `settles` whether it needs
+to know first that the step was applied. It returns why the run must end, or None. All ranks have
+the same list and call the same actions at the same steps: an action may hold collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import tensorflow as tf
+
+from engine.elastic import Commits, WorldChanged
+from hvdkit.checkpoint.checkpoints import Best, Found
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.data.pipeline import TrainingFeed
+from hvdkit.evaluate import confusion, early_stop
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.observe.stragglers import Pace
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks import agreement
+from hvdkit.ranks.drift import Drift
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World, raw, say
+from hvdkit.run import health
+from hvdkit.run.assemble import Run
+from hvdkit.run.health import Clock, Ending, Health
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, PREEMPTED
+from hvdkit.train import batch_norm, ema, task_checks
+
+Result = Mapping[str, tf.Tensor]  # what the train step returns
+
+
+class Action(Protocol):
+    settles: bool
+
+    def due(self, step: int) -> bool: ...
+
+    def __call__(self, step: int, result: Result) -> Ending | None: ...
+
+
+class Sync:
+    """Brings the moving statistics of batch norm together, every so many steps."""
+
+    settles = False
+
+    def __init__(self, run: Run, sync: Callable[[], None]) -> None:
+        # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
+        self._every = 1 if run.config.deterministic else run.config.bn_sync_every
+        self._sync = sync
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        self._sync()
+
+
+class Log:
+    """A progress line, and the same figures for tools."""
+
+    settles = True
+
+    def __init__(self, run: Run, telemetry: Telemetry, feed: TrainingFeed, pace: Pace) -> None:
+        self._run, self._telemetry, self._feed, self._pace = run, telemetry, feed, pace
+        self._waited = 0.0  # of the feed's seconds, those that were logged
+
+    def due(self, step: int) -> bool:
+        return step % self._run.config.log_every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        config, state = self._run.config, self._run.state
+        figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
+        if config.precision == "float16":
+            figures["loss_scale"] = float(state.loss_scale.value)
+            figures["skipped"] = int(state.skipped)
+        if "keras_loss" in result:  # what the model adds to the task's loss
+            figures["keras_loss"] = float(result["keras_loss"])
+        losses = health.losses(self._run.world, config.virtual_ranks, result)
+        logged, self._waited = self._waited, self._feed.waited()
+        waited = self._waited - logged
+        times, note = self._pace.interval(waited)
+        self._telemetry.step(step, config.global_batch_size, figures, losses, waited, times)
+        if note:
+            say(self._run.world, note)
+        if config.log_gradients:
+            paths = [v.path for v in state.model.trainable_variables]
+            self._telemetry.gradients(step, paths, result["layers"].numpy())
+
+
+class CheckDrift:
+    """Looks whether all ranks still hold the same weights and state, every so many steps."""
+
+    settles = False
+
+    def __init__(self, run: Run) -> None:
+        self._every, self._repair = run.config.drift_every, run.config.drift == "repair"
+        # Moving statistics are each rank's own until they are brought together: see check_alike.
+        apart = {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
+        alike = run.config.bn_sync == "full" or run.config.virtual_ranks
+        named = run.state.variables.items()
+        named = {n: v for n, v in named if alike or id(raw(v)) not in apart}
+        self._drift = Drift(run.world, named)
+
+    def due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        self._drift.check(step, self._repair)
+
+
+class Own:
+    """An action that a task gave: what goes wrong in it ends all ranks with one sentence."""
+
+    def __init__(self, world: World, action: Action) -> None:
+        self._world, self._action, self.settles = world, action, action.settles
+        self._name = f"the task's action {type(action).__name__}"
+
+    def due(self, step: int) -> bool:
+        return self._action.due(step)
+
+    def __call__(self, step: int, result: Result) -> Ending | None:
+        """An ending that any rank returns is every rank's."""
+        ending = None
+        with self._world.together(f"step {step}"), task_checks.told(self._name):
+            ending = self._action(step, result)
+            if not isinstance(ending, Ending | None):
+                raise ValueError(
+                    f"{self._name} returned {ending!r}: it must return None, or an Ending "
+                    "(hvdkit/run/health.py) where the run must end"
+                )
+        everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
+        return next((theirs for theirs in everyone if theirs), None)
+
+
+def evaluation_due(config: Config, step: int) -> bool:
+    every = config.eval_every
+    return step == config.num_steps or bool(every and step % every == 0)
+
+
+class Save:
+    """A checkpoint every so many steps or minutes, before an evaluation, after the last step."""
+
+    settles = True
+
+    def __init__(
+        self,
+        run: Run,
+        saver: Saver,
+        clock: Clock,
+        sync: Callable[[], None],
+        telemetry: Telemetry,
+        saved_at: int | None,
+    ) -> None:
+        self._run, self._saver, self._clock = run, saver, clock
+        self._sync, self._telemetry = sync, telemetry
+        self._saved_at = saved_at  # the step whose checkpoint is there already
+
+    def due(self, step: int) -> bool:
+        every = self._run.config.checkpoint_every
+        planned = evaluation_due(self._run.config, step) or bool(every and step % every == 0)
+        return planned or self._clock.asked
+
+    def __call__(self, step: int, result: Result | None = None) -> None:
+        if step == self._saved_at:
+            return
+        run = self._run
+        with self._telemetry.not_training():
+            self._sync()
+            check_alike(run)
+            self._saver.save(step, run.state.variables, run.config)
+        self._saved_at = step
+        self._clock.saved(step)
+
+    def last(self, step: int) -> None:
+        """Every rank learns whether it could be written; raises Stop where not."""
+        self(step)
+        with self._telemetry.not_training():
+            self._saver.last(step, self._run.state.variables, self._run.config)
+
+
+def check_alike(run: Run) -> None:
+    """Raises Stop, on all ranks, where state that is not trained differs between them.
+
+    Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
+    statistics of its own. (Weights get the same update everywhere; they are compared at the end.)
+    """
+    own = batch_norm.moving_statistics(run.model) if run.config.bn_sync == "none" else ([], [])
+    apart = {id(variable) for part in own for variable in part}
+    untrained = {id(v) for v in run.model.non_trainable_variables}
+    named = {n: v for n, v in run.state.variables.items() if id(v) in untrained}
+    named = {n: v for n, v in named.items() if id(raw(v)) not in apart}
+    agreement.check_same_state(run.world, named, "state that is not trained")
+
+
+class Commit:
+    """A copy in every rank's memory, from which those that are left go on (--elastic).
+
+    Before each checkpoint too, so that none on disk is newer. Where hosts have come or are to go,
+    the run is made anew from it with them.
+    """
+
+    settles = True
+
+    def __init__(
+        self,
+        run: Run,
+        commits: Commits,
+        save: Save,
+        sync: Callable[[], None],
+        telemetry: Telemetry,
+        monitor: Health,
+    ) -> None:
+        self._run, self._commits, self._save = run, commits, save
+        self._sync, self._telemetry, self._monitor = sync, telemetry, monitor
+
+    def due(self, step: int) -> bool:
+        planned = step % self._run.config.elastic_commit_every == 0 or self._save.due(step)
+        return planned or self._monitor.hosts_changed
+
+    def __call__(self, step: int, result: Result | None = None) -> None:
+        with self._telemetry.not_training():
+            self._sync()
+            self._commits.keep(step, self._run.state.variables)
+        if self._monitor.hosts_changed and step < self._run.config.num_steps:
+            raise WorldChanged
+
+
+class Evaluate:
+    """The score of the weights, or of their average where one is kept; when to give up.
+
+    It comes after Save: whatever goes wrong in an evaluation, what was trained is on disk.
+    """
+
+    settles = True
+
+    def __init__(
+        self,
+        run: Run,
+        evaluator: Evaluator,
+        saver: Saver,
+        sync: Callable[[], None],
+        telemetry: Telemetry,
+        stop_signal: StopSignal,
+        scored_since: int,
+    ) -> None:
+        """`scored_since`: the step from which on this run's folder has its scores."""
+        self._run, self._evaluator, self._stop_signal = run, evaluator, stop_signal
+        self._saver, self._sync, self._telemetry = saver, sync, telemetry
+        self._best, self._scored_since = run.checkpoints.best(), scored_since
+        self.figures: dict[str, float] = {}  # of the newest evaluation
+
+    def due(self, step: int) -> bool:
+        return evaluation_due(self._run.config, step)
+
+    def __call__(self, step: int, result: Result | None = None) -> Ending | None:
+        run = self._run
+        with self._telemetry.not_training():
+            self._sync()
+            with ema.averaged(run.model, run.optimizer):
+                found = self._evaluator.run(lambda: self._stop_signal.asked)
+            if found is None:  # rerun, it evaluates this checkpoint first
+                return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
+            self.figures = found.figures
+            score = self.figures[run.task.main_metric]
+            # The score last: what lacks it is evaluated, and logged, again.
+            self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
+            if (counts := found.confusion()) is not None:
+                names = confusion.class_names(run.val_source, len(counts))
+                self._telemetry.confusion(names, counts)
+            self._saver.add_score(step, score)
+        if not math.isnan(score) and (self._best is None or score > self._best.score):
+            self._best = Best(score, step)
+        return self.given_up(step)
+
+    def given_up(self, step: int) -> Ending | None:
+        """An ending, if the score has not improved for --early_stop_evals evaluations."""
+        config, best = self._run.config, self._best
+        best_step = max(best.step if best else 0, self._scored_since)
+        if (
+            config.benchmark
+            or step >= config.num_steps
+            or not early_stop.given_up(step, best_step, config.eval_every, config.early_stop_evals)
+        ):
+            return None
+        above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
+        message = (
+            f"no {self._run.task.main_metric} {above} in {config.early_stop_evals} evaluations"
+        )
+        return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
+
+
+def left_out(run: Run, found: Found) -> bool:
+    """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
+    config = run.config
+    if config.benchmark or not evaluation_due(config, found.step):
+        return False
+    best = run.checkpoints.best()
+    gave_up = run.checkpoints.holds(found) and early_stop.given_up(
+        found.step, best.step if best else 0, config.eval_every, config.early_stop_evals
+    )
+    last = gave_up or found.step == config.num_steps
+    return not run.checkpoints.has_score(found.path) or last

@@ -1,0 +1,159 @@
+"""What a run is made of, put together the same way for every command and every test."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import keras
+
+from hvdkit.checkpoint import parts as checkpoint_parts
+from hvdkit.checkpoint.checkpoints import Checkpoints, check_types, measure
+from hvdkit.data import shared_listing
+from hvdkit.data.open import trained_on_too
+from hvdkit.data.pipeline import Reader
+from hvdkit.data.source import Source
+from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World, say
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config, scale_factor
+from hvdkit.train import batch_norm, dropout, preprocessing, task_checks
+from hvdkit.train import optimizer as optimizers
+from hvdkit.train import task as tasks
+from hvdkit.train.state import State
+from hvdkit.words import some
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Made by `assemble`. What depends on a rank's share of the data is made by who needs it."""
+
+    config: Config
+    world: World
+    task: tasks.Task
+    train_source: Source
+    val_source: Source
+    train_reader: Reader
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    state: State
+    checkpoints: Checkpoints
+    fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
+
+
+def assemble(config: Config, world: World) -> Run:
+    """Task, data, model, and optimizer with all its variables; every rank must call it.
+
+    The device is chosen before (`world.set_up`). Weights are those of a new run with this seed,
+    and may differ between ranks until they are broadcast.
+
+    Raises:
+      Stop: on all ranks, when a part cannot be made, or their data or devices differ.
+    """
+    world_lib.set_numbers(config)
+    fingerprint = agreement.fingerprint(world, config)
+    with world.together("preparing the data"), task_checks.told("preparing the data"):
+        task = tasks.load(config)
+        prepare = tasks.optional(task, "prepare")
+        if prepare and world.local_rank == 0:
+            prepare()
+    train_source, val_source = open_sources(world, task)
+    with world.together("building the model"):
+        with task_checks.told("build_model"):
+            model = task.build_model()
+        train_reader = task_checks.reader(task, train_source, training=True)
+        example = task_checks.read_example(train_reader, train_source, training=True)
+        task_checks.build(model, example)
+        if preprocessing.leaves_unscaled(model, example["inputs"]):
+            say(
+                world,
+                f"note: {model.name} takes pictures of 0 to 255 and no layer of it scales them: "
+                "begin it with hvdkit.train.preprocessing.scaled, which makes [-1, 1] of them",
+            )
+        if config.bn_sync == "full":
+            model = batch_norm.synchronize(model)
+        if not config.virtual_ranks:  # else the step seeds them by virtual rank
+            dropout.draw_by_rank(model)
+        optimizer = optimizers.build(config, model)
+    state = State(model, optimizer, config.precision)
+    folder = Path(config.run_dir) / "checkpoints"
+    with world.together("opening the data"):
+        check_types(state.variables)
+        measured = measure(config, task.main_metric, val_source.fingerprint())
+    writers = checkpoint_parts.choose(world, config.checkpoint_parts)
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured, writers)
+    data = (train_source, val_source, train_reader)
+    return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+
+
+def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
+    """The task's sources, the same on all ranks; every rank must call it.
+
+    What readers look for on the disk, rank 0 looks for, and the others get it in one broadcast: a
+    thousand ranks that list a network disk would keep each other waiting. Of another host's disk,
+    one rank looks at some files.
+
+    Raises:
+      Stop: on all ranks, when the data cannot be opened, or differ.
+    """
+    sources, found = None, {}
+    listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
+    with world.together("opening the data"), task_checks.told("sources"), listing:
+        train, val = sources = task.sources()
+    found = world.broadcast_large(found, "listings")
+    with world.together("opening the data"), task_checks.told("sources"):
+        if sources is None:  # it came to where something is looked for
+            with shared_listing.given(found, look=world.local_rank == 0):
+                train, val = task.sources()
+        both = train.fingerprint(), val.fingerprint()
+        if not all(isinstance(found, str) for found in both):
+            raise ValueError(f"a source's fingerprint() must return text, not {both!r:.200}")
+        prints = "".join(both)
+    world.check_same(prints, "the data files")
+    return train, val
+
+
+def describe(run: Run) -> str:
+    """What is trained, on how many samples and at which rate, for a person."""
+    config = run.config
+    rate = config.base_lr * scale_factor(config, run.world.size)
+    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    return (
+        f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
+        f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
+        f"{config.global_batch_size}, {config.optimizer}, {config.lr_policy} from {rate:g}{scaling}"
+    )
+
+
+def notes(run: Run) -> list[str]:
+    """What a person may not expect of these settings."""
+    config, found = run.config, config_lib.notes(run.config)
+    if run.model.compiled:
+        found.append(
+            "what the model was compiled with is not used: --optimizer and the task's loss are"
+        )
+    # Rank 0 tells it; of equal splits it is told already.
+    chosen = run.world.is_chief and config.train_split != config.val_split
+    if chosen and (twice := trained_on_too(run.train_source, run.val_source)):
+        found.append(
+            f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
+            f"(--train_split={config.train_split}, --val_split={config.val_split})"
+        )
+    parts = run.checkpoints.writers.parts
+    if parts < config.checkpoint_parts:
+        found.append(
+            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
+            f"checkpoints are of {parts} file(s)"
+        )
+    others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
+    if others:
+        found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
+    by_rank = run.world.size > 1 and not config.virtual_ranks
+    random = dropout.drawing_layers(run.model) if by_rank else []
+    if random:
+        found.append(
+            f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "
+            "ranks (with hvdkit.train.dropout.SampleDropout they do not)"
+        )
+    return found

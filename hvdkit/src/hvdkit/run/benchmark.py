@@ -1,0 +1,249 @@
+"""--benchmark: measures samples a second, and where a step's time goes, over ten windows of steps.
+
+The first tenth of the steps (5 to 100) is warm-up, and so are steps that do not fill ten windows.
+The figures are printed as a table and written to RUN_DIR/benchmark.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.pipeline import TrainingFeed
+from hvdkit.observe import flops
+from hvdkit.observe.speed import FEWEST, WINDOWS, spread, table, window_ends
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import raw, say
+from hvdkit.run.actions import Result
+from hvdkit.run.assemble import Run
+from hvdkit.run.health import Health
+from hvdkit.train import graph_checks, reduction, task_checks
+
+_REDUCTIONS = 10  # that are timed by themselves
+
+TrainStep = Callable[[Any, tf.Tensor], Result]
+
+
+class _Clocks(NamedTuple):
+    """Seconds so far."""
+
+    now: float
+    input: float  # waited for data
+    step: float  # in the step's call, or waited for a step that was called before
+
+
+class Benchmark:
+    """An action that reads clocks where windows end, and after the last one says what it found."""
+
+    settles = True  # one wait for the device a window, so that it holds whole steps
+
+    def __init__(
+        self,
+        run: Run,
+        feed: TrainingFeed,
+        monitor: Health,
+        train_step: TrainStep,
+        first_step: int,
+    ) -> None:
+        """Every rank must call it.
+
+        Raises:
+          Stop: on all ranks, when the model's operations cannot be counted for a mistake in it.
+        """
+        self._run, self._feed, self._monitor = run, feed, monitor
+        self._train_step, self._calling = train_step, 0.0
+        self._ends = window_ends(first_step, run.config.num_steps)
+        self._warm_up = self._ends[0] - first_step if self._ends else 0
+        self._clocks: list[_Clocks] = []
+        if not self._ends:
+            say(
+                run.world,
+                f"note: --benchmark measures no speed in {run.config.num_steps - first_step} "
+                f"step(s): {WINDOWS} windows need --num_steps={FEWEST + first_step} or more",
+            )
+            return
+        with run.world.together("counting the model's operations"), task_checks.told("the model"):
+            self._flops = count_operations(run, feed.spec) if run.world.is_chief else {}
+
+    def step(self, batch: Any, votes: tf.Tensor) -> Result:
+        """The train step, timed."""
+        start = time.perf_counter()
+        result = self._train_step(batch, votes)
+        self._calling += time.perf_counter() - start
+        return result
+
+    def due(self, step: int) -> bool:
+        return step in self._ends
+
+    def __call__(self, step: int, result: Result) -> None:
+        in_step = self._calling + self._monitor.waited()
+        self._clocks.append(_Clocks(time.perf_counter(), self._feed.waited(), in_step))
+        if step != self._ends[-1]:
+            return
+        world = self._run.world
+        everyone = world.gather_objects(self._own(), "benchmark.figures")
+        if world.is_chief:
+            record = self._record(everyone)
+        path = Path(self._run.config.run_dir) / "benchmark.json"
+        with world.together("writing benchmark.json"):
+            if world.is_chief:
+                path.write_text(json.dumps(record, indent=1) + "\n")
+                say(world, f"{table(record)}\nwritten: {path}")
+
+    def _own(self) -> dict[str, Any]:
+        """This rank's figures. Every rank must call it: gradients are summed in it."""
+        on_host, on_gpu = peak_bytes()
+        _, per_step, *_ = tf.nest.flatten(self._feed.spec)[0].shape
+        samples = per_step * self._run.config.accumulation_steps * self._ends.step
+        first, last = self._clocks[0], self._clocks[-1]
+        whole, waited, in_step = (b - a for a, b in zip(first, last))
+        times = np.diff([clocks.now for clocks in self._clocks])
+        return {
+            "host": world_lib.hostname(),
+            "device": _device_name() if on_gpu else "CPU",
+            "samples_per_second": (samples / times).tolist(),
+            "seconds_a_step": whole / WINDOWS / self._ends.step,
+            "input": waited / whole,
+            "bookkeeping": (whole - waited - in_step) / whole,
+            "host_peak_bytes": on_host,
+            "gpu_peak_bytes": on_gpu or None,
+            "seconds_of_reduction": reduction_alone(self._run, self._train_step),
+        }
+
+    def _record(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+        config, size = self._run.config, self._run.world.size
+        rates = np.sum([own["samples_per_second"] for own in everyone], axis=0)
+        seconds = float(np.mean([own["seconds_a_step"] for own in everyone]))
+        alone = [own["seconds_of_reduction"] for own in everyone]
+        reduced = None if None in alone else float(np.mean(alone))
+        shares = {n: float(np.mean([o[n] for o in everyone])) for n in ("input", "bookkeeping")}
+        return {
+            "task": config.task,
+            "model": self._run.model.name,
+            "ranks": size,
+            "device": everyone[0]["device"],
+            "precision": config.precision,
+            "trained_parameters": sum(
+                v.shape.num_elements() for v in self._run.model.trainable_variables
+            ),
+            "global_batch_size": config.global_batch_size,
+            "warm_up_steps": self._warm_up,
+            "windows": WINDOWS,
+            "steps_a_window": self._ends.step,
+            "samples_per_second": spread(rates),
+            "samples_per_second_a_rank": spread(rates / size),
+            "seconds_a_step": seconds,
+            "shares_of_a_step": shares | {"reduction_alone": reduced and reduced / seconds},
+            "seconds_of_reduction_alone": reduced,
+            "model_flops": self._flops | self._utilization(float(np.mean(rates)) / size, everyone),
+            "by_rank": everyone,
+        }
+
+    def _utilization(self, rate: float, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is computed in a second at `rate` samples a second on a rank, and the share of its
+        device's peak where all ranks have one that is known."""
+        if "training_a_sample" not in self._flops:
+            return {}
+        done = {"a_second_a_rank": rate * self._flops["training_a_sample"]}
+        devices = {own["device"] for own in everyone}
+        known = flops.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
+        if known is None:
+            return done
+        most, kind = known
+        return done | {
+            "peak_a_second": most,
+            "peak_of": kind,
+            "utilization": done["a_second_a_rank"] / most,
+        }
+
+
+def reduction_alone(
+    run: Run, train_step: tf.types.experimental.PolymorphicFunction
+) -> float | None:
+    """Seconds (a median) of the sum of all gradients over ranks while nothing else goes on.
+
+    What is summed are zeros in the gradients' shapes, grouped, compressed and carried as in a
+    step. In a step a part of this goes on while the backward pass computes, which cannot be seen
+    without changing the step. Every rank must call it.
+
+    Returns:
+      None with one rank, and where gradients are sparse: their sizes are the data's.
+    """
+    config, model = run.config, run.model
+    graph = train_step.get_concrete_function().graph
+    gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
+    sparse = gathers and config.compression != "bf16"
+    if run.world.size == 1 or sparse:
+        return None
+    virtual = [op for op in graph.get_operations() if op.name.startswith("virtual.gradients")]
+    likes = [op.inputs[0] for op in virtual] or [raw(v) for v in model.trainable_variables]
+    zeros = [tf.zeros(like.shape, like.dtype) for like in likes]
+
+    @tf.function(autograph=False)
+    def once() -> tf.Tensor:
+        if virtual:
+            device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+            sums = [
+                hvd.allreduce(part, op=hvd.Sum, name=op.name, device_dense=device)
+                for op, part in zip(virtual, zeros)
+            ]
+        else:
+            tape = reduction.distribute(_Zeros(zeros), config, model.trainable_variables)
+            sums = tape.gradient(None, zeros)
+        # One number of each: what is read below is there when all of them are.
+        return tf.add_n([tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums])
+
+    times = []
+    for _ in range(2 + _REDUCTIONS):
+        start = time.perf_counter()
+        once().numpy()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[2:]))
+
+
+class _Zeros:
+    """In place of a tape, for what asks one for gradients."""
+
+    def __init__(self, gradients: list[tf.Tensor]) -> None:
+        self._gradients = gradients
+
+    def gradient(self, target: None, sources: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return self._gradients
+
+
+def count_operations(run: Run, spec: Any) -> dict[str, Any]:
+    """Operations a sample; or why they are not counted."""
+    config = run.config
+    micro = config.global_batch_size // config.accumulation_steps
+    samples = -(-micro // (config.virtual_ranks or run.world.size))  # the model is called with
+    inputs = tf.nest.map_structure(
+        lambda part: tf.TensorSpec([samples, *part.shape[2:]], part.dtype), spec["inputs"]
+    )
+    try:
+        forward = flops.forward(run.model, inputs) / samples
+    except flops.NotCounted as reason:
+        return {"not_counted": str(reason)}
+    if any(not layer.trainable for layer in run.model._flatten_layers()):
+        return {"not_counted": "some layers are not trained, which takes less than three passes"}
+    return {"forward_a_sample": forward, "training_a_sample": flops.TRAINING * forward}
+
+
+def _device_name() -> str:
+    [gpu] = tf.config.get_visible_devices("GPU")
+    return tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
+
+
+def peak_bytes() -> tuple[int, int]:
+    """Bytes of memory that this process held at most, and of its GPU's (0: it has none)."""
+    # getrusage's also counts its parent's.
+    [line] = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    gpu = bool(tf.config.get_visible_devices("GPU"))
+    peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if gpu else 0
+    return int(line.split()[1]) * 1024, peak

@@ -1,0 +1,199 @@
+"""--dry_run: shows what a run would be, and tries it: two steps, an evaluation, a save.
+
+All of it is real (ranks, data, disk), but what it writes goes to a folder beside --run_dir that is
+removed at the end, and only a few samples are evaluated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.checkpoint import files, run_folder
+from hvdkit.data.pipeline import TrainingFeed
+from hvdkit.data.sampler import Sampler
+from hvdkit.data.source import Source
+from hvdkit.ranks.world import World, raw, say
+from hvdkit.run.actions import Evaluate, Result, Save
+from hvdkit.run.assemble import Run
+from hvdkit.run.benchmark import count_operations, peak_bytes
+from hvdkit.run.health import Ending
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE
+from hvdkit.train import schedule
+
+STEPS = 2
+_PREFIX = ".dry-run-"
+_STEPS_OF_RATES = 200  # of --find_lr
+_BATCHES = 4  # of each rank, that are evaluated
+_SHOWN = 8  # ranks, and samples of each
+_WIDTH, _HEIGHT = 60, 8  # of the plot, in characters
+_WIRE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of a float32's bytes
+
+
+@contextlib.contextmanager
+def throwaway(config: Config, world: World) -> Iterator[Config]:
+    """The settings with another run_dir, which is removed at the end; every rank must call it."""
+    run_dir, made = Path(config.run_dir), ""
+    with world.together(f"--run_dir={run_dir}"):
+        if world.is_chief:
+            there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise ValueError(f"{there} is no folder that can be written to")
+            parent = there if there != run_dir else there.parent
+            _clear(parent)
+            made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            run_folder.lock(Path(made))
+            newest, _ = files.newest_sound(run_dir / "checkpoints")
+            if newest and config.resume == "auto":
+                say(world, f"from new weights; a run would resume from {newest}")
+    made = world.broadcast_object(made, "dry_run.folder")
+    tried_dir = str(Path(made) / run_dir.resolve().name)
+    resume = "never" if config.resume == "auto" else config.resume
+    tried = dataclasses.replace(config, run_dir=tried_dir, resume=resume)
+    if config.find_lr:  # it goes on where the loss is no number, to say so
+        steps = min(config.num_steps, _STEPS_OF_RATES)
+        tried = dataclasses.replace(tried, num_steps=steps, max_bad_steps=steps + 1)
+    try:
+        yield tried
+    finally:
+        if world.is_chief:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _clear(parent: Path) -> None:
+    """Removes what dry runs left that were killed; one that goes on holds its lock."""
+    for lock in parent.glob(f"{_PREFIX}*/.lock"):
+        with contextlib.suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+class Few:
+    """The first samples of a source."""
+
+    def __init__(self, source: Source, config: Config, world: World) -> None:
+        self._source = source
+        self._count = min(len(source), _BATCHES * config.eval_batch_size * world.size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._source, name)
+
+
+class DryRun:
+    """The last action of a dry run: a save and an evaluation, then the run ends."""
+
+    settles = True
+
+    def __init__(self, run: Run, first_step: int, save: Save, evaluate: Evaluate) -> None:
+        self._run, self._save, self._evaluate = run, save, evaluate
+        self._last = min(first_step + STEPS, run.config.num_steps)
+        if first_step >= run.config.num_steps:
+            say(run.world, "dry run: the checkpoint is of the last step, so there is none to try")
+
+    def due(self, step: int) -> bool:
+        return step == self._last
+
+    def __call__(self, step: int, result: Result) -> Ending | None:
+        start = time.monotonic()
+        self._save(step)
+        self._save.last(step)
+        saved = time.monotonic()
+        if ending := self._evaluate(step):
+            return ending
+        evaluated = time.monotonic() - saved
+        memory = self._run.world.gather_numbers(list(map(float, peak_bytes())), "dry_run.memory")
+        on_host, on_gpu = (_size(most) for most in memory.max(0))
+        gpu = f", {on_gpu} on its GPU" if memory[:, 1].any() else ""
+        say(
+            self._run.world,
+            f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s; the "
+            f"rank with most used {on_host} of memory{gpu}",
+        )
+        return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
+
+
+def describe(run: Run, given: Config, sampler: Sampler, feed: TrainingFeed) -> None:
+    """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
+    config, world = run.config, run.world
+    ids = sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
+    everyone = world.gather_objects((len(ids), ids[:_SHOWN].tolist()), "dry_run.shares")
+    if not world.is_chief:
+        return
+    say(world, "\nsettings that are not the defaults:")
+    for field in dataclasses.fields(Config):
+        value = getattr(given, field.name)
+        if value != field.default:
+            say(world, f"  --{field.name}={value}")
+    say(world, "")
+    run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
+    for line in _sizes(run, feed):
+        say(world, line)
+    for rank, (count, first) in list(enumerate(everyone))[:_SHOWN]:
+        named = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
+        say(world, f"rank {rank}: {count} samples a step; the first step's: {named}")
+    if world.size > _SHOWN:
+        say(world, f"... and {world.size - _SHOWN} more ranks")
+    rates = schedule.make(config, world.size)
+    steps = np.linspace(0, config.num_steps - 1, min(config.num_steps, _WIDTH)).round()
+    values = [float(rates(tf.constant(int(step), tf.int64))) for step in steps]
+    say(world, f"\nlearning rate ({config.lr_policy}), steps 1 to {config.num_steps:,}:")
+    say(world, plot(values) + "\n")
+
+
+def plot(values: Sequence[float]) -> str:
+    """Columns of a bar each, the largest value's to the top; lines of text."""
+    most = max(values) or 1.0
+    heights = [round(value / most * _HEIGHT) for value in values]
+    lines = []
+    for level in range(_HEIGHT, 0, -1):
+        label = f"{most:.3g}" if level == _HEIGHT else ""
+        columns = "".join("#" if height >= level else " " for height in heights)
+        lines.append(f"{label:>9} |{columns}".rstrip())
+    return "\n".join([*lines, f"{'0':>9} +" + "-" * len(values)])
+
+
+def _sizes(run: Run, feed: TrainingFeed) -> list[str]:
+    config, model = run.config, run.model
+    trained = sum(_bytes(v) for v in model.trainable_variables)
+    whole = sum(_bytes(v) for v in run.state.variables.values())
+    wire = trained * _WIRE[config.compression]
+    flops = count_operations(run, feed.spec)
+    if "training_a_sample" in flops:
+        counted = f"{flops['training_a_sample'] / 1e9:,.3g} GFLOP a sample, forward and backward"
+    else:
+        counted = f"operations not counted: {flops['not_counted']}"
+    return [
+        f"gradients: {_size(trained)} in {len(model.trainable_variables)} tensors; "
+        + ("one rank sends none" if run.world.size == 1 else f"{_size(wire)} a step on the wire"),
+        f"a checkpoint: {_size(whole)}; {config.keep} are kept, and the best",
+        f"memory of a rank: at least {_size(whole + trained)} (weights, optimizer, gradients), "
+        "without activations; below: what two steps took",
+        counted,
+    ]
+
+
+def _bytes(variable: object) -> int:
+    tensor = raw(variable)
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"

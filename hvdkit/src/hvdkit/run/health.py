@@ -1,0 +1,241 @@
+"""What can go wrong in mid-run, turned into votes that all ranks count together, and a verdict.
+
+A rank that cannot read its data, or that was told to stop, must not leave the others waiting in
+a collective. It takes part in the step as always and votes; the votes are summed with the loss,
+so every rank learns of it at the same step, at no extra cost.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from engine.elastic import Commits
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.data.sampler import Sampler
+from hvdkit.observe.stragglers import Pace
+from hvdkit.ranks import heartbeat
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World, say
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
+from hvdkit.train import virtual
+from hvdkit.train.gradients import LossScale
+from hvdkit.words import some
+
+# float16: from the first loss scale to its floor there are 25 halvings.
+MOST_SKIPS = 20
+
+# Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
+# or 0 of each rank.
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED, HOSTS_CHANGED = range(6)
+NUM_VOTES = 6
+
+Result = Mapping[str, tf.Tensor]  # what a train step returns
+
+
+class Feed(Protocol):
+    error: str | None  # what is wrong with this rank's data, if anything
+
+
+class Clock:
+    """Says, on rank 0, that the newest checkpoint is too old; all ranks then save at one step.
+
+    Attributes:
+      asked: whether all ranks know of it.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        """`minutes` between saves; 0: never."""
+        self._minutes, self._start, self.asked = minutes, time.monotonic(), False
+        self._step = 0
+
+    def saved(self, step: int) -> None:
+        self._start, self._step, self.asked = time.monotonic(), step, False
+
+    def heard(self, step: int) -> None:
+        """Rank 0's vote of this step; of one before the newest save it is outdated."""
+        self.asked |= step > self._step
+
+    def due(self) -> bool:
+        return 0 < self._minutes * 60 < time.monotonic() - self._start
+
+
+class Ending(NamedTuple):
+    """Why a run ends before its last step, or at it."""
+
+    code: int  # exit code, see hvdkit/stop.py
+    reason: str  # one or two words, for summary.json
+    message: str  # a sentence for a person; empty where there is nothing to say
+    save: bool  # whether the weights as they are now are worth a checkpoint
+    bad_since: int = 0  # the first of the steps that an earlier checkpoint and other data may mend
+
+
+class Health:
+    """This rank's votes, and what the ranks' votes, totals and times say about the run.
+
+    Attributes:
+      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: Config,
+        sampler: Sampler,
+        feed: Feed,
+        stop_signal: StopSignal,
+        saver: Saver,
+        commits: Commits,
+    ) -> None:
+        self._world, self._feed, self._stop_signal = world, feed, stop_signal
+        self._sampler, self._most_bad = sampler, config.max_bad_steps
+        self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
+        self._saver, self._most_failed_saves = saver, config.max_failed_saves
+        self._commits, self.hosts_changed = commits, False
+        self.save_clock = Clock(config.checkpoint_minutes)
+        self._num_steps = config.num_steps
+        self._float16 = config.precision == "float16"
+        self._told = False  # a note that is said once
+        self._told_of = 0  # the newest step that was skipped
+        self._waited = 0.0
+
+    def votes(self) -> tf.Tensor:
+        """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
+        self._saver.look()
+        late = self._world.is_chief and self.save_clock.due()
+        return votes(
+            self._feed.error is not None,
+            self._stop_signal.asked,
+            self._saver.failed,
+            late,
+            self._saver.part_failed,
+            self._commits.hosts_changed,
+        )
+
+    def verdict(self, *results: Result | None) -> Ending | None:
+        """Why the run must end after these steps, the same on every rank; None: it goes on.
+
+        It saves and ends nothing itself. All ranks must call it with the results of the same
+        steps; None stands for a step that was not made.
+        """
+        endings = [self._judge(result) for result in results if result is not None]
+        found = [ending for ending in endings if ending]
+        # What the newest step says counts, but for a stop signal, which any other reason outdoes.
+        graver = [ending for ending in found if ending.code != PREEMPTED]
+        return next(iter(graver or found), None)
+
+    def waited(self) -> float:
+        """Seconds that `verdict` waited so far for steps to be done: time a GPU works in."""
+        return self._waited
+
+    def _judge(self, result: Result) -> Ending | None:
+        start = time.perf_counter()
+        counted = result["votes"].numpy()
+        self._waited += time.perf_counter() - start
+        heartbeat.beat()
+        self.pace.add(result["moments"])
+        if counted[DATA_FAILED]:
+            errors = self._world.gather_objects(self._feed.error, "data.errors")
+            return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+        if counted[PART_FAILED]:
+            self._saver.hear()
+        note = virtual.too_small(result)
+        if note and not self._told:
+            say(self._world, note)
+            self._told = True
+        if fault := virtual.fault(result):
+            return Ending(*fault, save=False)
+        if not result["finite"] and (ending := self._not_finite(result)):
+            return ending
+        failed = int(counted[FAILED_SAVES])
+        # Nothing to say where one was written since that vote.
+        if failed >= self._most_failed_saves and (
+            why := self._world.broadcast_object(self._saver.error, "saves.failed")
+        ):
+            message = f"{failed} saves in a row were not written (--max_failed_saves): {why}"
+            return Ending(BUG, "saves failed", message, save=False)
+        if counted[SAVE_DUE]:
+            self.save_clock.heard(int(result["step"]))
+        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
+        if counted[STOP_ASKED]:
+            return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
+        return None
+
+    def _not_finite(self, result: Result) -> Ending | None:
+        """None where the next steps may do without this one."""
+        step, skipped = int(result["step"]), int(result["skipped_in_a_row"])
+        rate = float(result["lr"])
+        if not (math.isfinite(rate) and rate >= 0):  # whatever the data
+            return Ending(DIVERGED, "diverged", _figures(result), save=False)
+        most = self._most_bad
+        if self._float16:  # a smaller loss scale may help
+            most = MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
+        # A run whose second half was skipped has not trained, however short it is.
+        trained = step < self._num_steps or skipped <= self._num_steps // 2
+        whose = self._whose(result)
+        if skipped >= most or not trained:
+            ending = Ending(DIVERGED, "diverged", _figures(result) + whose, save=False)
+            return ending._replace(bad_since=step - skipped + 1)
+        # A gradient that float16's loss scale made too large is nothing to tell.
+        usual = self._float16 and math.isfinite(float(result["loss"]))
+        if not usual and step != self._told_of:
+            self._told_of = step
+            what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
+            say(self._world, f"note: step {step} is skipped, its {what}{whose}")
+        return None
+
+    def _whose(self, result: Result) -> str:
+        """Whose losses are no numbers at a step, and the samples that they are of; or ""."""
+        virtual_ranks = self._sampler.virtual_ranks
+        ranks = np.flatnonzero(~np.isfinite(losses(self._world, virtual_ranks, result))).tolist()
+        kind = "virtual rank" if virtual_ranks else "rank"
+        step = int(result["step"])
+        parts = [
+            f"{kind} {r} with samples {some(self._sampler.ids_of(step - 1, r), 32)}"
+            for r in ranks[:3]
+        ]
+        more = f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else ""
+        return f" (no number: loss of {', '.join(parts)}{more})" if parts else ""
+
+
+def losses(world: World, virtual_ranks: int, result: Result) -> np.ndarray:
+    """Mean loss of each rank, or of each virtual one; every rank must call it.
+
+    Not in the step: there it would grow with the ranks what all of them exchange.
+    """
+    own = result["losses"].numpy()
+    return own if virtual_ranks else world.gather_numbers(own, "losses")[:, 0]
+
+
+def _figures(result: Result) -> str:
+    """What a person needs to see of a step whose gradients are not finite."""
+    skipped = int(result["skipped_in_a_row"])
+    scale = float(result["loss_scale"])
+    scale = f", loss scale {scale:g}" if scale != 1 else ""
+    row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
+    loss = float(result["loss"])
+    labels = ", and check for labels that are no class" if math.isnan(loss) else ""
+    return (
+        f"diverged at step {int(result['step'])}{row}: loss {loss:g}, gradient norm "
+        f"{float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. Checkpoints are "
+        f"unchanged. Try a lower --base_lr, --warmup_steps, --clip_norm{labels}"
+    )
+
+
+def votes(
+    data_failed: bool,
+    stop_asked: bool,
+    failed_saves: int = 0,
+    save_due: bool = False,
+    part_failed: bool = False,
+    hosts_changed: bool = False,
+) -> tf.Tensor:
+    """One rank's votes, float64 [NUM_VOTES]."""
+    found = (data_failed, stop_asked, failed_saves, save_due, part_failed, hosts_changed)
+    return tf.constant([float(vote) for vote in found], tf.float64)

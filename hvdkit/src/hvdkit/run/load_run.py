@@ -1,0 +1,164 @@
+"""A run that was trained: its settings, and its model with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import keras
+import tensorflow as tf
+
+from hvdkit.checkpoint import checkpoints, files, warm_start
+from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.peers import Peers
+from hvdkit.ranks.world import World
+from hvdkit.run.assemble import Run, assemble
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, Stop, complain, launch_rank, refuse
+from hvdkit.train import reduction, task_checks
+from hvdkit.train import task as tasks
+from hvdkit.train.task import Task
+
+Work = Callable[[Config, World, StopSignal], None]
+_ALIKE = ("checkpoint", "ema")  # the same on every rank
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help says what there is)")
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """What all commands on a trained run take; `about` is the module's docstring."""
+    made = _Parser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
+    made.add_argument(
+        "--checkpoint",
+        default="best",
+        help="best (highest score), last, a step, or the path of a checkpoint",
+    )
+    made.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the averaged weights, if the run kept them (--ema_decay); its scores are theirs",
+    )
+    return made
+
+
+def settings(run_dir: Path, flags: Sequence[str]) -> Config:
+    """The run's settings, then `flags`, as on train.py's command line.
+
+    On every rank; where something is wrong one rank says it, and all exit with 2.
+    """
+    file = run_dir / "config.cfg"
+    own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
+    try:
+        if not file.is_file():
+            raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
+        return config_lib.parse(["", *own, "--init_from=", "--backbone_weights=", *flags])
+    except ValueError as error:
+        refuse(str(error))
+
+
+def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
+    """Does the work on the ranks that were launched; returns the exit code.
+
+    Args:
+      own: what `parser` found, the same on every rank but for paths.
+    """
+    stop_signal = StopSignal(launch_rank())
+    try:
+        world, code = world_lib.connect(reduction.environment(config)), DONE
+    except Stop as stop:
+        if launch_rank() == 0:
+            complain(str(stop))
+        return stop.code
+    try:
+        world_lib.set_up(world, config)
+        with Peers(world, reduction.stall_seconds(config)):
+            agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+            agreement.check_code(world, config_lib.PROJECT)
+            with world.together("reading the settings"):
+                config = config_lib.for_ranks(config, world.size)
+            work(config, world, stop_signal)
+    except Stop as stop:
+        code = stop.code
+        if world.is_chief:
+            complain(str(stop))
+    world_lib.finish(world)
+    return code
+
+
+def restored(config: Config, world: World, which: str) -> tuple[Run, Path]:
+    """The run with the weights of one of its checkpoints, on all ranks, and its path.
+
+    Raises:
+      Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
+    """
+    run, found = assemble(config, world), ""
+    with world.together(f"--checkpoint={which}"):
+        if world.is_chief:
+            found = str(chosen(run.checkpoints.folder, which))
+            checkpoints.load(Path(found), run.state.variables)
+    world.broadcast_variables(list(run.state.variables.values()))
+    return run, Path(world.broadcast_object(found, "trained.restored"))
+
+
+def model_of(config: Config, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
+    """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model.
+    """
+    world_lib.set_numbers(config)
+    task = tasks.load(config)
+    with task_checks.told("build_model"):
+        model = task.build_model()
+    path = chosen(Path(config.run_dir) / "checkpoints", which)
+    inputs_of = tasks.optional(task, "picture_inputs")
+    if inputs_of is None:
+        raise ValueError(
+            f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
+            "model is called with for a picture (hvdkit/train/task.py)"
+        )
+    example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
+    # A model that makes its variables at the first call has them then.
+    task_checks.outputs(task, model, tf.nest.map_structure(lambda part: part[None], example))
+    warm_start.load(model, path, skip_mismatched=False, averages=averaged)
+    return task, model, path
+
+
+def chosen(folder: Path, which: str) -> Path:
+    """A sound checkpoint of a run; "best" is of the scores by its newest score's measure.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is damaged.
+    """
+    there = files.candidates(folder)
+    names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
+    if which == "best":
+        path = files.best_by_newest(there)
+        if path is None:
+            raise ValueError(f"{names}, none with a score: give --checkpoint=last or a step")
+    elif which == "last":
+        path, damaged = files.newest_sound(folder)
+        if path is None:
+            raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
+        for why in damaged if launch_rank() == 0 else ():
+            print(f"note: passed over: {why}", flush=True)
+    elif which.isdecimal():
+        path = folder / f"step-{int(which):08d}"
+        if not path.exists():
+            raise ValueError(f"{names}, but none of step {which}")
+    else:
+        path = Path(which)
+    files.verify(path)
+    return path

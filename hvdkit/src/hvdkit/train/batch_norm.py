@@ -1,0 +1,227 @@
+"""Batch norm across ranks: moving statistics brought together, or batch statistics shared.
+
+By default each rank normalizes with its own batch and keeps its own moving mean and variance.
+Before they are read (evaluation, checkpoint, export) they are brought together. In `mean` mode
+that gives the same values as doing it every step, because a moving average is linear in what it
+averages: the mean over ranks of moving averages is the moving average of the means over ranks.
+
+With `SyncBatchNormalization` every rank normalizes with the global batch's statistics, so that
+N ranks compute what one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+from hvdkit.ranks.world import raw
+from hvdkit.words import some
+
+_BRANCH_OR_LOOP = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+)
+
+
+def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
+    """The moving means and the moving variances of every batch norm, in one order."""
+    layers = [layer for layer in _batch_norms(model) if layer.moving_mean is not None]
+    return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
+
+
+def make_sync(
+    model: keras.Model, mode: str, weight: float, virtual_ranks: int = 0
+) -> Callable[[], None]:
+    """Returns the function that brings the moving statistics together; all ranks must call it.
+
+    One allreduce carries the statistics of all layers.
+
+    Args:
+      model: built, and synchronized for full.
+      mode: mean: mean over ranks of the moving means and of the moving variances.
+        moments: means weighted by share of the batch; to the variances the variance between
+        the ranks' means is added (law of total variance). full and none: nothing to do.
+      weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
+      virtual_ranks: with any, the step itself brings them together.
+    Raises:
+      ValueError: a batch norm would not do what `mode` says; the message names it.
+    """
+    _check(model, mode)
+    means, variances = moving_statistics(model)
+    if mode in ("full", "none") or not means or hvd.size() == 1 or virtual_ranks:
+        return lambda: None
+    if mode == "mean":
+        weight = 1.0 / hvd.size()
+    sizes = [m.shape.num_elements() for m in means]
+
+    @tf.function(autograph=False)
+    def sync() -> None:
+        # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
+        mean, second = _joined(means), _joined(variances)
+        if mode == "moments":
+            second += tf.square(mean)
+        both = tf.stack([mean, second]) * weight
+        mean, second = tf.unstack(hvd.allreduce(both, op=hvd.Sum, name="batch_norm.moving"))
+        if mode == "moments":
+            second = tf.maximum(second - tf.square(mean), 0.0)
+        for variables, values in ((means, mean), (variances, second)):
+            for variable, value in zip(variables, tf.split(values, sizes)):
+                variable.assign(tf.cast(value, variable.dtype))
+
+    return sync
+
+
+def synchronize(model: keras.Model) -> keras.Model:
+    """Makes every batch norm of a built model, at any depth, a `SyncBatchNormalization`, in place.
+
+    The layers stay the same objects with the same variables and names, so that subclassed models,
+    wrappers and shared layers keep them. Returns the model.
+
+    Raises:
+      ValueError: a layer is of a class derived from Keras's batch norm; the message names it.
+    """
+    derived = [
+        f"{_name(layer)} ({type(layer).__name__})"
+        for layer in _batch_norms(model)
+        if not _is_exchangeable(layer)
+    ]
+    if derived:
+        raise ValueError(
+            f"--bn_sync=full cannot synchronize {some(derived)}, which may compute batch "
+            "statistics in its own way: derive it from hvdkit.train.batch_norm.SyncBatchNormalization "
+            "or use another --bn_sync"
+        )
+    for layer in _batch_norms(model):
+        if type(layer) is keras.layers.BatchNormalization:
+            # Keras's own __setattr__ would track the class as if it were a part of the layer.
+            object.__setattr__(layer, "__class__", SyncBatchNormalization)
+    return model
+
+
+@keras.saving.register_keras_serializable(package="engine")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """Batch norm over the global batch: forward, backward and moving statistics.
+
+    Equal to one process that holds the whole global batch, also when the ranks' shares differ in
+    size; on one rank it is Keras's layer. One small allreduce forward and one backward for each
+    call. Every rank must make the same calls in training, on inputs of any batch size but zero.
+    """
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Mean and biased variance over all ranks, each [channels], in float32 or float64.
+
+        The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
+        of the raw inputs in float32 would cancel.
+
+        Raises:
+          ValueError: the layer is called in a branch or a loop of the graph.
+        """
+        mean, variance = super()._moments(inputs, mask)
+        if hvd.size() == 1:
+            return mean, variance
+        dtype, shape = mean.dtype, self.moving_mean.shape
+        mean, variance = (tf.reshape(tf.cast(t, tf.float64), shape) for t in (mean, variance))
+        # Keras's masked moments divide by count + epsilon, so that one without positions is 0.
+        extra = 0.0 if mask is None else keras.config.epsilon()
+        count = self._count(inputs, mask)
+        total = mean * (count + extra)
+        # Sum of squares from the squared distances to the mean: sum x^2 = sum (x - m)^2 + ...
+        square = variance * (count + extra) + 2 * mean * total - count * tf.square(mean)
+        sums = sum_over_ranks(tf.stack([count, total, square]), self._collective())
+        count, total, square = tf.unstack(sums)
+        mean = total / (count + extra)
+        distance = square - 2 * mean * total + count * tf.square(mean)
+        variance = tf.maximum(distance / (count + extra), 0.0)
+        return tf.cast(mean, dtype), tf.cast(variance, dtype)
+
+    def _count(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+        """Positions of each channel that count on this rank, float64 [channels]."""
+        if mask is None:
+            channels = self.moving_mean.shape[0]
+            count = tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64)
+            return tf.fill([channels], count)
+        weights = tf.broadcast_to(tf.cast(mask, tf.float64)[..., None], tf.shape(inputs))
+        return tf.reduce_sum(weights, self._reduction_axes)
+
+    def _collective(self) -> str:
+        """The name of a call's collective, the same on every rank.
+
+        A layer may be called more than once in a step, and paths repeat in subclassed models:
+        TensorFlow numbers equal names in a graph, and puts the caller's name before those in a
+        function. What runs many times at once under one name is refused.
+        """
+        # vectorized_map runs its body under this scope, for all its elements at once.
+        together = "loop_body" in tf.get_current_name_scope().split("/")
+        if together or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in _graphs()):
+            error = ValueError(
+                f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
+                "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
+                "time steps), where ranks may take other turns: use another --bn_sync"
+            )
+            error._keras_call_info_injected = True  # or Keras adds ten lines of call arguments
+            raise error
+        return f"{self.moving_mean.path}.batch"
+
+
+def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Sum of `tensor` over ranks; its gradient is the sum over ranks of the gradients.
+
+    Horovod's own gradient would name its collective after a tensor of the backward graph.
+    """
+
+    @tf.custom_gradient
+    def summed(x: tf.Tensor):
+        def backward(upstream: tf.Tensor) -> tf.Tensor:
+            return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}.gradient")
+
+        return hvd.allreduce(x, op=hvd.Sum, name=name), backward
+
+    return summed(tensor)
+
+
+def _check(model: keras.Model, mode: str) -> None:
+    for layer in _batch_norms(model):
+        if mode == "full" and not isinstance(layer, SyncBatchNormalization) and layer.trainable:
+            raise ValueError(
+                f"--bn_sync=full: {_name(layer)} was made after the others were synchronized: "
+                "make all layers when the model is built"
+            )
+        if mode != "full" and layer.synchronized and hvd.size() > 1:
+            raise ValueError(
+                f"{_name(layer)} has synchronized=True, which Keras does over tf.distribute and "
+                "not over these ranks: use --bn_sync=full"
+            )
+
+
+def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    # Keras has no public list of layers at any depth: model.layers is the first level only.
+    layers = model._flatten_layers()
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+
+def _name(layer: keras.layers.Layer) -> str:
+    return layer.path or layer.name  # a layer has its path once it is built
+
+
+def _is_exchangeable(layer: keras.layers.BatchNormalization) -> bool:
+    plain = type(layer) is keras.layers.BatchNormalization
+    # Frozen ones normalize with their moving statistics, which are the same everywhere.
+    return plain or isinstance(layer, SyncBatchNormalization) or not layer.trainable
+
+
+def _graphs() -> list[tf.Graph]:
+    """The graph that is being traced and those around it; none where code runs at once."""
+    graphs, graph = [], tf.compat.v1.get_default_graph()
+    while isinstance(graph, func_graph.FuncGraph):
+        graphs.append(graph)
+        graph = graph.outer_graph
+    return graphs
+
+
+def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
+    return tf.concat([tf.cast(v, tf.float64) for v in variables], axis=0)

@@ -1,0 +1,228 @@
+"""From a loss to the gradients every rank applies: accumulate, reduce, unscale, judge, clip.
+
+The order of a step is: forward and backward on this rank's share (micro-batch by micro-batch),
+one reduction over the ranks, division by what was summed, a verdict on finiteness that is the
+same on every rank, L2, clipping by the global norm. The optimizer comes after and is not known
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdkit.ranks.world import raw
+
+# What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
+# adds any), and float64 [4]: sum of losses, count, positions, what the model added.
+Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+Compiled = list[tf.types.experimental.ConcreteFunction]
+
+
+class Reduced(NamedTuple):
+    """What all ranks together made of a global batch; the same on every rank."""
+
+    grads: list[tf.Tensor | None]  # means over the global batch
+    had: list[bool]  # for each variable: whether this rank had a gradient
+    sums: tf.Tensor  # those of `Forward`, of all ranks
+    adds_losses: bool  # whether the model adds any
+    votes: tf.Tensor
+    losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
+    ready: (
+        tf.Tensor
+    )  # float64 scalar: when this rank's own sums were there (hvdkit/observe/stragglers.py)
+    faults: tf.Tensor | None = None  # see virtual.fault
+
+
+def accumulate(
+    forward: Forward,
+    batch: Any,
+    steps: int,
+    variables: Sequence[keras.Variable],
+    compiled: Compiled | None,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
+
+    Only one micro-batch's activations are alive at a time. The gradients are summed here, on
+    this rank; the tape around the call receives the sums, so that it reduces once a step.
+
+    Args:
+      batch: nested tensors [steps, micro-batch, ...].
+      compiled: as in `with_gradients`.
+    Returns:
+      The same as `forward`: scalars to differentiate, vector of sums; both summed over steps.
+    """
+    if steps == 1 and compiled is None:
+        return forward(tf.nest.map_structure(lambda t: t[0], batch))
+    values = [raw(v) for v in variables]
+    targets, sums, grads = with_gradients(forward, batch, steps, variables, compiled)
+
+    # The loop's own gradient would run it backwards and keep every micro-batch's activations:
+    # what a target's gradients are is known already, so they are attached to it.
+    @tf.custom_gradient
+    def attach(*reads: tf.Tensor):
+        def backward(*upstreams: tf.Tensor):
+            total: list[tf.Tensor | None] = [None] * len(reads)
+            for upstream, known in zip(upstreams, grads):
+                for i, g in known.items():
+                    part = g * tf.cast(upstream, g.dtype)
+                    total[i] = part if total[i] is None else total[i] + part
+            return total
+
+        return [tf.identity(target) for target in targets], backward
+
+    return list(attach(*[tf.convert_to_tensor(v) for v in values])), sums
+
+
+def with_gradients(
+    forward: Forward,
+    batch: Any,
+    steps: int,
+    variables: Sequence[keras.Variable],
+    compiled: Compiled | None,
+) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
+    """`forward` over a batch of `steps` micro-batches, one after the other, and its gradients.
+
+    Args:
+      compiled: None, or where XLA is to compile both: what it compiles is appended.
+    Returns:
+      What `forward` gives, and by target the dense gradients of the variables it depends on, by
+      their place; all summed over steps.
+    """
+    values = [raw(v) for v in variables]
+    connected: list[list[int]] = []  # by target: positions of the variables with a gradient
+
+    @tf.function(autograph=False, jit_compile=None if compiled is None else True)
+    def passes(micro: Any):
+        with tf.GradientTape(persistent=True) as tape:
+            targets, sums = forward(micro)
+        grads = [tape.gradient(target, values) for target in targets]
+        connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
+        there = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
+        return targets, sums, there
+
+    def micro_batch(index: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda t: t[index], batch)
+
+    def body(index, total):
+        return index + 1, tf.nest.map_structure(tf.add, total, passes(micro_batch(index)))
+
+    total = passes(micro_batch(tf.constant(0)))
+    if compiled is not None:
+        compiled.append(passes.get_concrete_function(micro_batch(tf.constant(0))))
+    if steps > 1:
+        _, total = tf.while_loop(
+            lambda index, _: index < steps,
+            body,
+            (tf.constant(1), total),
+            parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
+        )
+    targets, sums, grads = total
+    return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
+
+
+def unscale(
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | None], factor: tf.Tensor
+) -> list[tf.Tensor | None]:
+    """Reduced sums made dense and multiplied by `factor`: means over the global batch.
+
+    A sparse gradient holds (index, row) pairs of all ranks; made dense, rows named twice are
+    added, which norms need.
+    """
+    whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+    return [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
+
+
+def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """Euclidean norm over all gradients, float64, layer by layer; finite only if they all are."""
+    squares = [tf.reduce_sum(tf.square(g)) for g in grads if g is not None]
+    return tf.sqrt(tf.add_n([tf.cast(s, tf.float64) for s in squares]))
+
+
+def finish(
+    grads: Sequence[tf.Tensor | None],
+    variables: Sequence[keras.Variable],
+    l2: float,
+    clip_norm: float,
+) -> tuple[list[tf.Tensor | None], tf.Tensor]:
+    """What the optimizer applies, from means over the global batch; same on every rank.
+
+    Args:
+      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels. It is the same on all ranks, so
+        it is added here rather than sent.
+      clip_norm: largest global norm, 0 for none; all gradients are scaled by
+        min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
+    Returns:
+      Gradients, and their global norm before clipping.
+    """
+    if l2:
+        grads = [
+            g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
+            for g, v in zip(grads, variables)
+        ]
+    norm = global_norm(grads)
+    if clip_norm:
+        shrink = clip_norm / tf.maximum(norm, clip_norm)
+        grads = [g if g is None else g * tf.cast(shrink, g.dtype) for g in grads]
+    return list(grads), norm
+
+
+def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    """Sum, norm and share of non-finite values of each gradient, float64 [n, 3]; 0 for None."""
+    rows = []
+    for g in grads:
+        g = tf.zeros([1], tf.float64) if g is None else tf.cast(g, tf.float64)
+        broken = 1.0 - tf.reduce_mean(tf.cast(tf.math.is_finite(g), tf.float64))
+        rows.append(tf.stack([tf.reduce_sum(g), tf.norm(g), broken]))
+    return tf.stack(rows)
+
+
+def is_kernel(variable: keras.Variable) -> bool:
+    """Kernels are decayed: variables whose name ends with "kernel", as all Keras layers call them.
+
+    So are depthwise_kernel, pointwise_kernel and recurrent_kernel. Biases, gamma, beta, embeddings
+    and a weight that a layer of one's own calls otherwise are not.
+    """
+    return variable.name.endswith("kernel")
+
+
+class LossScale(tf.Module):
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740); else 1.
+
+    The scale halves when a step's reduced gradients are not finite and doubles after
+    `GROWTH_STEPS` sound steps. It is fed by reduced values only, so it agrees on all ranks.
+    `skipped_in_a_row` counts the steps that were not finite since the last sound one: many, or a
+    scale at `MIN_SCALE`, mean that the run does not train.
+    """
+
+    GROWTH_STEPS = 1000
+    MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**24
+
+    def __init__(self, precision: str) -> None:
+        super().__init__(name="loss_scale")
+        self.dynamic = precision == "float16"
+        self.value = tf.Variable(2.0**15 if self.dynamic else 1.0, trainable=False, name="value")
+        self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
+        self.skipped_in_a_row = tf.Variable(
+            0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"
+        )
+
+    def update(self, finite: tf.Tensor, counted: tf.Tensor) -> None:
+        """After a step; `finite`, `counted`: bool scalars, the same on all ranks.
+
+        A batch that is not counted (one that a rank could not read) changes nothing: its
+        gradients say nothing about the scale.
+        """
+        in_a_row = tf.where(finite, tf.constant(0, tf.int64), self.skipped_in_a_row + 1)
+        self.skipped_in_a_row.assign(tf.where(counted, in_a_row, self.skipped_in_a_row))
+        if not self.dynamic:
+            return
+        sound = tf.where(finite, self.sound_steps + 1, 0)
+        grow = sound >= self.GROWTH_STEPS
+        factor = tf.where(finite, tf.where(grow, 2.0, 1.0), 0.5)
+        scale = tf.clip_by_value(self.value * factor, self.MIN_SCALE, self.MAX_SCALE)
+        self.value.assign(tf.where(counted, scale, self.value))
+        self.sound_steps.assign(tf.where(counted, tf.where(grow, 0, sound), self.sound_steps))

@@ -1,0 +1,162 @@
+"""What a task's traced functions hold that would break a promise of the run without a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from hvdkit.ranks.world import raw
+from hvdkit.train.task import Task
+from hvdkit.words import some
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# Operations whose draws go on from a state inside the process: it is neither saved nor shared.
+_DRAWS = {
+    *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
+    *("ParameterizedTruncatedNormal", "RandomShuffle", "Multinomial", "RandomGamma"),
+    *("RandomPoisson", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
+    *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2", "RandomCrop"),
+    *("RngReadAndSkip", "StatefulUniformInt", "StatefulTruncatedNormal"),  # tf.random.Generator
+}
+_ASSIGNS = re.compile(r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?")
+# What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
+_LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
+_GROWS = "resize_if_index_out_of_bounds"
+# In XLA's messages.
+_NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def is_own(file: str | Path) -> bool:
+    """Whether a file is of this project and not of a library in it."""
+    path = Path(file)
+    return path.is_relative_to(PROJECT) and not {".venv", "site-packages"} & set(path.parts)
+
+
+def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
+    """Raises ValueError where a graph, or a function it calls, draws without a key or a saved seed.
+
+    Such draws differ on other numbers of ranks and after an interruption.
+    """
+    drawn = sorted({node.op for node in nodes(graph) if node.op in _DRAWS})
+    if drawn:
+        raise ValueError(
+            f"{what} draws random numbers ({some(drawn)}) that are others on another number of "
+            f"ranks and after an interruption: {instead}"
+        )
+
+
+def check_stateless(graph: tf.Graph, what: str) -> None:
+    """Raises ValueError where a graph, or a function it calls, changes a variable.
+
+    Examples are made by several threads in any order, and the variable would not be saved.
+    """
+    changes = sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)})
+    if changes:
+        raise ValueError(
+            f"{what} changes a variable ({some(changes)}), which would depend on the order of "
+            "threads, and be neither saved nor the same on all ranks: make each example of its "
+            "sample and `key` alone"
+        )
+
+
+def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], task: Task) -> None:
+    """Raises ValueError where a traced step uses variables that nobody trains or saves.
+
+    Keras finds variables that layers make with `add_weight` and layers that are attributes of
+    layers, and no others: a tf.Variable in a layer is left as it was made.
+
+    Args:
+      known: all that a checkpoint holds. Frozen models that the task has as attributes (a teacher,
+        a perceptual loss) may be used besides.
+    """
+    layers = [x for x in vars(task).values() if isinstance(x, keras.Layer)]
+    frozen = [v for layer in layers if not layer.trainable_variables for v in layer.variables]
+    handles = {id(raw(v).handle) for v in [*known, *frozen]}
+    named = {id(v.handle): v.name for v in graph.variables}
+    used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
+    others = [named.get(id(t), "one without a name") for t in used if id(t) not in handles]
+    if others:
+        raise ValueError(
+            f"the step uses variables that the model does not hold: {some(others)}. They would be "
+            "neither trained nor saved. Make weights with add_weight, keep layers (and a "
+            "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
+            "layers, a frozen model as one of the task; use tf.constant for fixed numbers"
+        )
+
+
+def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Variable]) -> None:
+    """Raises ValueError where weights of a loss depend on what is trained.
+
+    They also divide the loss, over all ranks; the step's gradient takes them for constants.
+    """
+    if any(g is not None for g in tape.gradient(weights, values)):
+        raise ValueError(
+            "the task's loss returns weights that depend on the model's outputs: put them through "
+            "tf.stop_gradient, or multiply them into the losses and return weights of their own"
+        )
+
+
+def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
+    """Raises ValueError where XLA cannot compile a traced function, or would make less of it.
+
+    Nothing runs, so state stays as it is; XLA by itself would tell it in the first step.
+    """
+    platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+    for function in functions:
+        found = nodes(function.graph)
+        less = {f"{n.op} ({n.name})" for n in found if n.op in _LEFT_OUT or n.attr[_GROWS].b}
+        if less:
+            raise ValueError(
+                f"--jit: XLA leaves out {some(sorted(less))} without a word: check values in "
+                "training_example, give a TensorArray its size, or leave out --jit"
+            )
+        resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
+        try:
+            if not all(map(_of_variable, resources)):
+                raise ValueError("it takes no lookup table")
+            context.context().get_compiler_ir(
+                device_name=None,
+                platform_name=platform,
+                function_name=function.name,
+                flat_args=tf.nest.flatten(function.structured_input_signature),
+                captured_inputs=function.captured_inputs,
+                stage="hlo",
+            )
+        except (ValueError, tf.errors.OpError) as error:
+            raise ValueError(
+                f"--jit: XLA cannot compile the model or the loss: {_of_xla(str(error))}. Use "
+                "other operations or leave out --jit"
+            ) from None
+
+
+def _of_xla(message: str) -> str:
+    """What XLA says, on one line, and the project's own line that it is about."""
+    # It is quoted inside another one's message.
+    first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
+    missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
+    said = f"it has no {some(missing)}" if missing else first[:400]
+    frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
+    own = [(path, line) for path, line in frames if is_own(path)]
+    # These two call the model and the loss: where nothing of the project stands below, Keras does.
+    if not own or own[-1][0] in (PROJECT / "step.py", PROJECT / "tasks" / "check.py"):
+        return said
+    return f"{own[-1][0].name}, line {own[-1][1]}: {said}"
+
+
+def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
+    """Of a graph and of the functions that it calls, compiled or not."""
+    definition = graph.as_graph_def()
+    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+
+
+def _of_variable(handle: tf.Tensor) -> bool:
+    """Tables and iterators are resources too; only a variable's handle has a shape and a type."""
+    data = getattr(handle, "_handle_data", None)
+    return bool(data is not None and data.is_set and data.shape_and_type)

@@ -1,0 +1,79 @@
+"""Softmax cross-entropy with ignored positions, label smoothing and class weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hvdkit.train.keras_losses import at_least_float32
+
+
+def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = None) -> tf.Tensor:
+    """The labels as they are; use it where examples are made, so that bad ones are told by value.
+
+    Args:
+      labels: integers of any shape; `ignored`: a value beside the classes that is allowed.
+    Raises:
+      tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
+    """
+    wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
+    known = (wide >= 0) & (wide < num_classes)
+    if ignored is not None:
+        known |= wide == ignored
+    wrong = tf.boolean_mask(wide, ~known)
+    first = tf.strings.as_string(wrong[:1])
+    text = tf.strings.join(
+        [
+            "label ",
+            tf.strings.reduce_join(first),
+            f" is no class: classes are 0 to {num_classes - 1}",
+        ]
+    )
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(known), [text])]):
+        return tf.identity(labels)
+
+
+def cross_entropy(
+    logits: tf.Tensor,
+    labels: tf.Tensor,
+    *,
+    valid: tf.Tensor | None = None,
+    smoothing: float = 0.0,
+    class_weights: Sequence[float] = (),
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Losses and weights, both of the labels' shape, in float32 (float64 for logits of float64).
+
+    A label that is no class makes the loss NaN, and so ends the run.
+
+    What a task's `loss` returns: the run's loss is sum(losses * weights) / sum(weights), so a
+    class of weight 2 counts as if each of its positions were there twice.
+
+    Args:
+      logits: float [..., classes].
+      labels: integers [...]; outside [0, classes) only where not valid.
+      valid: bool [...], positions to count; all of them when None.
+      smoothing: the target is (1 - smoothing) on the label and smoothing / classes on every
+        class (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+      class_weights: weight of each class; empty: 1 for all.
+    """
+    logits = at_least_float32(tf.convert_to_tensor(logits))
+    labels = tf.cast(labels, tf.int64)
+    if valid is not None:
+        labels = tf.where(valid, labels, 0)
+    # Said here: on a GPU TensorFlow would give NaN, on a CPU end one rank in mid-step.
+    known = (labels >= 0) & (labels < logits.shape[-1])
+    labels = tf.where(known, labels, 0)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    if smoothing:
+        # Cross-entropy to the uniform target, log-softmax being logits - log(sum(exp(logits))).
+        uniform = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
+        losses = (1.0 - smoothing) * losses + smoothing * uniform
+    losses = tf.where(known, losses, tf.constant(math.nan, losses.dtype))
+    weights = tf.ones_like(losses)
+    if class_weights:
+        weights = tf.gather(tf.constant(class_weights, losses.dtype), labels)
+    if valid is not None:
+        weights = tf.where(valid, weights, tf.zeros_like(weights))
+    return losses, weights

@@ -1,0 +1,291 @@
+"""How gradients travel: grouping and packing, and the knobs of Horovod that flags turn.
+
+docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
+Knobs are environment variables that Horovod reads when it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdkit.settings.config import Config
+from hvdkit.stop import WRONG_USE, Stop
+
+_MIB = 1 << 20
+_BUFFER = 128 * _MIB  # of gradients that travel as bfloat16, as Horovod's own for others
+_CACHED = 8192  # tensors; Horovod's 1,024 are too few for some models: each is negotiated anew
+_STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_LATER = "DYNAMIC"  # as HOROVOD_TIMELINE: a timeline may be started in mid-run
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Horovod's environment variables for the flags that were set; read by hvd.init.
+
+    Raises:
+      Stop: --timeline, where HOROVOD_TIMELINE asks for another one already.
+    """
+    knobs = _timeline(config) if config.timeline else {}
+    if config.fusion_threshold_mb >= 0:
+        knobs["HOROVOD_FUSION_THRESHOLD"] = str(config.fusion_threshold_mb * _MIB)
+    if config.cycle_time_ms >= 0:
+        knobs["HOROVOD_CYCLE_TIME"] = str(config.cycle_time_ms)
+    if config.cache_capacity >= 0:
+        knobs["HOROVOD_CACHE_CAPACITY"] = str(config.cache_capacity)
+    elif "HOROVOD_CACHE_CAPACITY" not in os.environ:
+        knobs.setdefault("HOROVOD_CACHE_CAPACITY", str(_CACHED))
+    if config.hierarchical_allreduce:
+        knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
+    if config.hierarchical_allgather:
+        knobs["HOROVOD_HIERARCHICAL_ALLGATHER"] = "1"
+    # Who started the run may have told Horovod; horovodrun says 0 where nobody did.
+    if config.stall_shutdown_s and os.environ.get(_STALL_SHUTDOWN, "0") == "0":
+        knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
+        if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
+            knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
+    if config.autotune:
+        # Horovod opens its log when it starts; a folder that cannot be made is reported later.
+        with contextlib.suppress(OSError):
+            autotune_log(config).parent.mkdir(parents=True, exist_ok=True)
+        knobs["HOROVOD_AUTOTUNE"] = "1"
+        knobs["HOROVOD_AUTOTUNE_LOG"] = str(autotune_log(config))
+    return knobs
+
+
+def _timeline(config: Config) -> dict[str, str]:
+    """Knobs that let `hvdkit.observe.timeline` record: started without them, Horovod refuses to."""
+    told = os.environ.get("HOROVOD_TIMELINE", _LATER)
+    if told != _LATER:
+        raise Stop(
+            WRONG_USE,
+            f"--timeline={config.timeline} and HOROVOD_TIMELINE={told} (horovodrun "
+            "--timeline-filename) are two timelines: leave one out",
+        )
+    # Of a tensor in its cache Horovod does not tell which rank was ready when.
+    capacity = os.environ.get("HOROVOD_CACHE_CAPACITY", "0")
+    return {"HOROVOD_TIMELINE": _LATER, "HOROVOD_CACHE_CAPACITY": capacity}
+
+
+def stall_seconds(config: Config) -> int:
+    """How long ranks wait for one that hangs: Horovod's own setting, if one was given, else ours.
+
+    Call it after Horovod was started with `environment`; 0: for ever.
+    """
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0", "False"):
+        return 0
+    return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
+
+
+def check_backend(config: Config) -> None:
+    """Raises ValueError when what --reduce_backend names is not what this run was started with.
+
+    Gloo or MPI is chosen by the launcher; on GPUs naming one of them reduces in host memory.
+    """
+    wanted = config.reduce_backend
+    if wanted == "nccl":
+        if not hvd.nccl_built() or not tf.config.get_visible_devices("GPU"):
+            raise ValueError("--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU")
+    elif wanted != "auto" and wanted != ("mpi" if hvd.mpi_enabled() else "gloo"):
+        raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
+
+
+def distribute(
+    tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
+) -> RankSumTape:
+    """The tape whose `gradient` returns sums over all ranks, for gradients of `variables`.
+
+    Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
+    the global count, comes after (`gradients.unscale`).
+    """
+    return RankSumTape(tape, config, variables)
+
+
+class RankSumTape:
+    """Gradients of all ranks summed by hvd.DistributedGradientTape, grouped as flags say.
+
+    The rank's own gradients are taken first and handed to Horovod's tape: only then is it known
+    which variables have one, and Horovod fails on a group without any.
+
+    Attributes:
+      connected: for each variable, whether it has a gradient on this rank; after `gradient`.
+    """
+
+    def __init__(
+        self, tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
+    ) -> None:
+        self._tape, self._config = tape, config
+        self._sizes = [_bytes(v) for v in variables]
+        self.connected: list[bool] = []
+
+    def gradient(
+        self, target: tf.Tensor, sources: Sequence[tf.Variable], use_generic_names: bool = True
+    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """The sums, None where a variable has no gradient. `sources` are the raw variables."""
+        own = self._tape.gradient(target, sources)
+        self.connected = [g is not None for g in own]
+        if self._config.compression == "bf16":
+            return self._sums_as_bfloat16(own)
+        tape = _horovod_tape(own, self._config, self._groups())
+        places = [_Place(i) for i in range(len(own))]
+        return tape.gradient(target, places, use_generic_names=use_generic_names)
+
+    def _sums_as_bfloat16(self, own: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list:
+        """In few large messages: Horovod does not put what goes all to all into one by itself."""
+        if hvd.size() == 1:
+            return [g if g is None else tf.convert_to_tensor(g) for g in own]
+        sums: list[tf.Tensor | None] = [None] * len(own)
+        there = [i for i, connected in enumerate(self.connected) if connected]
+        there.reverse()  # as the backward pass gives them
+        for number, places in enumerate(buffers([self._sizes[i] for i in there], _BUFFER)):
+            members = [there[place] for place in places]
+            dense = [tf.convert_to_tensor(own[i]) for i in members]
+            flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
+            parts = tf.split(
+                _sum_as_bfloat16(flat, f"grad_{number}"), [g.shape.num_elements() for g in dense]
+            )
+            for i, gradient, part in zip(members, dense, parts):
+                sums[i] = tf.reshape(tf.cast(part, gradient.dtype), gradient.shape)
+        return sums
+
+    def _groups(self) -> int | list[list[_Place]] | None:
+        """What Horovod's tape takes: a number of messages, or the places that share one."""
+        there = [i for i, connected in enumerate(self.connected) if connected]
+        if self._config.deterministic:
+            # One group is one message with a fixed layout: fusion by arrival time would change
+            # which bytes share a ring chunk, and with it the order of additions.
+            return min(1, len(there)) or None
+        if self._config.pack_bytes:
+            packs = pack(
+                [self._sizes[i] for i in there], self._config.pack_bytes, self._config.pack_count
+            )
+            return [[_Place(there[i]) for i in members] for members in packs]
+        return min(self._config.gradient_groups, len(there)) or None
+
+
+def _horovod_tape(
+    own: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    config: Config,
+    groups: int | list[list[_Place]] | None,
+) -> tf.GradientTape:
+    class Known(tf.GradientTape):
+        """Horovod derives its tape from this class: it reduces what this `gradient` returns."""
+
+        def gradient(self, target, sources, output_gradients=None):
+            return own
+
+    device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+    return hvd.DistributedGradientTape(
+        Known(),
+        device_dense=device,
+        device_sparse=device,
+        op=hvd.Sum,
+        compression=hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none,
+        groups=groups,
+        sparse_as_dense=groups is not None,  # a group of sparse and dense ones is refused
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands for the variable at a place of the list, in what Horovod's tape asks of one.
+
+    Horovod puts gradients into groups by their variables' names. In a subclassed Keras model those
+    repeat, and of two gradients of one name the first would be lost.
+    """
+
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"variable_{self.number}"
+
+    def ref(self) -> _Place:
+        return self
+
+    def deref(self) -> _Place:
+        return self
+
+
+def _sum_as_bfloat16(own: tf.Tensor, name: str) -> tf.Tensor:
+    """Sum over ranks of a bfloat16 vector: half the bytes on the wire, float32's range.
+
+    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank is sent its part
+    of the vector by all the others, adds them in float32, and sends the sum to all. That moves
+    the bytes of a ring allreduce, and rounds the sum once instead of at every hop.
+    """
+    size, count = hvd.size(), own.shape.num_elements()
+    part = -(-count // size)
+    bits = tf.bitcast(tf.pad(own, [[0, part * size - count]]), tf.int16)
+    received, _ = hvd.alltoall(bits, splits=[part] * size, name=f"{name}.parts")
+    parts = tf.cast(tf.bitcast(tf.reshape(received, [size, part]), tf.bfloat16), tf.float32)
+    total = tf.bitcast(tf.cast(tf.reduce_sum(parts, axis=0), tf.bfloat16), tf.int16)
+    everyones = tf.bitcast(hvd.allgather(total, name=f"{name}.sums"), tf.bfloat16)
+    return everyones[:count]
+
+
+def buffers(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Places of neighbours that fill `most` bytes together; a larger one has its own."""
+    found: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(sizes):
+        if not found or filled + size > most:
+            found.append([])
+            filled = 0
+        found[-1].append(place)
+        filled += size
+    return found
+
+
+def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]]:
+    """Places of small gradients in packs of at most `max_count`, in order; others travel alone.
+
+    The packing of tf_cnn_benchmarks (agg_small_grads_max_bytes, agg_small_grads_max_group):
+    small is a gradient of at most `max_bytes`; `sizes` are in bytes.
+    """
+    small = [i for i, size in enumerate(sizes) if size <= max_bytes]
+    return [small[i : i + max_count] for i in range(0, len(small), max_count)]
+
+
+def autotune_log(config: Config) -> Path:
+    return Path(config.run_dir).absolute() / "autotune.csv"
+
+
+def write_autotuned(config: Config) -> Path | None:
+    """Writes the best setting that Horovod's autotuner logged as a flagfile; None if it has none.
+
+    The log's columns are those of Horovod's ParameterManager: switches, cycle time (ms), fusion
+    threshold (MiB), score (bytes a microsecond, higher is better).
+    """
+    log = autotune_log(config)
+    if not log.exists():
+        return None
+    rows = [row for row in csv.DictReader(log.open()) if row.get("score")]
+    if not rows:
+        return None
+    best = max(rows, key=lambda row: float(row["score"]))
+    path = Path(config.run_dir) / "autotune.cfg"
+    path.write_text(
+        "# Found by --autotune; use it: train.py --flagfile=... --flagfile=THIS_FILE\n"
+        "--noautotune\n"
+        f"--fusion_threshold_mb={round(float(best['tensor_fusion_threshold']))}\n"
+        f"--cycle_time_ms={best['cycle_time_ms']}\n"
+        f"--{_switch(best['hierarchical_allreduce'])}hierarchical_allreduce\n"
+        f"--{_switch(best['hierarchical_allgather'])}hierarchical_allgather\n"
+    )
+    return path
+
+
+def _switch(value: str) -> str:
+    return "" if float(value) else "no"
+
+
+def _bytes(variable: keras.Variable) -> int:
+    return variable.value.shape.num_elements() * variable.value.dtype.size

@@ -1,0 +1,58 @@
+"""Learning rate as a function of the step: poly and the other policies, with linear warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+
+Schedule = Callable[[tf.Tensor], tf.Tensor]
+
+
+LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
+
+
+def rising(config: Config) -> Schedule:
+    """Of --find_lr: from LOWEST to HIGHEST by the same factor each step (Smith 2017)."""
+    factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
+    return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
+
+
+def make(config: Config, world_size: int) -> Schedule:
+    """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
+
+    With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
+      poly:     end + (base - end) * (1 - step / N) ** power   (ParseNet, arXiv:1506.04579)
+      cosine:   end + (base - end) * (1 + cos(pi * step / N)) / 2   (SGDR, arXiv:1608.03983)
+      step:     base * gamma ** (number of boundaries at or before step)
+      constant: base
+    During the first warmup_steps W the result is warmup_from * (1 - part) + result * part, with
+    part = (step + 1) / W. Goyal et al. 2017 (arXiv:1706.02677, section 2.2) start at the rate of a
+    small batch and add the same at each step; so warmup_from is not multiplied by scale_factor.
+    """
+    factor = config_lib.scale_factor(config, world_size)
+    base, end = config.base_lr * factor, config.end_lr * factor
+    edges = config_lib.boundaries(config) if config.lr_policy == "step" else []
+
+    def rate(step: tf.Tensor) -> tf.Tensor:
+        step = tf.cast(step, tf.float64)
+        progress = tf.minimum(step / config.num_steps, 1.0)
+        if config.lr_policy == "poly":
+            value = end + (base - end) * (1.0 - progress) ** config.power
+        elif config.lr_policy == "cosine":
+            value = end + (base - end) * 0.5 * (1.0 + tf.cos(math.pi * progress))
+        elif config.lr_policy == "step":
+            passed = sum(tf.cast(step >= edge, tf.float64) for edge in edges)
+            value = base * config.lr_gamma**passed
+        else:
+            value = tf.constant(base, tf.float64)
+        if config.warmup_steps:
+            part = tf.minimum((step + 1.0) / config.warmup_steps, 1.0)
+            value = config.warmup_from * (1.0 - part) + value * part
+        return value
+
+    return rate

@@ -1,0 +1,227 @@
+"""What a task is: the model, its data, loss and metrics. Everything a fork changes is behind this.
+
+A task is a file in tasks/ with a class `Task`; `--task=NAME` picks tasks/NAME.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.source import Source
+from hvdkit.settings.config import Config, scale_factor
+from hvdkit.train import schedule
+
+# Settings that only some tasks read; a task says which in `uses`.
+_OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range", "crop_area")
+_OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
+_OPTIONAL = ("prepare", "predict", "picture_inputs", "notes", "draw", "actions", "schedule")
+
+# A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
+# each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
+# shapes must be fixed, apart from the batch's.
+Example = dict[str, Any]
+
+
+class Task(Protocol):
+    """Made once a process, with the run's settings: `Task(config)`."""
+
+    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
+    # "loss").
+    main_metric: str
+    # Which settings of _OF_SOME_TASKS it reads; the others are refused. Optional.
+    uses: tuple[str, ...]
+
+    def prepare(self) -> None:
+        """Runs once on every host before the data is opened: make or unpack it. Optional.
+
+        Raises: ValueError or OSError with a message for a person.
+        """
+        ...
+
+    def sources(self) -> tuple[Source, Source]:
+        """Training and validation samples.
+
+        Readers of files look at the disk on rank 0 only. On other ranks this may therefore be
+        called twice: it ends at the first listing, and begins again when rank 0's is there.
+
+        Raises: ValueError or OSError naming what is wrong with the data and the way out.
+        """
+        ...
+
+    def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        """One augmented example from what the source read. TensorFlow ops only.
+
+        For pictures, hvdkit/data/crops.py and hvdkit/data/augment.py take the sample and return whole numbers,
+        uint8: a quarter of float32's bytes on the way to the model, whose first layer scales them
+        (hvdkit/train/preprocessing.py).
+
+        `if` and `for` do not take tensors here, nor in `loss` and `sums`: tf.where and tf.cond do,
+        or @tf.function on the function that needs it (it costs seconds at start-up).
+
+        Args:
+          key: int32 [2]; use it for every random draw (tf.random.stateless_*), and nothing else,
+            so that the example does not depend on which rank reads it.
+        """
+        ...
+
+    def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
+        """One example without random changes. TensorFlow ops only.
+
+        Where its shapes are not fixed (pictures at their own size), it is evaluated by itself.
+        """
+        ...
+
+    def build_model(self) -> keras.Model:
+        """The model, with its variables made; it is called as model(inputs, training=...)."""
+        ...
+
+    def predict(self, model: keras.Model, inputs: Any) -> Any:
+        """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
+
+        By default model(inputs, training=False).
+        """
+        ...
+
+    def picture_inputs(self, image: tf.Tensor) -> Any:
+        """What `evaluation_example` has as "inputs", of a picture alone, uint8 [H, W, 3]. Optional.
+
+        It is what predict.py and export.py need; TensorFlow ops only.
+        """
+        ...
+
+    def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Losses and weights, float tensors of one shape [batch, ...].
+
+        A loss for each example (or pixel, or word), not their mean: the run takes that.
+
+        The run's loss is sum(losses * weights) / sum(weights) over the global batch, whatever
+        rank they are on. Weight 0 leaves a position out (an ignored pixel, padding). Weights do not
+        depend on the outputs, unless through tf.stop_gradient.
+        """
+        ...
+
+    def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+        """Metric counts of one evaluation batch; they are added over batches and ranks.
+
+        Their shapes are fixed, whatever the batch's size. Any names but
+        "loss" and "weight", which hold the sums of the loss.
+        """
+        ...
+
+    def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """Figures from the added sums; logged as eval_NAME. `loss` is there without being named."""
+        ...
+
+    def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
+        """Sentences that a person should read with the figures; each is said once. Optional."""
+        ...
+
+    def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
+        """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch.
+
+        Optional: a task without it is complete, and draws nothing. Examples that are evaluated
+        one by one are drawn so; their pictures must be of one size.
+        """
+        ...
+
+    def actions(self, run: Any) -> list[Any]:
+        """More to do after a step, in this order, before it is saved and evaluated. Optional.
+
+        Each is what actions.py calls an Action: `due(step)` says when, `settles = True` that it
+        looks at weights, and action(step, result) does it. `run` (run.py) holds model, world,
+        config. What an action changes is in the checkpoint of its step; one that raises ends the
+        run, and the step is not saved. Every rank calls them; what writes a file asks
+        `run.world.is_chief` first. For example, a job every 100 steps:
+
+            class Histogram:
+                settles = True
+                def __init__(self, run): self.run = run
+                def due(self, step): return step % 100 == 0
+                def __call__(self, step, result): ...
+        """
+        ...
+
+    def schedule(self, config: Config) -> Callable[[tf.Tensor], tf.Tensor]:
+        """A learning-rate policy of one's own in place of --lr_policy. Optional.
+
+        Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; it is multiplied
+        by what --lr_scaling says.
+        """
+        ...
+
+
+def load(config: Config) -> Task:
+    """The task that --task names, complete.
+
+    Raises:
+      ValueError: there is no such file (the message lists those there are), or its `Task` lacks
+        something; the message names what.
+    """
+    names = available()
+    if config.task not in names:
+        raise ValueError(f"--task={config.task}: there is no such task; there are {names}")
+    task_class = importlib.import_module(f"tasks.{config.task}").Task
+    where = f"tasks/{config.task}.py: class Task has no"
+    for name in _OF_SOME_TASKS:
+        given = getattr(config, name) != getattr(Config, name)
+        if given and name not in getattr(task_class, "uses", ()):
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: --task={config.task} does not read it (no "
+                f'"{name}" in the `uses` of its class Task): leave it out'
+            )
+    # A class that inherits from the protocol has its empty functions: they count as missing.
+    missing = [n for n, empty in _functions().items() if getattr(task_class, n, empty) is empty]
+    if missing:
+        raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
+    task = task_class(config)
+    if not isinstance(getattr(task, "main_metric", None), str):
+        raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
+    return task
+
+
+def optional(task: Task, name: str) -> Callable | None:
+    """One of the functions that a task may leave out; None where it does."""
+    inherited = getattr(type(task), name, None) is vars(Task)[name]
+    return None if inherited else getattr(task, name, None)
+
+
+def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Schedule:
+    """Step -> learning rate: the task's own policy where it has one, else --lr_policy."""
+    if config.find_lr:
+        return schedule.rising(config)
+    own = optional(task, "schedule")
+    if own is None:
+        return schedule.make(config, world_size)
+    policy, factor = own(config), scale_factor(config, world_size)
+    for step in (0, config.num_steps - 1):
+        rate = float(policy(tf.constant(step, tf.int64)))
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
+                "must be a number from 0"
+            )
+    return lambda step: tf.cast(policy(step), tf.float64) * factor
+
+
+def available() -> list[str]:
+    """Names of the tasks there are: files beside this one with a `class Task`."""
+    files = [p for p in Path(__file__).parent.glob("*.py") if p.stem != "base" and p.is_file()]
+    found = re.compile(rb"^class Task\b", re.MULTILINE)
+    return sorted(p.stem for p in files if found.search(p.read_bytes()))
+
+
+def _functions() -> dict[str, Callable]:
+    """The functions that a task must have."""
+    members = vars(Task).items()
+    named = {n: f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}
+    return {n: f for n, f in named.items() if n not in _OPTIONAL}

@@ -1,0 +1,365 @@
+"""A task's mistakes, told in a sentence before the first step rather than as a trace after it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.pipeline import Reader, said
+from hvdkit.data.pipeline import reader as make_reader
+from hvdkit.data.readers.pictures import decode_image
+from hvdkit.data.source import Source
+from hvdkit.ranks.world import raw, unoptimized
+from hvdkit.stop import Stop
+from hvdkit.train import graph_checks
+from hvdkit.train.keras_losses import at_least_float32
+from hvdkit.train.task import Example, Task, optional
+from hvdkit.words import some
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Turns whatever a task's code raises inside into a ValueError: what failed, where and why.
+
+    A ValueError or OSError that the project's own code raised says so itself and stays as it is.
+    """
+    try:
+        yield
+    except Stop:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if graph_checks.is_own(f.filename)]  # the first is this function
+        by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
+        if isinstance(error, (ValueError, OSError)) and by_itself:
+            raise
+        is_op = isinstance(error, tf.errors.OpError)
+        reason = _sentence(said(error) if is_op else str(error))
+        if is_op and Path(own[-1].filename) in _RUNS_GRAPHS:  # a graph's ops have no line
+            raise ValueError(f"{what} failed: {reason}") from error
+        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
+        why = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{what} failed: {place}{why}") from error
+
+
+_GRAPHS_RUN_IN = ("evaluation.py", "hvdkit/data/pipeline.py", "hvdkit/train/task_checks.py")
+_RUNS_GRAPHS = [graph_checks.PROJECT / name for name in _GRAPHS_RUN_IN]
+
+
+def _sentence(message: str, most: int = 400) -> str:
+    """A library's message on one line, without colours and without its list of arguments."""
+    message = re.sub(r"\x1b\[[0-9;]*m", "", message).split("Arguments received by")[0]
+    message = " ".join(message.split())
+    return message if len(message) <= most else message[:most] + " ..."
+
+
+def reader(task: Task, source: Source, training: bool) -> Reader:
+    """How a feed gets examples from the source.
+
+    Raises:
+      ValueError: the task makes something else of a sample than an example.
+    """
+    name = _function(training)
+    with told(name):
+        made = make_reader(source, getattr(task, name), keyed=training)
+    example = made.read.structured_outputs
+    if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
+        there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
+    for part, nested in example.items():
+        if _holds_list(nested):
+            raise ValueError(
+                f'{name} returns a list in "{part}", which tf.data would stack into one tensor: '
+                "use a tuple or a dict"
+            )
+    for spec in tf.nest.flatten(example):
+        _check_part(name, spec, training)
+    keyed = "use `key`, with tf.random.stateless_*"
+    graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
+    graph_checks.check_stateless(made.read.graph, name)
+    return made
+
+
+def read_example(made: Reader, source: Source, training: bool) -> Example:
+    """The source's first sample as an example, its tensors with a batch dimension of 1.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    key = [tf.zeros([2], tf.int32)] * training
+    with told(_function(training)), unoptimized():
+        try:
+            example = made.read(tf.constant(0, tf.int64), *key)
+            if made.parts >= {"file", "image"}:
+                check_file(source.read(tf.constant(0, tf.int64)))
+        except tf.errors.OpError as error:
+            raise ValueError(source.explain(0) or said(error)) from None
+    return tf.nest.map_structure(lambda t: t[None], example)
+
+
+def _function(training: bool) -> str:
+    return "training_example" if training else "evaluation_example"
+
+
+def check_file(sample: Mapping[str, tf.Tensor]) -> None:
+    """Raises ValueError where a sample's "file" holds another picture than its "image"."""
+    if not np.array_equal(sample["image"], decode_image(sample["file"])):
+        raise ValueError(
+            'a sample\'s "file" and "image" are different pictures, and crops are read from '
+            '"file": code that changes "image" must remove "file" from the sample'
+        )
+
+
+def _check_part(name: str, spec: Any, training: bool) -> None:
+    """Raises ValueError where a part of an example cannot be one of a batch."""
+    if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
+        raise ValueError(
+            f"{name} must return dense tensors; it returns {_describe(spec)}: pad ragged and "
+            "sparse tensors, and return () where there are no targets"
+        )
+    if training and not spec.shape.is_fully_defined():
+        raise ValueError(
+            f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed and known "
+            "in advance: crop or pad, and set the shape with tf.ensure_shape"
+        )
+
+
+def _holds_list(nested: Any) -> bool:
+    if isinstance(nested, Mapping):
+        nested = tuple(nested.values())
+    return isinstance(nested, list) or (isinstance(nested, tuple) and any(map(_holds_list, nested)))
+
+
+def build(model: Any, example: Example) -> None:
+    """Makes all variables of the model, also those that only its first calls would make.
+
+    Raises:
+      ValueError: it is no Keras model or trains itself, cannot be called with the example's
+        inputs, has nothing to train, or keeps a state for each place in a batch.
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
+    for name in ("train_step", "compute_loss"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ValueError(
+                f"the model {model.name} defines its own {name}, which only model.fit calls: put "
+                "what it does into the task's loss"
+            )
+    inputs = example["inputs"]
+    functional = hasattr(model, "_inputs_struct")  # built, and knows its inputs
+    if functional:
+        _check_input_names(model, inputs)
+    else:
+        with told("the model, called with the inputs of training_example,"):
+            model(inputs, training=False)
+            # Traced only: it makes what training alone needs, and changes no state.
+            called = tf.function(lambda x: model(x, training=True), autograph=False)
+            called.get_concrete_function(inputs)
+    if not model.trainable_variables:
+        raise ValueError(f"the model {model.name} has no variable to train")
+    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
+    if stateful := [layer.path for layer in layers if layer.stateful]:
+        raise ValueError(
+            f"{some(stateful)} has stateful=True, which carries a state from one batch to the "
+            "next; here batches hold unrelated samples: remove it"
+        )
+
+
+def _check_input_names(model: keras.Model, inputs: Any) -> None:
+    wanted = list(model._inputs_struct) if isinstance(model._inputs_struct, dict) else []
+    wanted = wanted or [tensor.name for tensor in model.inputs]
+    if isinstance(inputs, Mapping) and not set(wanted) <= set(inputs):
+        raise ValueError(
+            f"the model's inputs are {sorted(wanted)}, training_example's are {sorted(inputs)}: "
+            'give both the same names, keras.Input(..., name="...") and keys of "inputs"'
+        )
+    if isinstance(model._inputs_struct, dict) and not isinstance(inputs, Mapping):
+        raise ValueError(
+            f"the model's inputs are a dict of {sorted(wanted)}, training_example's are not: make "
+            '"inputs" a dict with these keys'
+        )
+
+
+def check_variables(
+    model: keras.Model, trained: Sequence[keras.Variable], untrained: Sequence[tf.Variable]
+) -> None:
+    """Raises ValueError where the traced step found other variables than the model had before."""
+    now = model.trainable_variables
+    made = {id(v): v for v in [*now, *model.non_trainable_variables]}
+    known = {id(v) for v in trained}
+    raws = {id(v) for v in untrained}
+    new = [v.path for i, v in made.items() if i not in known and id(raw(v)) not in raws]
+    changed = [v.path for v in trained if id(v) not in {id(x) for x in now}]
+    changed += [v.path for v in now if id(v) not in known and v.path not in new]
+    if new:
+        raise ValueError(
+            f"the model makes variables only when it trains: {some(new)}. Make them in its "
+            "__init__ or build, so that they are trained, saved and the same on every rank"
+        )
+    if changed:
+        raise ValueError(
+            f"`trainable` was changed after the model was built, of {some(changed)}: set it in "
+            "build_model"
+        )
+
+
+def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
+    """What the task, or else the model, makes of a batch that is not trained on."""
+    predict = optional(task, "predict")
+    with told("predict" if predict else "the model, called in evaluation,"):
+        return predict(model, inputs) if predict else model(inputs, training=False)
+
+
+def loss(
+    task: Task, outputs: Any, targets: Any, samples: int | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """What the task's loss gives for `samples` examples (None: any number), in float32 at least.
+
+    Raises:
+      ValueError: it is not a pair of float tensors of one shape, samples first.
+    """
+    with told("the task's loss"):
+        pair = task.loss(outputs, targets)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(
+            f"the task's loss must return two tensors, a loss and a weight for each example; it "
+            f"returns {_describe(pair)}. Not the mean: that is taken over all ranks"
+        )
+    with told("the task's loss"):
+        losses, weights = (tf.convert_to_tensor(part) for part in pair)
+    shapes = f"losses {losses.shape} and weights {weights.shape}"
+    if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
+        raise ValueError(f"the task's loss must return a loss for each example, not {shapes}")
+    if losses.shape.as_list() != weights.shape.as_list():
+        raise ValueError(
+            f"the task's loss returns {shapes}: give both the same shape, or one would be "
+            "broadcast over the other"
+        )
+    if not losses.dtype.is_floating:
+        raise ValueError(f"the task's loss returns losses of {losses.dtype.name}: make them floats")
+    if samples:
+        _check_apart(task, outputs, targets, losses.shape)
+    losses = at_least_float32(losses)
+    return losses, tf.cast(weights, losses.dtype)
+
+
+def _check_apart(task: Task, outputs: Any, targets: Any, shape: tf.TensorShape) -> None:
+    """Raises ValueError where one example's losses depend on how many examples there are.
+
+    Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
+    """
+
+    def one_more(tensor: tf.Tensor) -> tf.TensorSpec:
+        whole = tensor.shape.rank and tensor.shape[0] is not None
+        sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
+        return tf.TensorSpec(sizes, tensor.dtype)
+
+    again = tf.function(lambda o, t: tf.convert_to_tensor(task.loss(o, t)[0]), autograph=False)
+    try:
+        specs = [tf.nest.map_structure(one_more, part) for part in (outputs, targets)]
+        other = again.get_concrete_function(*specs).structured_outputs.shape.as_list()
+    except Exception:  # it takes no other number of examples, so there is nothing to compare
+        return
+    if other[1:] != shape.as_list()[1:]:
+        raise ValueError(
+            f"the task's loss returns losses of shape {shape}, and {other} for one example more: "
+            "its shape after the first dimension must not depend on the batch. Are outputs [n, 1] "
+            "compared to targets [n]?"
+        )
+
+
+def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+    """What the task's `sums` gives, as int64 and float64: totals outgrow smaller numbers.
+
+    Raises:
+      ValueError: they are not numbers by name, or have the names of the loss's own sums.
+    """
+    with told("the task's sums"):
+        found = dict(task.sums(outputs, targets))
+        found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
+    if taken := {"loss", "weight"} & set(found):
+        raise ValueError(
+            f"the task's sums use the name {some(taken)}, which is reserved for the loss"
+        )
+    for name, value in found.items():
+        if not (value.dtype.is_floating or value.dtype.is_integer):
+            raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
+        if not value.shape.is_fully_defined():
+            raise ValueError(
+                f"the task's sums have {name} of shape {value.shape}, which depends on the batch: "
+                "add it up over the batch, or say its shape with tf.ensure_shape"
+            )
+    return {
+        name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
+        for name, value in found.items()
+    }
+
+
+def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The task's figures from its sums, with its main metric among them.
+
+    Raises:
+      ValueError: they are not figures by name, or the main metric is missing.
+    """
+    with told("the task's metrics"):
+        figures = task.metrics(sums)
+        figures = {str(name): float(value) for name, value in figures.items()}
+    if "loss" in figures:
+        raise ValueError(
+            'the task\'s metrics return a figure "loss", a name that is reserved for the loss of '
+            "the run: choose another name"
+        )
+    if task.main_metric == "loss":
+        raise ValueError(
+            'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
+            'best. Let `metrics` return {"score": -sums["loss"] / sums["weight"]} and name that'
+        )
+    if task.main_metric not in figures:
+        raise ValueError(
+            f'main_metric = "{task.main_metric}" is not among the figures of `metrics`: '
+            f"{sorted(figures)}"
+        )
+    return figures
+
+
+def actions(found: Any) -> list[Any]:
+    """What the task's `actions` returned. Raises ValueError where one is no Action (actions.py)."""
+    wrong = [found] if not isinstance(found, (list, tuple)) else []
+    wrong = wrong or [a for a in found if not (callable(a) and hasattr(a, "due"))]
+    wrong = wrong or [a for a in found if not isinstance(getattr(a, "settles", None), bool)]
+    if wrong:
+        raise ValueError(
+            "the task's actions must return a list of objects with `settles` (a bool), due(step) "
+            f"and __call__(step, result); there is {_describe(wrong[0])}"
+        )
+    return list(found)
+
+
+def notes(found: Any) -> list[str]:
+    """What the task's `notes` returned. Raises ValueError where it is no list of sentences."""
+    if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
+        raise ValueError(f"the task's notes must return a list of texts, not {_describe(found)}")
+    return list(found)
+
+
+def pictures(drawn: Any) -> np.ndarray:
+    """What `draw` returned. Raises ValueError where it is not uint8 [n, height, width, 3]."""
+    fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
+    if fine and drawn.ndim == 4 and drawn.shape[-1] == 3:
+        return drawn
+    shape = f"{drawn.dtype} {list(drawn.shape)}" if hasattr(drawn, "dtype") else _describe(drawn)
+    raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {shape}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tf.Tensor):
+        return f"one tensor of shape {value.shape}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,327 @@
+"""Virtual ranks: a step computed as V shares, whoever holds them, and added up as integers.
+
+The global batch is dealt to V virtual ranks, the same for any number N <= V of real ones. A real
+rank computes those it holds one after the other, each from the state that the step began with. What
+they give is added up without rounding, so that neither N nor the order of the sums changes a bit:
+
+  gradients          fixed point, one int64 each
+  moving statistics  fixed point, two int64 each
+  totals of the log  each virtual rank's in a place of its own, to which others add zeros
+
+fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch, in
+a run time of its own.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdkit.data.sampler import share
+from hvdkit.observe import stragglers
+from hvdkit.ranks.world import World, raw
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DIVERGED
+from hvdkit.train import fixed_point, gradients
+from hvdkit.train.assigned import assigned
+from hvdkit.train.gradients import Compiled, Forward, Reduced
+from hvdkit.train.seeds import Seeds
+from hvdkit.train.state import State
+from hvdkit.words import some
+
+_Values = list[tuple[tf.Variable, tf.Tensor]]
+
+# A virtual rank's row of totals: the sums of `Forward`, then faults: not finite, a gradient beyond
+# the grid, state beyond it, all gradients below it.
+_NUM_SUMS, _NUM_FAULTS = 4, 4
+_ROW = _NUM_SUMS + _NUM_FAULTS
+
+
+class Share(NamedTuple):
+    """A virtual rank's part of a micro-batch: `size` samples from `first` on of the rank's own."""
+
+    number: int
+    first: int
+    size: int
+
+
+def shares(micro_batch: int, virtual_ranks: int, rank: int, size: int) -> list[Share]:
+    """The virtual ranks that real rank `rank` of `size` holds, and their samples."""
+    first, last = share(virtual_ranks, rank, size)
+    parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
+    return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
+
+
+class _Pass(NamedTuple):
+    """What one virtual rank gives."""
+
+    row: tf.Tensor  # float64 [V, _ROW]: zeros but for its own row
+    grads: list[tf.Tensor]  # by target: floats [n], of the variables it depends on, all in one
+    state: tf.Tensor  # int64 [2, n]: the floating state that is not trained, all in one
+    others: list[tf.Tensor]  # int64: other state
+
+
+class _Totals(NamedTuple):
+    """What virtual ranks add up to."""
+
+    table: tf.Tensor  # float64 [V, _ROW]: zeros but for the rows of those that are in it
+    grads: list[tf.Tensor]  # as in _Pass, int64
+    state: tf.Tensor
+    low: list[tf.Tensor]  # other state: smallest and largest value of each element
+    high: list[tf.Tensor]
+
+
+class Passes:
+    """Forward, backward and reduction of a step: virtual rank by virtual rank, then over ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        forward: Forward,
+        state: State,
+        compiled: Compiled | None,
+    ) -> None:
+        self._count, self._micro_batches = config.virtual_ranks, config.accumulation_steps
+        micro = config.global_batch_size // config.accumulation_steps
+        self._own = shares(micro, self._count, world.rank, world.size)
+        self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+        self._forward, self._state, self._compiled = forward, state, compiled
+        self._variables = state.model.trainable_variables
+        self._seeds = Seeds(config.seed, state.model)
+        seeds = {id(v) for v in self._seeds.variables}
+        self._untrained = [
+            raw(v) for v in state.model.non_trainable_variables if id(raw(v)) not in seeds
+        ]
+        # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
+        # that it only reads stays as it is, to the last bit.
+        self._floats: list[tf.Variable] = []
+        self._others: list[tf.Variable] = []
+        # By target: places of the variables it depends on, and their gradients' types.
+        self._connected: list[dict[int, tf.DType]] = []
+
+    def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
+        """Inside the step's tf.function; all ranks must call it together.
+
+        Args:
+          batch: nested tensors [micro-batches, samples of this rank, ...].
+          votes: float64 [n], this rank's.
+        """
+        held = [*self._untrained, *self._seeds.variables]
+        start = [(v, v.read_value()) for v in held]
+        totals = self._over_own(batch, start)
+        # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
+        ready = stragglers.moment(totals.table)
+        parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
+        parts = self._sum(parts, "step.totals")
+        table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
+        sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _NUM_FAULTS])
+        for variable, value in start:  # so that seeds are as if nothing had been drawn
+            variable.assign(value)
+        uneven = self._set_state(totals)
+        faults = tf.concat([faults, [tf.cast(uneven, tf.float64)]], 0)
+        there = {place for places in self._connected for place in places}
+        return Reduced(
+            grads=self._means(totals.grads, sums, faults),
+            had=[place in there for place in range(len(self._variables))],
+            sums=sums,
+            adds_losses=len(totals.grads) > 1,
+            votes=parts[-votes.shape[0] :],
+            losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
+            ready=ready,
+            faults=faults,
+        )
+
+    def _over_own(self, batch: Any, start: _Values) -> _Totals:
+        """All that this rank holds: two sizes of shares at most, each traced once."""
+        total = None
+        for size in sorted({part.size for part in self._own}):
+            group = [part for part in self._own if part.size == size]
+            total = self._over(total, batch, start, group)
+        return total
+
+    def _over(
+        self, total: _Totals | None, batch: Any, start: _Values, group: list[Share]
+    ) -> _Totals:
+        """Shares of one size, one after the other, added to `total`."""
+        size = group[0].size
+        numbers = tf.constant([part.number for part in group], tf.int64)
+        firsts = tf.constant([part.first for part in group], tf.int64)
+
+        # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        def one(number: tf.Tensor, first: tf.Tensor) -> _Pass:
+            def cut(t: tf.Tensor) -> tf.Tensor:
+                shape = [t.shape[0], size, *t.shape[2:]]
+                return tf.ensure_shape(t[:, first : first + size], shape)
+
+            return self._pass(tf.nest.map_structure(cut, batch), start, number)
+
+        begun = 0
+        if total is None:
+            total, begun = self._add(None, one(numbers[0], firsts[0])), 1
+        if begun == len(group):
+            return total
+        return tf.while_loop(
+            lambda index, _: index < len(group),
+            lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i]))),
+            (tf.constant(begun), total),
+            parallel_iterations=1,  # one share's memory; and all of them set the same state
+        )[1]
+
+    def _add(self, total: _Totals | None, found: _Pass) -> _Totals:
+        # float16's loss scale is taken out first: the grid is that of the true gradients.
+        scale = self._state.loss_scale.value
+        grads = [
+            fixed_point.add_gradients(known, flat, self._count, scale)
+            for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
+        ]
+        if total is None:
+            return _Totals(found.row, grads, found.state, found.others, found.others)
+        return _Totals(
+            total.table + found.row,
+            grads,
+            total.state + found.state,
+            [tf.minimum(a, b) for a, b in zip(total.low, found.others)],
+            [tf.maximum(a, b) for a, b in zip(total.high, found.others)],
+        )
+
+    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Pass:
+        """Virtual rank `number`: forward and backward from the step's start."""
+        for variable, value in start:
+            variable.assign(value)
+        self._seeds.assign(self._state.step, number)
+        _, sums, grads = gradients.with_gradients(
+            self._watched, part, self._micro_batches, self._variables, self._compiled
+        )
+        self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
+        packed = [fixed_point.pack(list(known.values())) for known in grads]
+        state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
+        scale = self._state.loss_scale.value
+        judged = [fixed_point.judge(flat, self._count, scale) for flat in packed]
+        finite, fits, kept = (tf.reduce_all(words) for words in zip(*judged))
+        state_finite, state_fits = fixed_point.judge_state(state, self._count)
+        faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~kept]
+        own = tf.range(self._count, dtype=tf.int64)[:, None] == number
+        row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
+        others = [tf.cast(v, tf.int64) for v in self._others]
+        state = fixed_point.state_to_fixed(state, self._count)
+        return _Pass(tf.where(own, row, tf.zeros_like(row)), packed, state, others)
+
+    def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The forward pass, and which variables it changes.
+
+        Raises ValueError where virtual ranks one after the other would make something else of it.
+        """
+        found = self._forward(micro)
+        changed = {id(v) for v in assigned(tf.compat.v1.get_default_graph())}
+        trained = [v.path for v in self._variables if id(raw(v).handle) in changed]
+        if trained:
+            raise ValueError(
+                f"the forward pass assigns {some(trained)}, which the optimizer trains (as Keras's "
+                "SpectralNormalization does): each virtual rank would do it again. "
+                "Leave out --virtual_ranks"
+            )
+        moved = [v for v in self._untrained if id(v.handle) in changed]
+        self._floats = [v for v in moved if v.dtype.is_floating]
+        self._others = [v for v in moved if not v.dtype.is_floating]
+        no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
+        if no_numbers:
+            raise ValueError(
+                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot bring "
+                "together: its type must be float or integer"
+            )
+        return found
+
+    def _means(
+        self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
+    ) -> list[tf.Tensor | None]:
+        """Gradients over the global batch, None where there is none; NaN where a sum is not whole.
+
+        The task's loss is divided by what was counted; what the model adds is a mean already.
+        """
+        count, positions = sums[1], sums[2]
+        nan = tf.constant(math.nan, tf.float64)
+        sound = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
+        factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
+        types = {place: dtype for places in self._connected for place, dtype in places.items()}
+        # Rounded once: where two targets are added, after that.
+        once = len(totals) == 1 and tf.float64 not in types.values()
+        wide = tf.float32 if once else tf.float64
+        means: list[tf.Tensor | None] = [None] * len(self._variables)
+        for target, (total, places) in enumerate(zip(totals, self._connected)):
+            if not places:  # a target may depend on no variable: an activity that nothing makes
+                continue
+            total = self._sum(total, f"virtual.gradients.{target}")
+            shapes = [self._variables[place].shape for place in places]
+            parts = fixed_point.unpack_gradients(total, factors[target], shapes, wide)
+            for place, part in zip(places, parts):
+                means[place] = part if means[place] is None else means[place] + part
+        return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
+
+    def _set_state(self, totals: _Totals) -> tf.Tensor:
+        """State after the step: means of floats; what else there is must be the same for all.
+
+        Returns whether it is not, bool scalar.
+        """
+        if self._floats:
+            mean = (
+                fixed_point.state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
+            )
+            sizes = [v.shape.num_elements() for v in self._floats]
+            for variable, value in zip(self._floats, tf.split(mean, sizes)):
+                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+        uneven = tf.constant(False)
+        for place, (variable, low, high) in enumerate(zip(self._others, totals.low, totals.high)):
+            low = self._sum(low, f"virtual.low.{place}", hvd.Min)
+            high = self._sum(high, f"virtual.high.{place}", hvd.Max)
+            uneven |= tf.reduce_any(low != high)
+            variable.assign(tf.cast(low, variable.dtype))
+        return uneven
+
+    def _sum(self, tensor: tf.Tensor, name: str, op: Any = hvd.Sum) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=op, name=name, device_dense=self._device)
+
+
+def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
+    """What no smaller loss scale mends in a step: exit code, a word or two, a sentence; or None."""
+    if "faults" not in result:
+        return None
+    _, gradients_beyond, state_beyond, _, uneven = map(int, result["faults"].numpy())
+    at = f"at step {int(result['step'])}"
+    if gradients_beyond or state_beyond:
+        limit = (
+            f"a gradient of their share larger than {int(fixed_point.LARGEST_GRADIENT)}"
+            if gradients_beyond
+            else f"a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}"
+        )
+        return (
+            DIVERGED,
+            "overflow",
+            f"{at} {gradients_beyond or state_beyond} virtual rank(s) have {limit}: it does not "
+            "fit the fixed point of --virtual_ranks. Try a lower --base_lr, --warmup_steps, "
+            "smaller inputs, or leave out --virtual_ranks",
+        )
+    if uneven:
+        return (
+            BUG,
+            "uneven state",
+            f"{at} state that is no float and not trained (a counter, a flag) differs between "
+            "virtual ranks: every virtual rank must change it in the same way",
+        )
+    return None
+
+
+def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
+    """What a person should know of a step whose gradients lose their digits; or None."""
+    if "faults" not in result or not result["faults"][3]:
+        return None
+    return (
+        f"note: at step {int(result['step'])} all gradients of a virtual rank are smaller than "
+        f"{fixed_point.SMALLEST_GRADIENT:.0e}: the fixed point of --virtual_ranks keeps few of "
+        "their digits or none. Multiply the loss by a factor, or leave out --virtual_ranks"
+    )
