@@ -20,7 +20,7 @@ from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
-from hvdkit.run import assemble as run_lib
+from hvdkit.run import context as run_lib
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE
 from hvdkit.train import task_checks

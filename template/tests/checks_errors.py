@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hvdkit.data.demo import scenes
 from hvdkit.data.packed_strings import Names
-from hvdkit.run import assemble as run_lib
+from hvdkit.run import context as run_lib
 from hvdkit.settings import config as config_lib
 from hvdkit.stop import WRONG_USE
 from PIL import Image

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.observe.telemetry import Telemetry
-from hvdkit.run import assemble as run_lib
+from hvdkit.run import context as run_lib
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 from checks_runs import position_of

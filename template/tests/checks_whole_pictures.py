@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvdkit.data.pipeline import EvaluationFeed, reader
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
-from hvdkit.run import assemble as run_lib
-from hvdkit.run.assemble import Run
+from hvdkit.run import context as run_lib
+from hvdkit.run.context import Run
 from hvdkit.settings.config import Config, eval_scales
 from hvdkit.stop import WRONG_USE, Stop
 from PIL import Image

@@ -78,7 +78,7 @@ def _run(config, world):
     from hvdkit.data.pipeline import TrainingFeed
     from hvdkit.data.sampler import Sampler
     from hvdkit.run import health
-    from hvdkit.run.assemble import assemble
+    from hvdkit.run.context import assemble
     from hvdkit.train import batch_norm
     from hvdkit.train.step import make_train_step
 

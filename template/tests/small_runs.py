@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdkit.data.arrays import Arrays
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
-from hvdkit.run import assemble as run_lib
+from hvdkit.run import context as run_lib
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE, Stop
 from hvdkit.train import losses

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.observe.stragglers import Pace
+from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World
 
 

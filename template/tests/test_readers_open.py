@@ -17,7 +17,7 @@ from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source
-from hvdkit.run import assemble as run_lib
+from hvdkit.run import context as run_lib
 from hvdkit.settings import config as config_lib
 
 import readers

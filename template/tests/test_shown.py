@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from hvdkit.commands import evaluate, predict
 from hvdkit.commands.export import Exported
-from hvdkit.evaluate import confusion, evaluator
+from hvdkit.observe import confusion, evaluator
 from hvdkit.observe import records, report
 
 # Of 10 labels of class 0, 8 were told right; of 5 of class 1, one.

@@ -1,0 +1,45 @@
+"""The engine of a training template for TensorFlow 2 and Horovod.
+
+A fork's train.py uses `Run` and `main`; everything else has a room of its own, named for what it
+does: settings, ranks, data, train, checkpoint, observe, evaluate, run, commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
+
+__all__ = ["Run", "__version__", "check_flags", "main"]
+__version__ = "0.1.0"
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Refuses wrong flags before TensorFlow's long import, which it then does quietly.
+
+    Until the run starts, Ctrl-C ends the process without a trace.
+    """
+    from hvdkit.ranks import interrupt
+    from hvdkit.settings import config
+
+    config.from_command_line(argv)
+    interrupt.end_at_once()
+    importlib.import_module("hvdkit.ranks.quiet")
+
+
+def main(train: Any, argv: Sequence[str] = sys.argv) -> int:
+    """Trains by `train(run)` on the ranks that were launched; returns the exit code."""
+    from hvdkit.run import main as entry
+
+    return entry.main(train, argv)
+
+
+def __getattr__(name: str) -> Any:
+    # TensorFlow takes seconds to import: only where something of it is used.
+    if name == "Run":
+        return importlib.import_module("hvdkit.run.loop").Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

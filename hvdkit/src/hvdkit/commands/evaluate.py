@@ -34,15 +34,15 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit.data.pipeline import EvaluationFeed
-from hvdkit.evaluate import confusion as confusion_lib
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
+from hvdkit.observe import confusion as confusion_lib
 from hvdkit.observe.records import is_of_class
 from hvdkit.ranks import live
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
-from hvdkit.run.assemble import Run
+from hvdkit.run.context import RunContext
 from hvdkit.settings.config import Config
 from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import ema, task_checks
@@ -53,7 +53,7 @@ from hvdkit.train.task import Example
 class Worst:
     """The samples with the largest mean loss."""
 
-    def __init__(self, run: Run, most: int, rounds: int) -> None:
+    def __init__(self, run: RunContext, most: int, rounds: int) -> None:
         self._run, self._most, self._rounds, self._done = run, most, rounds, 0
         self._found: list[tuple[float, int]] = []
 
@@ -113,7 +113,7 @@ def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) ->
 
 
 def write(
-    run: Run, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
+    run: RunContext, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
 ) -> None:
     """All but pictures of samples; prints the figures and each class."""
     place = getattr(run.val_source, "picture_file", lambda number: "")
@@ -151,7 +151,7 @@ def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
     return cells.repeat(times, 0).repeat(times, 1)
 
 
-def pictures(run: Run, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
+def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
     """What the task draws of each of the worst samples; the weights are those evaluated."""
     draw = tasks.optional(run.task, "draw")
     for old in out.glob("*-sample-*.png"):  # of an evaluation before this one

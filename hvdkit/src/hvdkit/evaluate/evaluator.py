@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import horovod.tensorflow as hvd
 import keras
@@ -13,13 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.pipeline import EvaluationFeed, said
+from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.ranks import heartbeat
-from hvdkit.ranks.world import raw, say, unoptimized
-from hvdkit.run.assemble import Run
+from hvdkit.ranks.world import World, raw, say, unoptimized
+from hvdkit.settings.config import Config
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.seeds import Seeds
+from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
 from hvdkit.words import some
 
@@ -39,10 +41,21 @@ class Evaluation(NamedTuple):
         return counts.astype(np.int64) if square else None
 
 
+class Context(Protocol):
+    """What an evaluation needs of a run."""
+
+    config: Config
+    world: World
+    task: Task
+    val_source: Source
+    model: keras.Model
+    state: State
+
+
 class Evaluator:
     """Holds what does not change from one evaluation to the next."""
 
-    def __init__(self, run: Run, feed: EvaluationFeed) -> None:
+    def __init__(self, run: Context, feed: EvaluationFeed) -> None:
         self._world, self._task = run.world, run.task
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None

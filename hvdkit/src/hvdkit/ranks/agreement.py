@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, hostname, raw, say
+from hvdkit.settings import project
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.words import some
@@ -79,7 +79,7 @@ def fingerprint(world: World, config: Config) -> dict[str, str]:
     return fingerprints.of_all([theirs for theirs, _ in everyone])
 
 
-def check_code(world: World, folder: Path) -> None:
+def check_code(world: World) -> None:
     """Raises Stop on all ranks when a host has other files of code than rank 0's, naming one.
 
     Each rank would train by what it has. One rank a host reads them.
@@ -87,7 +87,7 @@ def check_code(world: World, folder: Path) -> None:
     own = {}
     with world.together("reading the project's code"):
         if world.local_rank == 0:
-            own = fingerprints.code(folder)
+            own = fingerprints.code(project.folder(), project.ENGINE)
     whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
     first = world.broadcast_object(whole, "agreement.code")
     if world.meet("agreement.odd_code", bool(own) and whole != first) == [0]:
@@ -123,26 +123,6 @@ def check_gradients(
                 "others: every rank's loss must depend on the same variables (to leave one out, "
                 "multiply by 0)",
             )
-
-
-def check_not_lost(
-    world: World, variables: Sequence[keras.Variable], had: Sequence[bool], got: Sequence[bool]
-) -> None:
-    """Raises Stop on all ranks when the reduction lost a gradient on any of them.
-
-    Args:
-      had: for each variable, whether this rank's tape had a gradient.
-      got: the same, of what the reduction returned.
-    """
-    lost = [v.path for v, before, after in zip(variables, had, got, strict=True) if before > after]
-    everyone = world.gather_alike(lost, "agreement.not_lost")
-    ranks = [rank for rank, theirs in enumerate(everyone) if theirs]
-    if ranks:
-        raise Stop(
-            BUG,
-            f"the reduction lost the gradients of {some(everyone[ranks[0]])} (rank {some(ranks)}): "
-            "they would never be trained. Leave out --gradient_groups and --pack_bytes",
-        )
 
 
 def check_same_state(

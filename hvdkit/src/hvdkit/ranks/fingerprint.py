@@ -42,12 +42,16 @@ def here() -> dict[str, str]:
     return found | {"switches": " ".join(switches) or "none"}
 
 
-def code(folder: Path) -> dict[str, str]:
-    """SHA-256 of each Python file of the project, but its tests', by its name in it."""
-    packages = [inner.parent for inner in folder.glob("*/__init__.py")]
-    files = [*folder.glob("*.py"), *(file for inner in packages for file in inner.rglob("*.py"))]
+def code(project: Path, engine: Path) -> dict[str, str]:
+    """SHA-256 of each Python file of the project and of the engine, by its name in them.
+
+    Of the project, what a run imports: its own files and those of its packages.
+    """
+    packages = [inner.parent for inner in project.glob("*/__init__.py")]
+    files = [*project.glob("*.py"), *(file for inner in packages for file in inner.rglob("*.py"))]
     # An editor's lock is a link that leads nowhere, .#train.py.
-    names = {str(file.relative_to(folder)): file for file in files if file.is_file()}
+    names = {str(file.relative_to(project)): file for file in files if file.is_file()}
+    names |= {str(f.relative_to(engine.parent)): f for f in engine.rglob("*.py") if f.is_file()}
     return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
 
 

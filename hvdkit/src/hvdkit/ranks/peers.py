@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -27,9 +26,9 @@ import tensorflow as tf
 
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks.world import World, hostname
+from hvdkit.settings import project
 from hvdkit.stop import BUG, complain
 
-_PROJECT = Path(__file__).resolve().parent.parent
 _CONNECT = 5.0  # seconds in which a process that runs answers
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
@@ -167,11 +166,11 @@ class Peers:
     def _main_thread(self) -> str:
         """The innermost line of the project's own that the main thread is at."""
         frame = sys._current_frames().get(self._main)
-        while frame and not Path(frame.f_code.co_filename).is_relative_to(_PROJECT):
+        while frame and not project.is_own(frame.f_code.co_filename):
             frame = frame.f_back
         if not frame:
             return "not in the project's code"
-        file = Path(frame.f_code.co_filename).relative_to(_PROJECT)
+        file = project.name_of(frame.f_code.co_filename)
         return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
     def _ask_all(self) -> dict[int, _Answer]:

@@ -24,7 +24,6 @@ import tensorflow as tf
 from hvdkit.ranks import devices, heartbeat, live, messages
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
-from hvdkit.train import reduction
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
@@ -241,7 +240,6 @@ def set_up(world: World, config: Config) -> None:
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or _threads() or _share_of_cores(world)
         _choose_device(world, config.device, threads)
-        reduction.check_backend(config)
 
 
 def data_workers(world: World, config: Config) -> int:

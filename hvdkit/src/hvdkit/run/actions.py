@@ -1,4 +1,4 @@
-"""What happens after a step. train.py lists the actions; each is called as action(step, result).
+"""What happens after a step. run/modes.py lists the actions; each is called as action(step, result).
 
 An action says with `due(step)` whether it acts after a step, and with `settles` whether it needs
 to know first that the step was applied. It returns why the run must end, or None. All ranks have
@@ -13,21 +13,21 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from engine.elastic import Commits, WorldChanged
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import TrainingFeed
-from hvdkit.evaluate import confusion, early_stop
+from hvdkit.evaluate import early_stop
 from hvdkit.evaluate.evaluator import Evaluator
-from hvdkit.observe.stragglers import Pace
+from hvdkit.observe import confusion
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks.drift import Drift
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
-from hvdkit.run.assemble import Run
-from hvdkit.run.health import Clock, Ending, Health
+from hvdkit.run.context import RunContext
+from hvdkit.run.health import Clock, Ending
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, ema, task_checks
@@ -48,7 +48,7 @@ class Sync:
 
     settles = False
 
-    def __init__(self, run: Run, sync: Callable[[], None]) -> None:
+    def __init__(self, run: RunContext, sync: Callable[[], None]) -> None:
         # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
         self._every = 1 if run.config.deterministic else run.config.bn_sync_every
         self._sync = sync
@@ -65,7 +65,9 @@ class Log:
 
     settles = True
 
-    def __init__(self, run: Run, telemetry: Telemetry, feed: TrainingFeed, pace: Pace) -> None:
+    def __init__(
+        self, run: RunContext, telemetry: Telemetry, feed: TrainingFeed, pace: Pace
+    ) -> None:
         self._run, self._telemetry, self._feed, self._pace = run, telemetry, feed, pace
         self._waited = 0.0  # of the feed's seconds, those that were logged
 
@@ -97,7 +99,7 @@ class CheckDrift:
 
     settles = False
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._every, self._repair = run.config.drift_every, run.config.drift == "repair"
         # Moving statistics are each rank's own until they are brought together: see check_alike.
         apart = {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
@@ -149,7 +151,7 @@ class Save:
 
     def __init__(
         self,
-        run: Run,
+        run: RunContext,
         saver: Saver,
         clock: Clock,
         sync: Callable[[], None],
@@ -183,7 +185,7 @@ class Save:
             self._saver.last(step, self._run.state.variables, self._run.config)
 
 
-def check_alike(run: Run) -> None:
+def check_alike(run: RunContext) -> None:
     """Raises Stop, on all ranks, where state that is not trained differs between them.
 
     Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
@@ -197,39 +199,6 @@ def check_alike(run: Run) -> None:
     agreement.check_same_state(run.world, named, "state that is not trained")
 
 
-class Commit:
-    """A copy in every rank's memory, from which those that are left go on (--elastic).
-
-    Before each checkpoint too, so that none on disk is newer. Where hosts have come or are to go,
-    the run is made anew from it with them.
-    """
-
-    settles = True
-
-    def __init__(
-        self,
-        run: Run,
-        commits: Commits,
-        save: Save,
-        sync: Callable[[], None],
-        telemetry: Telemetry,
-        monitor: Health,
-    ) -> None:
-        self._run, self._commits, self._save = run, commits, save
-        self._sync, self._telemetry, self._monitor = sync, telemetry, monitor
-
-    def due(self, step: int) -> bool:
-        planned = step % self._run.config.elastic_commit_every == 0 or self._save.due(step)
-        return planned or self._monitor.hosts_changed
-
-    def __call__(self, step: int, result: Result | None = None) -> None:
-        with self._telemetry.not_training():
-            self._sync()
-            self._commits.keep(step, self._run.state.variables)
-        if self._monitor.hosts_changed and step < self._run.config.num_steps:
-            raise WorldChanged
-
-
 class Evaluate:
     """The score of the weights, or of their average where one is kept; when to give up.
 
@@ -240,7 +209,7 @@ class Evaluate:
 
     def __init__(
         self,
-        run: Run,
+        run: RunContext,
         evaluator: Evaluator,
         saver: Saver,
         sync: Callable[[], None],
@@ -294,7 +263,7 @@ class Evaluate:
         return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
 
 
-def left_out(run: Run, found: Found) -> bool:
+def left_out(run: RunContext, found: Found) -> bool:
     """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
     config = run.config
     if config.benchmark or not evaluation_due(config, found.step):

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.observe import flops
 from hvdkit.observe.speed import FEWEST, WINDOWS, spread, table, window_ends
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
 from hvdkit.run.actions import Result
-from hvdkit.run.assemble import Run
-from hvdkit.run.health import Health
+from hvdkit.run.context import RunContext
 from hvdkit.train import graph_checks, reduction, task_checks
 
-_REDUCTIONS = 10  # that are timed by themselves
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
 
-TrainStep = Callable[[Any, tf.Tensor], Result]
+_REDUCTIONS = 10  # that are timed by themselves
 
 
 class _Clocks(NamedTuple):
@@ -44,47 +43,33 @@ class Benchmark:
 
     settles = True  # one wait for the device a window, so that it holds whole steps
 
-    def __init__(
-        self,
-        run: Run,
-        feed: TrainingFeed,
-        monitor: Health,
-        train_step: TrainStep,
-        first_step: int,
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         """Every rank must call it.
 
         Raises:
           Stop: on all ranks, when the model's operations cannot be counted for a mistake in it.
         """
-        self._run, self._feed, self._monitor = run, feed, monitor
-        self._train_step, self._calling = train_step, 0.0
-        self._ends = window_ends(first_step, run.config.num_steps)
+        self._loop, self._run = run, run.context
+        first_step = run.start.step
+        self._ends = window_ends(first_step, run.settings.num_steps)
         self._warm_up = self._ends[0] - first_step if self._ends else 0
         self._clocks: list[_Clocks] = []
         if not self._ends:
             say(
                 run.world,
-                f"note: --benchmark measures no speed in {run.config.num_steps - first_step} "
+                f"note: --benchmark measures no speed in {run.settings.num_steps - first_step} "
                 f"step(s): {WINDOWS} windows need --num_steps={FEWEST + first_step} or more",
             )
             return
         with run.world.together("counting the model's operations"), task_checks.told("the model"):
-            self._flops = count_operations(run, feed.spec) if run.world.is_chief else {}
-
-    def step(self, batch: Any, votes: tf.Tensor) -> Result:
-        """The train step, timed."""
-        start = time.perf_counter()
-        result = self._train_step(batch, votes)
-        self._calling += time.perf_counter() - start
-        return result
+            self._flops = count_operations(run.context, run.feed.spec) if run.world.is_chief else {}
 
     def due(self, step: int) -> bool:
         return step in self._ends
 
     def __call__(self, step: int, result: Result) -> None:
-        in_step = self._calling + self._monitor.waited()
-        self._clocks.append(_Clocks(time.perf_counter(), self._feed.waited(), in_step))
+        in_step = self._loop.seconds_in_steps + self._loop.health.waited()
+        self._clocks.append(_Clocks(time.perf_counter(), self._loop.feed.waited(), in_step))
         if step != self._ends[-1]:
             return
         world = self._run.world
@@ -100,7 +85,7 @@ class Benchmark:
     def _own(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
         on_host, on_gpu = peak_bytes()
-        _, per_step, *_ = tf.nest.flatten(self._feed.spec)[0].shape
+        _, per_step, *_ = tf.nest.flatten(self._loop.feed.spec)[0].shape
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
         first, last = self._clocks[0], self._clocks[-1]
         whole, waited, in_step = (b - a for a, b in zip(first, last))
@@ -114,7 +99,7 @@ class Benchmark:
             "bookkeeping": (whole - waited - in_step) / whole,
             "host_peak_bytes": on_host,
             "gpu_peak_bytes": on_gpu or None,
-            "seconds_of_reduction": reduction_alone(self._run, self._train_step),
+            "seconds_of_reduction": reduction_alone(self._run, self._loop.traced_step),
         }
 
     def _record(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
@@ -165,7 +150,7 @@ class Benchmark:
 
 
 def reduction_alone(
-    run: Run, train_step: tf.types.experimental.PolymorphicFunction
+    run: RunContext, train_step: tf.types.experimental.PolymorphicFunction
 ) -> float | None:
     """Seconds (a median) of the sum of all gradients over ranks while nothing else goes on.
 
@@ -195,7 +180,7 @@ def reduction_alone(
                 for op, part in zip(virtual, zeros)
             ]
         else:
-            tape = reduction.distribute(_Zeros(zeros), config, model.trainable_variables)
+            tape = reduction.RankSumTape(_Zeros(zeros), config, model.trainable_variables)
             sums = tape.gradient(None, zeros)
         # One number of each: what is read below is there when all of them are.
         return tf.add_n([tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums])
@@ -218,7 +203,7 @@ class _Zeros:
         return self._gradients
 
 
-def count_operations(run: Run, spec: Any) -> dict[str, Any]:
+def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     """Operations a sample; or why they are not counted."""
     config = run.config
     micro = config.global_batch_size // config.accumulation_steps

@@ -15,22 +15,22 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint import files, run_folder
-from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run.actions import Evaluate, Result, Save
-from hvdkit.run.assemble import Run
 from hvdkit.run.benchmark import count_operations, peak_bytes
+from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE
-from hvdkit.train import schedule
+from hvdkit.train import task as tasks
 
 STEPS = 2
 _PREFIX = ".dry-run-"
@@ -98,7 +98,7 @@ class DryRun:
 
     settles = True
 
-    def __init__(self, run: Run, first_step: int, save: Save, evaluate: Evaluate) -> None:
+    def __init__(self, run: RunContext, first_step: int, save: Save, evaluate: Evaluate) -> None:
         self._run, self._save, self._evaluate = run, save, evaluate
         self._last = min(first_step + STEPS, run.config.num_steps)
         if first_step >= run.config.num_steps:
@@ -126,7 +126,7 @@ class DryRun:
         return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
 
 
-def describe(run: Run, given: Config, sampler: Sampler, feed: TrainingFeed) -> None:
+def describe(run: RunContext, given: Config, *, sampler: Sampler, spec: Any) -> None:
     """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
     config, world = run.config, run.world
     ids = sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
@@ -140,14 +140,14 @@ def describe(run: Run, given: Config, sampler: Sampler, feed: TrainingFeed) -> N
             say(world, f"  --{field.name}={value}")
     say(world, "")
     run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
-    for line in _sizes(run, feed):
+    for line in _sizes(run, spec):
         say(world, line)
     for rank, (count, first) in list(enumerate(everyone))[:_SHOWN]:
         named = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
         say(world, f"rank {rank}: {count} samples a step; the first step's: {named}")
     if world.size > _SHOWN:
         say(world, f"... and {world.size - _SHOWN} more ranks")
-    rates = schedule.make(config, world.size)
+    rates = tasks.make_schedule(run.task, config, world.size)
     steps = np.linspace(0, config.num_steps - 1, min(config.num_steps, _WIDTH)).round()
     values = [float(rates(tf.constant(int(step), tf.int64))) for step in steps]
     say(world, f"\nlearning rate ({config.lr_policy}), steps 1 to {config.num_steps:,}:")
@@ -166,12 +166,12 @@ def plot(values: Sequence[float]) -> str:
     return "\n".join([*lines, f"{'0':>9} +" + "-" * len(values)])
 
 
-def _sizes(run: Run, feed: TrainingFeed) -> list[str]:
+def _sizes(run: RunContext, spec: Any) -> list[str]:
     config, model = run.config, run.model
     trained = sum(_bytes(v) for v in model.trainable_variables)
     whole = sum(_bytes(v) for v in run.state.variables.values())
     wire = trained * _WIRE[config.compression]
-    flops = count_operations(run, feed.spec)
+    flops = count_operations(run, spec)
     if "training_a_sample" in flops:
         counted = f"{flops['training_a_sample'] / 1e9:,.3g} GFLOP a sample, forward and backward"
     else:

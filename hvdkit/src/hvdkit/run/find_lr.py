@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdkit.ranks.world import say
 from hvdkit.run.actions import Result
-from hvdkit.run.assemble import Run
+from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE
 
@@ -30,7 +30,7 @@ class FindLr:
 
     settles = True
 
-    def __init__(self, run: Run, page: Path) -> None:
+    def __init__(self, run: RunContext, page: Path) -> None:
         """`page`: the HTML file that is written."""
         self._run, self._page = run, page
         self._rates: list[float] = []

@@ -1,9 +1,4 @@
-"""What can go wrong in mid-run, turned into votes that all ranks count together, and a verdict.
-
-A rank that cannot read its data, or that was told to stop, must not leave the others waiting in
-a collective. It takes part in the step as always and votes; the votes are summed with the loss,
-so every rank learns of it at the same step, at no extra cost.
-"""
+"""What can go wrong in mid-run: this rank's votes, and a verdict that is the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +10,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from engine.elastic import Commits
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.sampler import Sampler
-from hvdkit.observe.stragglers import Pace
-from hvdkit.ranks import heartbeat
+from hvdkit.ranks import heartbeat, votes
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
@@ -30,11 +24,6 @@ from hvdkit.words import some
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
-
-# Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
-# or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED, HOSTS_CHANGED = range(6)
-NUM_VOTES = 6
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -77,11 +66,7 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes, totals and times say about the run.
-
-    Attributes:
-      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
-    """
+    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
 
     def __init__(
         self,
@@ -91,13 +76,11 @@ class Health:
         feed: Feed,
         stop_signal: StopSignal,
         saver: Saver,
-        commits: Commits,
     ) -> None:
-        self._world, self._feed, self._stop_signal = world, feed, stop_signal
+        self._world, self._feed, self.stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
-        self._commits, self.hosts_changed = commits, False
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
@@ -109,13 +92,11 @@ class Health:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
-        return votes(
-            self._feed.error is not None,
-            self._stop_signal.asked,
-            self._saver.failed,
-            late,
-            self._saver.part_failed,
-            self._commits.hosts_changed,
+        return votes.votes(
+            data_failed=self._feed.error is not None,
+            stop_asked=self.stop_signal.asked,
+            failed_saves=self._saver.failed,
+            save_due=late,
         )
 
     def verdict(self, *results: Result | None) -> Ending | None:
@@ -140,11 +121,9 @@ class Health:
         self._waited += time.perf_counter() - start
         heartbeat.beat()
         self.pace.add(result["moments"])
-        if counted[DATA_FAILED]:
+        if counted[votes.DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
-        if counted[PART_FAILED]:
-            self._saver.hear()
         note = virtual.too_small(result)
         if note and not self._told:
             say(self._world, note)
@@ -153,17 +132,16 @@ class Health:
             return Ending(*fault, save=False)
         if not result["finite"] and (ending := self._not_finite(result)):
             return ending
-        failed = int(counted[FAILED_SAVES])
+        failed = int(counted[votes.FAILED_SAVES])
         # Nothing to say where one was written since that vote.
         if failed >= self._most_failed_saves and (
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
             message = f"{failed} saves in a row were not written (--max_failed_saves): {why}"
             return Ending(BUG, "saves failed", message, save=False)
-        if counted[SAVE_DUE]:
+        if counted[votes.SAVE_DUE]:
             self.save_clock.heard(int(result["step"]))
-        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
-        if counted[STOP_ASKED]:
+        if counted[votes.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
 
@@ -226,16 +204,3 @@ def _figures(result: Result) -> str:
         f"{float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. Checkpoints are "
         f"unchanged. Try a lower --base_lr, --warmup_steps, --clip_norm{labels}"
     )
-
-
-def votes(
-    data_failed: bool,
-    stop_asked: bool,
-    failed_saves: int = 0,
-    save_due: bool = False,
-    part_failed: bool = False,
-    hosts_changed: bool = False,
-) -> tf.Tensor:
-    """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due, part_failed, hosts_changed)
-    return tf.constant([float(vote) for vote in found], tf.float64)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.settings import combinations, fields, flagfiles
+from hvdkit.settings import combinations, fields, flagfiles, project
 from hvdkit.settings.combinations import (
     boundaries,
     class_weights,
@@ -48,7 +48,7 @@ __all__ = [
     "write",
 ]
 
-PROJECT = Path(__file__).resolve().parent
+PROJECT = project.folder()
 FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "cifar100", "digits")
 FORMATS += ("records",)
 

@@ -11,10 +11,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from hvdkit.ranks.world import raw
+from hvdkit.settings import project
 from hvdkit.train.task import Task
 from hvdkit.words import some
-
-PROJECT = Path(__file__).resolve().parent.parent
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = {
@@ -31,12 +30,6 @@ _GROWS = "resize_if_index_out_of_bounds"
 # In XLA's messages.
 _NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def is_own(file: str | Path) -> bool:
-    """Whether a file is of this project and not of a library in it."""
-    path = Path(file)
-    return path.is_relative_to(PROJECT) and not {".venv", "site-packages"} & set(path.parts)
 
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
@@ -143,9 +136,12 @@ def _of_xla(message: str) -> str:
     missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
     said = f"it has no {some(missing)}" if missing else first[:400]
     frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
-    own = [(path, line) for path, line in frames if is_own(path)]
+    own = [(path, line) for path, line in frames if project.is_own(path)]
     # These two call the model and the loss: where nothing of the project stands below, Keras does.
-    if not own or own[-1][0] in (PROJECT / "step.py", PROJECT / "tasks" / "check.py"):
+    if not own or own[-1][0] in (
+        project.ENGINE / "train/step.py",
+        project.ENGINE / "train/task_checks.py",
+    ):
         return said
     return f"{own[-1][0].name}, line {own[-1][1]}: {said}"
 

@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -97,15 +98,35 @@ def check_backend(config: Config) -> None:
         raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
 
 
-def distribute(
-    tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
-) -> RankSumTape:
-    """The tape whose `gradient` returns sums over all ranks, for gradients of `variables`.
+def arguments(config: Config) -> dict[str, Any]:
+    """What hvd.DistributedGradientTape takes besides `op`.
 
     Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
-    the global count, comes after (`gradients.unscale`).
+    the global count, comes after (`gradients.unscale`). With --deterministic all gradients are one
+    group, one message with a fixed layout: fusion by arrival time would change which bytes share a
+    ring chunk, and with it the order of additions.
     """
-    return RankSumTape(tape, config, variables)
+    device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+    groups = 1 if config.deterministic else None
+    fp16 = config.compression == "fp16"
+    return {
+        "device_dense": device,
+        "device_sparse": device,
+        "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+        "groups": groups,
+        "sparse_as_dense": groups is not None,  # a group of sparse and dense ones is refused
+    }
+
+
+def has_own_messages(config: Config) -> str:
+    """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none.
+
+    Horovod adds up no bfloat16, and groups gradients by their variables' names, which repeat in
+    subclassed Keras models.
+    """
+    if config.compression == "bf16":
+        return "compression"
+    return next((n for n in ("pack_bytes", "gradient_groups") if getattr(config, n)), "")
 
 
 class RankSumTape:
@@ -159,9 +180,7 @@ class RankSumTape:
         """What Horovod's tape takes: a number of messages, or the places that share one."""
         there = [i for i, connected in enumerate(self.connected) if connected]
         if self._config.deterministic:
-            # One group is one message with a fixed layout: fusion by arrival time would change
-            # which bytes share a ring chunk, and with it the order of additions.
-            return min(1, len(there)) or None
+            return 1
         if self._config.pack_bytes:
             packs = pack(
                 [self._sizes[i] for i in there], self._config.pack_bytes, self._config.pack_count

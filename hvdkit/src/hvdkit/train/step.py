@@ -1,137 +1,171 @@
-"""One training step on all ranks together: forward, reduce, unscale, judge, apply."""
+"""One training step on all ranks: forward and backward, one reduction, unscale, judge, apply.
+
+`train.py` of a fork writes the step with its own tape; `Step` gives it the parts:
+
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+        gradients = tape.gradient(loss, run.weights)
+        return run.update(gradients)
+
+The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The second
+sum is known only when the ranks have added up their parts, which can go on beside the backward
+pass. So each number is divided where it is known:
+
+  backward pass, on each rank:  gradient of  loss_sum * scale / positions
+  reduction:                    sum over ranks
+  after it:                     * positions / (count * scale)
+
+with `loss_sum` and `count` the sums of losses * weights and of weights, `positions` the size of
+`losses` in the global batch (by its shape, known to all ranks beforehand; it only keeps the numbers
+of the backward pass small, for float16) and `scale` the loss scale, 1 but for float16. What is left
+is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights
+are constants in it.
+
+Losses that the model adds by itself are not divided by `count`. Where there are any, the backward
+pass waits for the sums of all ranks and takes the whole loss at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.observe import stragglers
-from hvdkit.ranks import agreement
+from hvdkit.ranks import agreement, moments, votes
 from hvdkit.ranks.world import World, raw
-from hvdkit.run import health
 from hvdkit.settings.config import Config
-from hvdkit.train import gradients, graph_checks, keras_losses, reduction, task_checks, virtual
+from hvdkit.train import gradients as gradients_lib
+from hvdkit.train import graph_checks, keras_losses, reduction, task_checks, virtual
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
 from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task, make_schedule
 
+Result = Mapping[str, tf.Tensor]  # what a step returns
+Losses = Callable[[Example], tuple[tf.Tensor, tf.Tensor]]
 
-def make_train_step(config: Config, world: World, task: Task, state: State, spec: Any):
-    """Returns the function of (batch, votes) that does one step; all ranks must call it together.
 
-    The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The
-    second sum is known only when the ranks have added up their parts, which can go on beside the
-    backward pass. So each number is divided where it is known:
+@dataclasses.dataclass
+class _Traced:
+    """What the parts of one traced step tell each other."""
 
-      backward pass, on each rank:  gradient of  loss_sum * scale / positions
-      reduction:                    sum over ranks
-      after it:                     * positions / (count * scale)
+    votes: tf.Tensor
+    before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
+    sums: tf.Tensor | None = None  # of all ranks: loss sum, count, positions, added losses
+    all_votes: tf.Tensor | None = None
+    own_loss: tf.Tensor | None = None
+    ready: tf.Tensor | None = None
+    factor: tf.Tensor | None = None  # from summed gradients to those of the mean
+    adds_losses: bool = False
+    updates: int = 0
 
-    with `loss_sum` and `count` the sums of losses * weights and of weights, `positions` the size
-    of `losses` in the global batch (by its shape, known to all ranks beforehand; it only keeps the
-    numbers of the backward pass small, for float16) and `scale` the loss scale, 1 but for float16.
-    What is left is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks'
-    shares. Weights are constants in it.
 
-    Losses that the model adds by itself are not divided by `count`. Where there are any, the
-    backward pass waits for the sums of all ranks and takes the whole loss at once.
+class Step:
+    """Loss, weights, reduction and update of a step, for the function that `trace` traces.
 
-    Args:
-      spec: of a batch: nested tensors [micro-batches, samples, ...].
-    Raises:
-      Stop: on all ranks, when the step cannot be made, or their steps would run other collectives.
+    Attributes:
+      weights: the model's trainable variables, as tf.Variables, in their order.
+      reduction: what hvd.DistributedGradientTape takes besides `op`.
     """
-    model, optimizer = state.model, state.optimizer
-    variables = model.trainable_variables
-    values = [raw(v) for v in variables]
-    # What a forward pass in training changes: moving statistics, seeds, a layer's own counters.
-    untrained = [raw(v) for v in model.non_trainable_variables]
-    with world.together("making the schedule"), task_checks.told("schedule"):
-        learning_rate = make_schedule(task, config, world.size)
-    # Which variables the loss depends on, before and after the reduction; known once it is traced.
-    had: list[bool] = []
-    got: list[bool] = []
-    # What XLA compiles: each micro-batch's forward and backward pass, without any collective.
-    compiled: gradients.Compiled | None = [] if config.jit else None
 
-    def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
-        samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
-        with tf.GradientTape() as tape:
-            with (
-                keras_losses.means(model, samples),
-                task_checks.told("the model, called in training,"),
-            ):
-                outputs = model(micro["inputs"], training=True)
-            added = keras_losses.total(model)  # now: `loss` may call the model once more
-            losses, weights = task_checks.loss(task, outputs, micro["targets"], samples)
-        graph_checks.check_weights(tape, weights, values)
-        # Weight 0 leaves a position out of the sum, also one whose loss is no number.
-        loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights))
-        count = tf.reduce_sum(weights)
-        # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
-        per_sample = math.prod(size or 1 for size in losses.shape[1:])
-        positions = samples * per_sample
-        scale = tf.cast(state.loss_scale.value, losses.dtype)
-        targets = [loss_sum * scale / (per_sample * config.global_batch_size)]
-        if added is not None:
-            added = tf.cast(added, losses.dtype) * (samples / config.global_batch_size)
-            targets.append(added * scale)
-        sums = [loss_sum, count, positions, 0.0 if added is None else added]
-        return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
+    def __init__(
+        self, settings: Config, world: World, task: Task, *, state: State, spec: Any
+    ) -> None:
+        """`spec`: of a batch, nested tensors [micro-batches, samples, ...].
 
-    def by_rank(batch: Example, votes: tf.Tensor) -> Reduced:
-        """Forward and backward on this rank's share, then one sum over the ranks."""
-        with tf.GradientTape() as tape:
-            targets, sums = gradients.accumulate(
-                forward, batch, config.accumulation_steps, variables, compiled
+        Raises:
+          Stop: on all ranks, when the task's schedule cannot be made.
+        """
+        self._settings, self._world, self._task = settings, world, task
+        self._state, self._spec = state, spec
+        self._variables = state.model.trainable_variables
+        self.weights = [raw(v) for v in self._variables]
+        self.reduction = reduction.arguments(settings)
+        # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
+        self._untrained = [raw(v) for v in state.model.non_trainable_variables]
+        with world.together("making the schedule"), task_checks.told("schedule"):
+            self._rate = make_schedule(task, settings, world.size)
+        # What XLA compiles: each micro-batch's forward and backward pass, without collectives.
+        self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
+        self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
+        self._traced: _Traced | None = None
+
+    # ---- what a step calls ------------------------------------------------------------------
+
+    def loss(self, batch: Example, losses: Losses | None = None) -> tf.Tensor:
+        """This rank's part of the loss, times a factor that `update` takes out; scalar.
+
+        Call it once a step, inside the tape. It holds accumulation, loss scale and the division by
+        positions: take its gradient and nothing else; do not log it or add to it. A penalty goes
+        into `losses`.
+
+        Args:
+          batch: nested tensors [micro-batches, samples, ...].
+          losses: micro-batch -> (losses, weights), as a task's `loss` returns them; by default the
+            task's, of the model called in training.
+        """
+        step, settings = self._step("run.loss"), self._settings
+
+        def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
+            return self._forward(micro, losses)
+
+        targets, sums = gradients_lib.accumulate(
+            forward, batch, settings.accumulation_steps, self._variables, self._compiled
+        )
+        step.ready = moments.moment(sums)
+        step.own_loss = tf.math.divide_no_nan(sums[0], sums[1])[None]
+        step.sums, step.all_votes = add_totals(sums, step.votes)
+        _, count, positions, _ = tf.unstack(step.sums)
+        to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
+        scale = tf.cast(self._state.loss_scale.value, tf.float64)
+        step.adds_losses = len(targets) > 1
+        if not step.adds_losses:
+            step.factor = to_mean / scale
+            return targets[0]
+        step.factor = 1 / scale
+        return targets[0] * tf.cast(to_mean, targets[0].dtype) + targets[1]
+
+    def update(self, gradients: list[tf.Tensor | tf.IndexedSlices | None]) -> Result:
+        """Applies gradients that are summed over ranks; call it once a step, return its result.
+
+        In order: unscale, judge whether all is finite, L2, clip by the global norm, set the rate of
+        the schedule, apply; alike on every rank. A step that is not finite leaves no trace.
+
+        Args:
+          gradients: of `loss` by `weights`, summed over ranks.
+        """
+        step = self._step("run.update")
+        if step.sums is None:
+            raise ValueError("run.update comes after run.loss(batch), in the same step")
+        grads = gradients_lib.unscale(gradients, step.factor)
+        had = [g is not None for g in grads]
+        return self.apply(
+            Reduced(
+                grads, had, step.sums, step.adds_losses, step.all_votes, step.own_loss, step.ready
             )
-            ready = stragglers.moment(sums)
-            own_loss = tf.math.divide_no_nan(sums[0], sums[1])
-            sums, votes = add_totals(sums, votes)
-            _, count, positions, _ = tf.unstack(sums)
-            to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
-            scale = tf.cast(state.loss_scale.value, tf.float64)
-            target, factor = targets[0], to_mean / scale
-            if len(targets) > 1:
-                target, factor = target * tf.cast(to_mean, target.dtype) + targets[1], 1 / scale
-        tape = reduction.distribute(tape, config, variables)  # hvd.DistributedGradientTape
-        grads = gradients.unscale(tape.gradient(target, values), factor)
-        return Reduced(grads, tape.connected, sums, len(targets) > 1, votes, own_loss[None], ready)
+        )
 
-    # One seam: the same from here on, whether a share is a real rank's or a virtual one's.
-    virtual_ranks = config.virtual_ranks
-    reduce = by_rank
-    if virtual_ranks:
-        reduce = virtual.Passes(config, world, forward, state, compiled).reduce
-    signature = [spec, tf.TensorSpec([health.NUM_VOTES], tf.float64)]
-
-    @tf.function(input_signature=signature, autograph=False)
-    def train_step(batch: Example, votes: tf.Tensor) -> dict[str, tf.Tensor]:
-        before = [v.read_value() for v in untrained]
+    def apply(self, found: Reduced) -> Result:
+        """From means over the global batch to updated weights and the step's figures."""
+        settings, state, traced = self._settings, self._state, self._step("run.update")
+        traced.updates += 1
         scale = tf.cast(state.loss_scale.value, tf.float64)
-        found = reduce(batch, votes)
-        grads, (loss_sum, count, _, added) = found.grads, tf.unstack(found.sums)
-        had[:], got[:] = found.had, [g is not None for g in grads]
-
-        # From means over the global batch to a verdict that is the same on every rank.
-        layers = gradients.layer_figures(grads) if config.log_gradients else None
-        l2 = optimizers.l2_weight(config)
-        grads, norm = gradients.finish(grads, variables, l2, config.clip_norm)
-        rate = learning_rate(state.step)
+        loss_sum, count, _, added = tf.unstack(found.sums)
+        self._connected = found.had
+        layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
+        l2 = optimizers.l2_weight(settings)
+        grads, norm = gradients_lib.finish(found.grads, self._variables, l2, settings.clip_norm)
+        rate = self._rate(state.step)
         finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
-        readable = found.votes[health.DATA_FAILED] == 0
-        optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
-        pairs = [(g, v) for g, v in zip(grads, variables) if g is not None]
-
-        def leave_no_trace() -> None:
-            for variable, value in zip(untrained, before):
-                variable.assign(value)
-
-        tf.cond(finite & readable, lambda: optimizer.apply(*zip(*pairs)), leave_no_trace)
+        readable = found.votes[votes.DATA_FAILED] == 0
+        self._apply_if(finite & readable, grads, rate)
         state.advance(finite, readable)
         result = {
             "step": state.step.read_value(),
@@ -144,29 +178,131 @@ def make_train_step(config: Config, world: World, task: Task, state: State, spec
             "votes": found.votes,
             "losses": found.losses,
             "layers": layers,
-            "moments": tf.stack([found.ready, stragglers.moment(norm)]),
+            "moments": tf.stack([found.ready, moments.moment(norm)]),
         }
-        result |= {"faults": found.faults} if virtual_ranks else {}
+        result |= {} if found.faults is None else {"faults": found.faults}
         return result | ({"keras_loss": added} if found.adds_losses else {})
 
-    with world.together("making the step"), task_checks.told("the step"):
-        whole = train_step.get_concrete_function()
-        task_checks.check_variables(model, variables, untrained)
-        graph_checks.check_state(whole.graph, state.variables.values(), task)
+    def _apply_if(self, sound: tf.Tensor, grads: list[tf.Tensor | None], rate: tf.Tensor) -> None:
+        """One update of the optimizer, or none: then what the forward pass changed goes back."""
+        optimizer, before = self._state.optimizer, self._step("run.update").before
+        optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
+        pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
+        if not pairs:
+            raise ValueError("the loss depends on none of the model's weights")
+
+        def leave_no_trace() -> None:
+            for variable, value in zip(self._untrained, before):
+                variable.assign(value)
+
+        tf.cond(sound, lambda: optimizer.apply(*zip(*pairs)), leave_no_trace)
+
+    # ---- the step as one graph --------------------------------------------------------------
+
+    def trace(self, function: Callable[[Example], Result]) -> Callable[..., Result]:
+        """`function` as one graph of (batch, votes), traced at once and never again.
+
+        Every rank must call it: the ranks' graphs must hold the same collectives.
+
+        Raises:
+          Stop: on all ranks, when the step cannot be made, or their steps would run other
+            collectives.
+        """
+        signature = [self._spec, tf.TensorSpec([votes.NUM_VOTES], tf.float64)]
+
+        @tf.function(input_signature=signature, autograph=False)
+        def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
+            self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
+            try:
+                result = function(batch)
+                if self._traced.updates != 1 or not isinstance(result, Mapping):
+                    raise ValueError(
+                        "a step calls run.update(gradients) once and returns what it returns"
+                    )
+            finally:
+                self._traced = None
+            return result
+
+        with self._world.together("making the step"), task_checks.told("the step"):
+            whole = train_step.get_concrete_function()
+            self._check(whole.graph)
+        agreement.check_gradients(self._world, self._variables, self._connected)
+        agreement.check_collectives(self._world, whole)
+        return train_step
+
+    def own_step(self) -> Callable[[Example], Result] | None:
+        """The engine's step where settings ask for another reduction than the tape's, else None.
+
+        Virtual ranks, packed gradients and bfloat16 on the wire reduce in messages of their own.
+        """
+        settings = self._settings
+        if settings.virtual_ranks:
+            passes = virtual.Passes(
+                settings, self._world, self._forward, self._state, self._compiled
+            )
+            return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
+        if not reduction.has_own_messages(settings):
+            return None
+
+        def step(batch: Example) -> Result:
+            with tf.GradientTape() as tape:
+                loss = self.loss(batch)
+            sums = reduction.RankSumTape(tape, settings, self._variables)
+            return self.update(sums.gradient(loss, self.weights))
+
+        return step
+
+    def _forward(
+        self, micro: Example, losses: Losses | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Of a micro-batch: scalars to differentiate, and float64 [4], its sums (`Forward`)."""
+        settings, model = self._settings, self._state.model
+        samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
+        with tf.GradientTape() as tape:
+            if losses:
+                with keras_losses.means(model, samples):
+                    found = losses(micro)
+                added = keras_losses.total(model)
+                each, weights = task_checks.losses_and_weights(found, samples)
+            else:
+                told = task_checks.told("the model, called in training,")
+                with keras_losses.means(model, samples), told:
+                    outputs = model(micro["inputs"], training=True)
+                added = keras_losses.total(model)  # now: `loss` may call the model once more
+                each, weights = task_checks.loss(self._task, outputs, micro["targets"], samples)
+        graph_checks.check_weights(tape, weights, self.weights)
+        # Weight 0 leaves a position out of the sum, also one whose loss is no number.
+        loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
+        count = tf.reduce_sum(weights)
+        # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
+        per_sample = math.prod(size or 1 for size in each.shape[1:])
+        positions = samples * per_sample
+        scale = tf.cast(self._state.loss_scale.value, each.dtype)
+        targets = [loss_sum * scale / (per_sample * settings.global_batch_size)]
+        if added is not None:
+            added = tf.cast(added, each.dtype) * (samples / settings.global_batch_size)
+            targets.append(added * scale)
+        sums = [loss_sum, count, positions, 0.0 if added is None else added]
+        return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
+
+    def _check(self, graph: tf.Graph) -> None:
+        task_checks.check_variables(self._state.model, self._variables, self._untrained)
+        graph_checks.check_state(graph, self._state.variables.values(), self._task)
         graph_checks.check_draws(
-            whole.graph,
+            graph,
             "the step",
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
-        graph_checks.check_compiles(compiled or [])
-    agreement.check_gradients(world, variables, had)
-    agreement.check_not_lost(world, variables, had, got)
-    agreement.check_collectives(world, whole)
-    return train_step
+        graph_checks.check_compiles(self._compiled or [])
+
+    def _step(self, caller: str) -> _Traced:
+        if self._traced is None:
+            raise ValueError(f"{caller} belongs in the function that run.function wraps")
+        return self._traced
 
 
-def add_totals(sums: tf.Tensor, votes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums and votes added over the ranks, in one collective, as small on thousands of them."""
-    totals = tf.stop_gradient(tf.concat([sums, votes], 0))
+def add_totals(sums: tf.Tensor, own_votes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums and votes added over the ranks, in one collective: constant size on any number."""
+    totals = tf.stop_gradient(tf.concat([sums, own_votes], 0))
     totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
-    return tf.split(totals, [sums.shape[0], health.NUM_VOTES])
+    return tf.split(totals, [sums.shape[0], votes.NUM_VOTES])

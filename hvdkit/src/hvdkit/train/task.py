@@ -10,7 +10,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import keras
@@ -18,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.source import Source
+from hvdkit.settings import project
 from hvdkit.settings.config import Config, scale_factor
 from hvdkit.train import schedule
 
@@ -214,8 +214,8 @@ def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Sched
 
 
 def available() -> list[str]:
-    """Names of the tasks there are: files beside this one with a `class Task`."""
-    files = [p for p in Path(__file__).parent.glob("*.py") if p.stem != "base" and p.is_file()]
+    """Names of the tasks there are: files in tasks/ with a `class Task`."""
+    files = [p for p in (project.folder() / "tasks").glob("*.py") if p.is_file()]
     found = re.compile(rb"^class Task\b", re.MULTILINE)
     return sorted(p.stem for p in files if found.search(p.read_bytes()))
 

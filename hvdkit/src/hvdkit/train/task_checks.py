@@ -18,6 +18,7 @@ from hvdkit.data.pipeline import reader as make_reader
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
 from hvdkit.ranks.world import raw, unoptimized
+from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train import graph_checks
 from hvdkit.train.keras_losses import at_least_float32
@@ -37,7 +38,7 @@ def told(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if graph_checks.is_own(f.filename)]  # the first is this function
+        own = [f for f in frames if project.is_own(f.filename)]  # the first is this function
         by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
         if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
@@ -50,8 +51,8 @@ def told(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed: {place}{why}") from error
 
 
-_GRAPHS_RUN_IN = ("evaluation.py", "hvdkit/data/pipeline.py", "hvdkit/train/task_checks.py")
-_RUNS_GRAPHS = [graph_checks.PROJECT / name for name in _GRAPHS_RUN_IN]
+_GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
+_RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 
 
 def _sentence(message: str, most: int = 400) -> str:
@@ -228,25 +229,37 @@ def loss(
     """
     with told("the task's loss"):
         pair = task.loss(outputs, targets)
+    losses, weights = losses_and_weights(pair, samples)
+    if samples:
+        _check_apart(task, outputs, targets, losses.shape)
+    return losses, weights
+
+
+def losses_and_weights(
+    pair: Any, samples: int | None, what: str = "the task's loss"
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """A loss and a weight for each of `samples` examples, in float32 at least.
+
+    Raises:
+      ValueError: it is not a pair of float tensors of one shape, samples first.
+    """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
-            f"the task's loss must return two tensors, a loss and a weight for each example; it "
+            f"{what} must return two tensors, a loss and a weight for each example; it "
             f"returns {_describe(pair)}. Not the mean: that is taken over all ranks"
         )
-    with told("the task's loss"):
+    with told(what):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
     shapes = f"losses {losses.shape} and weights {weights.shape}"
     if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
-        raise ValueError(f"the task's loss must return a loss for each example, not {shapes}")
+        raise ValueError(f"{what} must return a loss for each example, not {shapes}")
     if losses.shape.as_list() != weights.shape.as_list():
         raise ValueError(
-            f"the task's loss returns {shapes}: give both the same shape, or one would be "
+            f"{what} returns {shapes}: give both the same shape, or one would be "
             "broadcast over the other"
         )
     if not losses.dtype.is_floating:
-        raise ValueError(f"the task's loss returns losses of {losses.dtype.name}: make them floats")
-    if samples:
-        _check_apart(task, outputs, targets, losses.shape)
+        raise ValueError(f"{what} returns losses of {losses.dtype.name}: make them floats")
     losses = at_least_float32(losses)
     return losses, tf.cast(weights, losses.dtype)
 

@@ -22,7 +22,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.data.sampler import share
-from hvdkit.observe import stragglers
+from hvdkit.ranks import moments
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, DIVERGED
@@ -115,7 +115,7 @@ class Passes:
         start = [(v, v.read_value()) for v in held]
         totals = self._over_own(batch, start)
         # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
-        ready = stragglers.moment(totals.table)
+        ready = moments.moment(totals.table)
         parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])

@@ -26,8 +26,8 @@ from hvdkit.words import some
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """Made by `assemble`. What depends on a rank's share of the data is made by who needs it."""
+class RunContext:
+    """What every part of a run needs; made by `prepare`, the same on all ranks."""
 
     config: Config
     world: World
@@ -42,7 +42,7 @@ class Run:
     fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
 
 
-def assemble(config: Config, world: World) -> Run:
+def prepare(config: Config, world: World) -> RunContext:
     """Task, data, model, and optimizer with all its variables; every rank must call it.
 
     The device is chosen before (`world.set_up`). Weights are those of a new run with this seed,
@@ -84,7 +84,7 @@ def assemble(config: Config, world: World) -> Run:
     writers = checkpoint_parts.choose(world, config.checkpoint_parts)
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured, writers)
     data = (train_source, val_source, train_reader)
-    return Run(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+    return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
 
 def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
@@ -114,7 +114,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     return train, val
 
 
-def describe(run: Run) -> str:
+def describe(run: RunContext) -> str:
     """What is trained, on how many samples and at which rate, for a person."""
     config = run.config
     rate = config.base_lr * scale_factor(config, run.world.size)
@@ -126,7 +126,7 @@ def describe(run: Run) -> str:
     )
 
 
-def notes(run: Run) -> list[str]:
+def notes(run: RunContext) -> list[str]:
     """What a person may not expect of these settings."""
     config, found = run.config, config_lib.notes(run.config)
     if run.model.compiled:

@@ -11,25 +11,22 @@ from pathlib import Path
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
-from hvdkit.run.assemble import Run
+from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE, PREEMPTED, GoBack, Stop
 from hvdkit.train import reduction
 
 
-def go_back(run: Run, ending: Ending) -> None:
+def go_back(run: RunContext, ending: Ending) -> None:
     """Raises GoBack, on all ranks, where there is a checkpoint before the bad steps; once a run.
 
     From the same weights the same batches would lead to the same steps. So the batches between are
     left out: those that lead up to it, as Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section
     5.1) did, who saw that it takes both, certain batches and certain weights.
     """
-    if run.config.dry_run or run.config.find_lr:
-        return
     step = int(run.state.step)
     found = run.checkpoints.sound_before(ending.bad_since)
-    # What --elastic keeps in memory is of the steps in between.
-    if found and not int(run.state.passed_over) and not run.config.elastic:
+    if found and not int(run.state.passed_over):
         say(
             run.world,
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
@@ -39,7 +36,7 @@ def go_back(run: Run, ending: Ending) -> None:
 
 
 def finish(
-    run: Run, telemetry: Telemetry, figures: Mapping[str, float], ending: Ending | None
+    run: RunContext, telemetry: Telemetry, figures: Mapping[str, float], ending: Ending | None
 ) -> None:
     """The run's last words, and the proof that all ranks hold the same weights.
 

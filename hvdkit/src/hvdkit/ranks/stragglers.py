@@ -10,12 +10,10 @@ what comes before tells them apart.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.ranks.world import World, hostname
 
@@ -83,16 +81,6 @@ class Pace:
             f"note: slow: {', '.join(parts)}{more} for its own part of a step, the median "
             f"rank {_middle(own) * 1e3:.0f} ms; all others wait"
         )
-
-
-def moment(after: tf.Tensor) -> tf.Tensor:
-    """When a tensor was there, also one that a GPU computes: seconds since 1970, float64."""
-    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
-        return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
-    with tf.device("CPU:0"):
-        # By its value: a control dependency would not wait for a GPU.
-        there = tf.reduce_all(tf.equal(after, after))
-        return tf.cond(there, tf.timestamp, tf.timestamp)
 
 
 def _middle(values: Sequence[float] | np.ndarray) -> float:

@@ -1,0 +1,266 @@
+"""A run, as `train.py` sees it: the parts of a step, the batches, and what follows each step.
+
+    prepare -> begin -> loop -> finish
+
+`Run.__init__` prepares and begins, `batches` and `after_step` are the loop, `finish` is what
+`hvdkit.main` calls at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdkit.checkpoint import run_folder
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
+from hvdkit.data.sampler import Sampler
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World, say
+from hvdkit.run import finish, modes
+from hvdkit.run.actions import Action, Result, left_out
+from hvdkit.run.context import describe, notes, prepare
+from hvdkit.run.health import Ending, Health
+from hvdkit.run.start import begin
+from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import PREEMPTED, GoBack
+from hvdkit.train import batch_norm, custom_step, task_checks
+from hvdkit.train.step import Step
+
+TrainFunction = Callable[["Run"], None]
+
+
+class Run:
+    """One run on all ranks, made by `hvdkit.main`; every rank must use it alike.
+
+    Attributes:
+      settings: resolved for this number of ranks.
+      world: rank, size and what ranks exchange outside a step.
+      task, model, optimizer, state: as the task and the settings make them.
+      step: number of the step whose batch was given last, from 1.
+      weights: the model's trainable variables, what a step's gradients are taken of.
+      reduction: what hvd.DistributedGradientTape takes besides `op`.
+    """
+
+    def __init__(
+        self,
+        given: Config,
+        world: World,
+        *,
+        stop_signal: StopSignal,
+        back: GoBack | None = None,
+    ) -> None:
+        """Data, model, weights of the start, on every rank. Raises Stop, on all, what refuses it."""
+        self.given, self.world, self._stop_signal = given, world, stop_signal
+        agreement.check_code(world)
+        self.where = world_lib.describe(world)
+        say(world, self.where)
+        with world.together("reading the settings"):
+            self.settings = config_lib.for_ranks(given, world.size)
+        self.context = context = prepare(self.settings, world)
+        self.task, self.model = context.task, context.model
+        self.optimizer, self.state = context.optimizer, context.state
+        self.what = describe(context)
+        say(world, self.what)
+        for note in notes(context):
+            say(world, f"note: {note}")
+        self.start = begin(context, back)
+        self.step = self.start.step
+        self._make_feeds()
+        self.mode = modes.of(self.settings)
+        self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
+        self.weights, self.reduction = self.parts.weights, self.parts.reduction
+        self._function: Callable[..., Result] | None = None
+        self._result: Result | None = None  # of the newest step
+        self._ending: Ending | None = None
+        self._waits_for_result = False
+        self._called = 0.0
+        self.seconds_in_steps = 0.0
+        self._open = contextlib.ExitStack()
+
+    def _make_feeds(self) -> None:
+        """This rank's share of the data, and the evaluation."""
+        context, settings, world = self.context, self.settings, self.world
+        with world.together("sharing out the data"):
+            self.sampler = Sampler(
+                len(context.train_source),
+                settings.global_batch_size,
+                settings.accumulation_steps,
+                settings.seed,
+                world.rank,
+                world.size,
+                settings.virtual_ranks,
+                int(self.state.passed_over),
+            )
+            self.sync = batch_norm.make_sync(
+                self.model, settings.bn_sync, self.sampler.weight, settings.virtual_ranks
+            )
+        workers = world_lib.data_workers(world, settings)
+        self.feed = TrainingFeed(
+            context.train_source,
+            self.sampler,
+            context.train_reader,
+            self.start.step,
+            settings.num_steps,
+            workers,
+            world_lib.gpu(),
+        )
+        with world.together("reading the validation data"):
+            reader = task_checks.reader(self.task, context.val_source, training=False)
+            source = modes.scored(context)
+            size, share = settings.eval_batch_size, (world.rank, world.size)
+            val_feed = EvaluationFeed(source, reader, size, *share, workers)
+        self.evaluator = Evaluator(context, val_feed)
+
+    # ---- the step ---------------------------------------------------------------------------
+
+    def loss(self, batch: Any, losses: Any = None) -> tf.Tensor:
+        """This rank's part of the loss of a batch, to take gradients of: see `Step.loss`."""
+        return self.parts.loss(batch, losses)
+
+    def update(self, gradients: list) -> Result:
+        """Applies gradients that are summed over ranks: see `Step.update`."""
+        return self.parts.update(gradients)
+
+    def function(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+        """Makes one graph of a step, traced at once with the batch's signature, checked on all ranks.
+
+        Returns the function of a batch that runs it; votes and checks travel with it unseen.
+        """
+        traced = self.parts.trace(function)
+        self._function = traced
+        return lambda batch: traced(batch, self.health.votes())
+
+    def make_step(self, make: Callable[[Run], Callable]) -> Callable[[Any], Result]:
+        """The step of `make`; with settings that reduce in messages of their own, the engine's.
+
+        Raises:
+          Stop: on all ranks, when `make` is not the template's step and the settings (virtual
+            ranks, packed gradients, bfloat16 on the wire) would leave it out.
+        """
+        own = self.parts.own_step()
+        if own is None:
+            return make(self)
+        with self.world.together("making the step"):
+            custom_step.check_plain(make, self.settings)
+        return self.function(own)
+
+    @property
+    def traced_step(self) -> tf.types.experimental.PolymorphicFunction:
+        """The step's graph, of (batch, votes)."""
+        return self._function
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    @property
+    def health(self) -> Health:
+        if not hasattr(self, "_health"):
+            settings = self.settings
+            self.saver = Saver(self.context.checkpoints, settings.max_failed_saves)
+            self._health = Health(
+                self.world, settings, self.sampler, self.feed, self._stop_signal, self.saver
+            )
+        return self._health
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's batches, from where the run begins to its end; each needs one `after_step`.
+
+        The run's folder is opened at the first `next`: until then nothing on disk has changed. A
+        stop signal, a fault or an early stop ends it sooner.
+        """
+        if self._function is None:
+            raise ValueError("batches: make the step first, with run.make_step or run.function")
+        self._open_folder()
+        for self.step in range(self.start.step + 1, self.settings.num_steps + 1):
+            if self._ending:
+                return
+            batch = self.feed.next()
+            self._waits_for_result, self._called = True, time.perf_counter()
+            yield batch
+            if self._waits_for_result:
+                raise ValueError("each batch needs one run.after_step(result)")
+
+    def after_step(self, result: Result) -> None:
+        """Judges the step, then logs, saves and evaluates as is due; every rank must call it."""
+        if not self._waits_for_result:
+            raise ValueError("run.after_step(result) comes once after each batch of run.batches()")
+        self._waits_for_result = False
+        self.seconds_in_steps += time.perf_counter() - self._called
+        previous, self._result = self._result, result
+        due = [action for action in self.actions if action.due(self.step)]
+        # Judged one step late, so that a GPU already has the next step to work on; at once where an
+        # action looks at the weights. When the run ends, the step in flight is judged as well.
+        ending = self.health.verdict(previous)
+        if ending or any(action.settles for action in due):
+            ending = self.health.verdict(previous, result)
+        if not (ending and ending.code != PREEMPTED):
+            # A stop ends the run after this step, which is logged and saved like any other: a rerun
+            # does not make it again. It does make up for an evaluation.
+            for action in due:
+                if not (ending and action is self.evaluate):
+                    ending = action(self.step, result) or ending
+        self._ending = ending
+
+    def _open_folder(self) -> None:
+        """Nothing refuses the run any more: its folder becomes this run's."""
+        context, settings, world, start = self.context, self.settings, self.world, self.start
+        health = self.health
+        modes.before_folder(self)
+        others = modes.actions_of_task(context)
+        make_up = start.found is not None and left_out(context, start.found)
+        with world.together("opening the run folder"):
+            if world.is_chief:
+                run_dir = Path(settings.run_dir)
+                note = run_folder.begin(run_dir, start.found, settings, make_up, self.given)
+                if note:
+                    say(world, note)
+            self.telemetry = Telemetry(settings, world, start.step, len(context.train_source))
+            about = {"what": self.what, "where": self.where, "score": self.task.main_metric}
+            self.telemetry.started(start.step, about)
+        if start.found:
+            say(world, f"resuming from {start.path} at step {start.step}")
+        self.save, self.evaluate = modes.save_and_evaluate(self, health)
+        self.actions: list[Action] = modes.actions(self, others)
+        # However it ends: nothing reads ahead any more, what is being written is written.
+        for part in (self.feed, self.saver, self.telemetry):
+            self._open.enter_context(part)
+        if make_up:  # an evaluation that an interruption left out
+            self.save(start.step)  # a checkpoint of another run's folder is not in this one yet
+            self._ending = self.evaluate(start.step)
+
+    def finish(self) -> None:
+        """The last checkpoint, the records, the exit code; raises Stop or GoBack, on all ranks."""
+        with self._open:
+            ending = self._ending or self.health.verdict(self._result)
+            if (ending is None or ending.save) and self.mode.keeps_weights:
+                self.save.last(int(self.state.step))
+        if ending and ending.bad_since and self.mode.keeps_weights:
+            finish.go_back(self.context, ending)
+        self.sync()
+        finish.finish(self.context, self.telemetry, self.evaluate.figures, ending)
+
+
+def run_once(train: TrainFunction, given: Config, world: World, *, stop_signal: StopSignal) -> None:
+    """`train` on a new run, and once more where it goes back. Raises Stop, on every rank."""
+    back = None
+    while True:
+        run = Run(given, world, stop_signal=stop_signal, back=back)
+        try:
+            with run._open:
+                train(run)
+                return run.finish()
+        except GoBack as found:
+            back = found.with_traceback(None)  # by which the model so far would be kept
+            # Layer names must match those of the resumed run: SampleDropout draws by them.
+            keras.utils.clear_session()

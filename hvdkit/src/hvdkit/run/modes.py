@@ -1,0 +1,128 @@
+"""Kinds of runs: each is a list of actions and a folder; the loop knows none of them.
+
+| flag | actions after a step | what is kept |
+| --- | --- | --- |
+| (none) | sync, drift, log, the task's own, save, evaluate | all |
+| --dry_run | the same, but one save and one evaluation after two steps, then the end | nothing |
+| --find_lr | the same, but neither: the loss by learning rate | a page |
+| --benchmark | the same, but neither: clocks | benchmark.json |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdkit.data.source import Source
+from hvdkit.ranks.world import World, say
+from hvdkit.run import dry_run, find_lr
+from hvdkit.run.actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync
+from hvdkit.run.benchmark import Benchmark
+from hvdkit.run.context import RunContext
+from hvdkit.run.health import Health
+from hvdkit.settings.config import Config
+from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
+
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
+
+
+class Mode(NamedTuple):
+    """`keeps_weights`: whether the run is worth its last checkpoint, and going back."""
+
+    name: str
+    keeps_weights: bool
+
+
+def of(settings: Config) -> Mode:
+    for name in ("dry_run", "find_lr", "benchmark"):
+        if getattr(settings, name):
+            return Mode(name, keeps_weights=False)
+    return Mode("train", keeps_weights=True)
+
+
+@contextlib.contextmanager
+def folder(settings: Config, world: World) -> Iterator[Config]:
+    """The settings with the folder of this kind of run; every rank must call it."""
+    if of(settings).name in ("dry_run", "find_lr"):
+        with dry_run.throwaway(settings, world) as changed:
+            yield changed
+    else:
+        yield settings
+
+
+def scored(context: RunContext) -> Source:
+    """The validation samples that an evaluation takes."""
+    if of(context.config).name == "dry_run":
+        return dry_run.Few(context.val_source, context.config, context.world)
+    return context.val_source
+
+
+def before_folder(run: Run) -> None:
+    """What shows or tries the run before anything is written; every rank must call it."""
+    if run.mode.name == "dry_run":
+        dry_run.describe(run.context, run.given, sampler=run.sampler, spec=run.feed.spec)
+    if run.mode.name == "benchmark":
+        run.benchmark = Benchmark(run)
+    else:
+        run.evaluator.try_out()
+
+
+def actions_of_task(context: RunContext) -> list[Action]:
+    """The task's own actions, made with the run's context, in their order."""
+    make = tasks.optional(context.task, "actions")
+    if not make:
+        return []
+    with context.world.together("making the task's actions"), task_checks.told("actions"):
+        return [Own(context.world, action) for action in task_checks.actions(make(context))]
+
+
+def save_and_evaluate(run: Run, health: Health) -> tuple[Save, Evaluate]:
+    """The two actions that write checkpoints and scores.
+
+    A checkpoint of another folder is not in this one yet, nor are the scores before it; scores of
+    another measure do not count.
+    """
+    context, start = run.context, run.start
+    is_own = start.source == "own"
+    save = Save(
+        context,
+        run.saver,
+        health.save_clock,
+        run.sync,
+        run.telemetry,
+        start.step if is_own else None,
+    )
+    other_step, other_measure = context.checkpoints.other_scores()
+    if other_measure:
+        say(run.world, f"note: {other_measure}")
+    scored_since = other_step if is_own else start.step
+    evaluate = Evaluate(
+        context,
+        run.evaluator,
+        run.saver,
+        run.sync,
+        run.telemetry,
+        health.stop_signal,
+        scored_since,
+    )
+    return save, evaluate
+
+
+def actions(run: Run, others: list[Action]) -> list[Action]:
+    """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
+    context, settings = run.context, run.settings
+    found: list[Action] = [Sync(context, run.sync), CheckDrift(context)]
+    found += [Log(context, run.telemetry, run.feed, run.health.pace), *others]
+    if run.mode.name == "benchmark":
+        return [*found, run.benchmark]
+    if run.mode.name == "dry_run":
+        return [*found, dry_run.DryRun(context, run.start.step, run.save, run.evaluate)]
+    if run.mode.name == "find_lr":
+        run_dir = Path(settings.run_dir)
+        page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
+        return [*found, find_lr.FindLr(context, page)]
+    return [*found, run.save, run.evaluate]

@@ -1,0 +1,38 @@
+"""Where the fork is: the folder with train.py and tasks/, to which its relative paths refer."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+ENGINE = Path(__file__).resolve().parents[1]  # this package
+
+
+@functools.cache
+def folder() -> Path:
+    """The nearest folder with train.py and tasks/, from the script's or working folder upward.
+
+    Where there is none, the working folder.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    starts = [Path(script).resolve().parent] if script else []
+    for start in [*starts, Path.cwd()]:
+        for found in (start, *start.parents):
+            if (found / "train.py").is_file() and (found / "tasks").is_dir():
+                return found
+    return Path.cwd()
+
+
+def is_own(file: str | Path) -> bool:
+    """Whether a file is the fork's or this package's, and not a library's."""
+    path = Path(file)
+    if path.is_relative_to(ENGINE):
+        return True
+    return path.is_relative_to(folder()) and not {".venv", "site-packages"} & set(path.parts)
+
+
+def name_of(file: str | Path) -> str:
+    """A file that `is_own`, by its name in the fork or in this package."""
+    path, engine = Path(file), ENGINE.parent
+    return str(path.relative_to(engine if path.is_relative_to(engine) else folder()))
