@@ -25,6 +25,7 @@ import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import horovod.tensorflow as hvd
+import hvdkit
 import keras
 import numpy as np
 import tensorflow as tf
@@ -107,7 +108,7 @@ def bare(flags: list[str]) -> None:
     world_lib.finish(world)
 
 
-class SameBatch(train.TrainingFeed):
+class SameBatch(hvdkit.run.loop.TrainingFeed):
     """The first batch at every step, on the device: no input."""
 
     _batch: Any = None
@@ -122,8 +123,8 @@ def main() -> int:
     kind, *words = sys.argv[1:]
     if kind in ("same-batch", "train"):
         if kind == "same-batch":
-            train.TrainingFeed = SameBatch
-        return train.main(["train.py", *words])
+            hvdkit.run.loop.TrainingFeed = SameBatch
+        return hvdkit.main(train.train, ["train.py", *words])
     {"check": check, "photos": lambda: photos(*words), "bare": lambda: bare(words)}[kind]()
     return 0
 

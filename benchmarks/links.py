@@ -137,6 +137,7 @@ def train(hosts, run: Path) -> Path:
 
 def worker(words: list[str]) -> int:
     """train.py --task=blank, with another model."""
+    import hvdkit
     import keras
     import tensorflow as tf
 
@@ -170,7 +171,7 @@ def worker(words: list[str]) -> int:
             return keras.Model(numbers, x, name="waiting")
 
     blank.Task = Task
-    return train.main(["train.py", *words])
+    return hvdkit.main(train.train, ["train.py", *words])
 
 
 if __name__ == "__main__":

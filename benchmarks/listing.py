@@ -65,7 +65,6 @@ def measure(root: Path, count: int) -> None:
     from hvdkit.data.arrays import Arrays
     from hvdkit.data.readers.class_folders import ClassFolders
     from hvdkit.ranks import world as world_lib
-    from hvdkit.run import assemble
     from hvdkit.settings.config import Config
 
     world = world_lib.connect()

@@ -79,9 +79,11 @@ def bare(clock: Clock, with_input: bool) -> None:
 
 def template(clock: Clock, run_dir: str, with_input: bool) -> None:
     """train.py with flags; only its feed is another: it tells the clock where a step begins."""
+    import hvdkit
+
     import train
 
-    class Feed(train.TrainingFeed):
+    class Feed(hvdkit.run.loop.TrainingFeed):
         batch = None
 
         def next(self):
@@ -91,8 +93,8 @@ def template(clock: Clock, run_dir: str, with_input: bool) -> None:
             self.batch = super().next() if self.batch is None else self.batch
             return self.batch
 
-    train.TrainingFeed = Feed
-    code = train.main(["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"])
+    hvdkit.run.loop.TrainingFeed = Feed
+    code = hvdkit.main(train.train, ["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"])
     if code:
         sys.exit(code)
     if int(os.environ["HOROVOD_RANK"]) == 0:

@@ -94,18 +94,20 @@ def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
 def worker(words: list[str]) -> None:
     """train.py with flags; its feed notes where steps begin."""
     sys.path.insert(0, str(PROJECT))
+    import hvdkit
+
     import train
 
     begun: list[float] = []
 
-    class Feed(train.TrainingFeed):
+    class Feed(hvdkit.run.loop.TrainingFeed):
         def next(self):
             begun.append(time.perf_counter())
             return super().next()
 
-    train.TrainingFeed = Feed
-    code = train.main(words)
-    if not code and train.launch_rank() == 0:
+    hvdkit.run.loop.TrainingFeed = Feed
+    code = hvdkit.main(train.train, words)
+    if not code and hvdkit.stop.launch_rank() == 0:
         print(MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
     sys.exit(code)
 

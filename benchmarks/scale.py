@@ -107,6 +107,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
     # isort: split
     import horovod.tensorflow as hvd
+    import hvdkit
     import tensorflow as tf
     from horovod.tensorflow import functions
     from hvdkit.run import actions
@@ -160,7 +161,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         last["time"] = last["time"] or time.perf_counter()
 
     def say(row: dict) -> None:
-        if train.launch_rank() == 0:
+        if hvdkit.stop.launch_rank() == 0:
             print(MARK + json.dumps(row), flush=True)
 
     def ending(run, *rest):
@@ -174,7 +175,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         say(middle | whole | held())
         return finish(run, *rest)
 
-    finish, train.finish = train.finish, ending
+    finish, hvdkit.run.finish.finish = train.finish, ending
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name)
     for name in ("allgather", "broadcast"):  # of broadcast_object and such
@@ -184,7 +185,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
     if mocked:
         be_one_of(mocked, train)
-    return train.main(["train.py", *flags])
+    return hvdkit.main(train.train, ["train.py", *flags])
 
 
 def be_one_of(ranks: int, train) -> None:

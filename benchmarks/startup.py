@@ -70,7 +70,7 @@ def lookups() -> dict[str, int]:
     """Calls of the system that name a file, by name, of one process that imports train.py."""
     with tempfile.NamedTemporaryFile("r") as table:
         words = ["strace", "-f", "-c", "-e", "trace=%file", "-o", table.name]
-        words += [sys.executable, "-c", "import train"]
+        words += [sys.executable, "-c", "import hvdkit, train"]
         subprocess.run(words, cwd=TEMPLATE, check=True, stderr=subprocess.DEVNULL, timeout=TIMEOUT)
         rows = [line.split() for line in table.read().splitlines()[2:]]
     return {row[-1]: int(row[3]) for row in rows if row[3:4] and row[3].isdigit()}
@@ -103,6 +103,8 @@ def rank(typed: float, flags: list[str]) -> None:
     """One rank: train.py as it is, with a look at the clock where a part ends."""
     times = [typed, time.time()]
     sys.path.insert(0, str(TEMPLATE))
+    import hvdkit
+
     import train
 
     times.append(time.time())
@@ -126,8 +128,8 @@ def rank(typed: float, flags: list[str]) -> None:
     look(train, "make_train_step")
     look(train.Evaluator, "try_out")
     look(train.health.Health, "_judge")
-    code = train.main(["train.py", *flags])
-    if train.launch_rank() == 0:
+    code = hvdkit.main(train.train, ["train.py", *flags])
+    if hvdkit.stop.launch_rank() == 0:
         print(MARK + json.dumps([b - a for a, b in pairwise(times)][: len(PARTS)]))
     sys.exit(code)
 

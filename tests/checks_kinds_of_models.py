@@ -99,7 +99,7 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     config = dataclasses.replace(Config(), **settings)
     load, run_lib.tasks.load = run_lib.tasks.load, task
     try:
-        run = run_lib.assemble(config, world)
+        run = run_lib.prepare(config, world)
     finally:
         run_lib.tasks.load = load
     run.checkpoints.restore(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -12,7 +11,8 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
 from hvdkit.train import gradients, reduction
 
-from shared_checks import PLAIN, differ, rng
+from shared_checks import PLAIN, rng
+from steps import distribute
 
 
 def reduced(world, config, loss, variables):
@@ -22,7 +22,7 @@ def reduced(world, config, loss, variables):
     def step():
         with tf.GradientTape() as tape:
             value = loss()
-        tape = reduction.distribute(tape, config, variables)
+        tape = distribute(tape, config, variables)
         grads = tape.gradient(value, [raw(v) for v in variables], use_generic_names=True)
         return gradients.unscale(grads, tf.constant(1.0))
 
@@ -155,37 +155,6 @@ def check_no_gradient_at_all_does_not_crash(world):
         assert grads == [None] * 9, setting
 
 
-def check_a_gradient_that_the_reduction_loses_is_named(world):
-    """By Horovod's own packs, which go by name."""
-    if world.size == 1:
-        return
-    model, loss, _ = repeated(world)
-    variables = model.trainable_variables
-    values, kept = [raw(v) for v in variables], {}
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            value = loss()
-        tape = reduction.distribute(tape, PLAIN, variables)
-        kept["sound"] = [g is not None for g in tape.gradient(value, values)]
-        kept["had"] = tape.connected
-        with tf.GradientTape() as tape:
-            value = loss()
-        tape = hvd.DistributedGradientTape(tape, groups=[values[:3]], sparse_as_dense=True)
-        kept["got"] = [g is not None for g in tape.gradient(value, values)]
-        return tf.constant(0)
-
-    step.get_concrete_function()
-    assert kept["had"].count(True) == 7
-    agreement.check_not_lost(world, variables, kept["had"], kept["sound"])
-    lost = [v for v, h, g in zip(variables, kept["had"], kept["got"]) if h and not g]
-    assert len(lost) > 1
-    call = lambda got: lambda: agreement.check_not_lost(world, variables, kept["had"], got)  # noqa: E731
-    differ(call(kept["got"]), lost[0].path, "rank 0, 1")
-    differ(call(kept["got"] if world.rank == 1 else kept["had"]), lost[0].path, "(rank 1)")
-
-
 def check_compression_halves_what_travels_and_stays_close(world):
     model, loss, towers = tower_gradients(world)
     exact = [tf.add_n(list(parts)) for parts in zip(*towers)]
@@ -199,7 +168,7 @@ def check_compression_halves_what_travels_and_stays_close(world):
         def step(config=config):
             with tf.GradientTape() as tape:
                 value = loss(world.rank)
-            tape = reduction.distribute(tape, config, model.trainable_variables)
+            tape = distribute(tape, config, model.trainable_variables)
             return tape.gradient(value, [raw(v) for v in model.trainable_variables])
 
         graph = step.get_concrete_function().graph.as_graph_def(add_shapes=True)

@@ -77,22 +77,23 @@ def _run(config, world):
     import tensorflow as tf
     from hvdkit.data.pipeline import TrainingFeed
     from hvdkit.data.sampler import Sampler
-    from hvdkit.run import health
-    from hvdkit.run.context import assemble
+    from hvdkit.ranks import votes
+    from hvdkit.run.context import prepare
     from hvdkit.train import batch_norm
-    from hvdkit.train.step import make_train_step
 
-    run = assemble(config, world)
+    from steps import make_train_step
+
+    run = prepare(config, world)
     state, model = run.state, run.model
     world.broadcast_variables(list(state.variables.values()))
     size, micro = config.global_batch_size, config.accumulation_steps
     order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
     feed = TrainingFeed(run.train_source, order, run.train_reader, 0, config.num_steps)
-    step = make_train_step(config, world, run.task, state, feed.spec)
-    step(feed.next(), health.votes(False, False))
+    step = make_train_step(config, world, run.task, state=state, spec=feed.spec)
+    step(feed.next(), votes.votes())
     start = time.monotonic()
     for _ in range(config.num_steps - 1):
-        result = step(feed.next(), health.votes(False, False))
+        result = step(feed.next(), votes.votes())
     seconds = (time.monotonic() - start) / (config.num_steps - 1)
     batch_norm.make_sync(model, config.bn_sync, order.weight)()
     assert int(state.step) == config.num_steps and int(state.skipped) == 0

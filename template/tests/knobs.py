@@ -18,7 +18,6 @@ def main(argv: list[str]) -> None:
     import keras
     import tensorflow as tf
     from hvdkit.ranks import world as world_lib
-    from hvdkit.run import health
     from hvdkit.settings import config as config_lib
     from hvdkit.train import optimizer, reduction
     from hvdkit.train.state import State
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> None:
     for number in range(config.num_steps):
         inputs = tf.reshape(tf.range(micro * 6) + number + world.rank, [micro, 2, 3]) % 50
         batch = {"inputs": inputs, "targets": tf.ones([micro, 2, 1])}
-        step(batch, health.votes(False, False))
+        step(batch, votes.votes())
     world_lib.finish(world)
 
 

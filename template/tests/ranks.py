@@ -20,6 +20,7 @@ _LAST_LINES = 25  # of each rank, shown when a launch times out or fails unexpec
 
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": str(PROJECT.parent / "hvdkit/src"),  # until it is installed
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",

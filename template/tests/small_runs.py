@@ -18,12 +18,12 @@ from hvdkit.data.arrays import Arrays
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.run import context as run_lib
+from hvdkit.run.main import run_on
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE, Stop
-from hvdkit.train import losses
+from hvdkit.train import losses, reduction
 
 import train
-from engine.elastic import Commits
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -146,8 +146,9 @@ def fit_config(
     code, message, load = DONE, "", run_lib.tasks.load
     run_lib.tasks.load = watched
     try:
-        world_lib.set_up(world, config)  # as train.main does
-        train.train(config, world, stop_signal or StopSignal(), Commits())
+        world_lib.set_up(world, config)  # as hvdkit.main does
+        reduction.check_backend(config)
+        run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
     finally:

@@ -71,9 +71,9 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
 
 def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
     script = (
-        "import os, sys, train\n"
+        "import os, sys, hvdkit, train\n"
         "own = ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else []\n"
-        "sys.exit(train.main([*sys.argv, *own]))"
+        "sys.exit(hvdkit.main(train.train, [*sys.argv, *own]))"
     )
     command = ["-c", script, FLAGS[0], f"--run_dir={tmp_path}/run"]
     ended = launch(2, command, "mpirun", timeout=120)
@@ -94,14 +94,14 @@ def test_no_server_hears_of_it(tmp_path, flag):
 
 STOPPED = """
 import os, signal, sys
-import actions, train
-score = actions.Evaluate.__call__
+import hvdkit, train
+score = hvdkit.run.actions.Evaluate.__call__
 def stopped(self, step, result=None):
     os.kill(os.getpid(), signal.SIGTERM)
     while not self._stop_signal.asked: pass
     return score(self, step, result)
-actions.Evaluate.__call__ = stopped
-sys.exit(train.main(sys.argv))
+hvdkit.run.actions.Evaluate.__call__ = stopped
+sys.exit(hvdkit.main(train.train, sys.argv))
 """
 
 

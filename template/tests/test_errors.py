@@ -77,10 +77,10 @@ def test_data_and_folders(name, outcomes):
 def test_ranks_that_were_given_different_settings_are_told(flag, tiny):
     """As where hosts hold different versions of a flagfile."""
     code = (
-        "import os, sys; sys.path.insert(0, '.'); import train;"
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
         f"flags = {[*tiny]!r};"
         f"flags += [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
-        "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
     )
     ended = launch(2, ["-c", code], "mpirun")
     assert ended.code == 2, last_lines(ended.output)
@@ -104,10 +104,10 @@ def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
     names = (other / "splits" / "train.txt").read_text().split()
     (other / "splits" / "train.txt").write_text("\n".join(names[1:]))
     code = (
-        "import os, sys; sys.path.insert(0, '.'); import train;"
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
         f"flags = {[*tiny]!r};"
         f"flags += ['--data_dir={other}'] if os.environ['HOROVOD_RANK'] == '1' else [];"
-        "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
     )
     ended = launch(2, ["-c", code], "gloo")
     assert ended.code != 0

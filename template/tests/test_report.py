@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hvdkit.observe import confusion
-from hvdkit.observe import compare, plots, records, report
+from hvdkit.observe import compare, confusion, plots, records, report
 
 from ranks import PROJECT, last_lines, launch
 

@@ -120,10 +120,10 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
     That they are the same with `mean` and `full` every run here tells itself, at its end.
     """
     script = (
-        "import os, sys; sys.path.insert(0, '.'); import train; from engine import world as w;"
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train; from hvdkit.ranks import world as w;"
         "seen = []; hash_all = w.weights_sha256;"
         "w.weights_sha256 = lambda vs: seen.append(hash_all(vs)) or seen[-1];"
-        "code = train.main(['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]);"
+        "code = hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]);"
         "print('weights', seen[0]); sys.exit(code)"
     )
     hashes = {}
@@ -139,12 +139,12 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
 def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
     """The run's own check at its end, seen to fail: one rank's weights are changed in mid-run."""
     script = (
-        "import os, sys; sys.path.insert(0, '.'); import train; finish = train.finish;\n"
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train; finish = hvdkit.run.finish.finish;\n"
         "def drifted(run, *rest):\n"
         "    if run.world.rank == 1: run.model.variables[0].assign_add([[[[1.0]]]])\n"
         "    finish(run, *rest)\n"
-        "train.finish = drifted\n"
-        "sys.exit(train.main(['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]))"
+        "hvdkit.run.finish.finish = drifted\n"
+        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]))"
     )
     ended = launch(2, ["-c", script, *tiny])
     assert ended.code != 0
@@ -156,12 +156,12 @@ def test_a_stop_signal_saves_and_the_run_goes_on_to_the_same_weights(tiny, tmp_p
     flags = [*tiny, "--deterministic", "--num_steps=12"]
     run(2, [*flags, f"--run_dir={tmp_path / 'whole'}"])
     script = (
-        "import os, signal, sys; sys.path.insert(0, '.'); import train; log = train.Log.__call__;\n"
+        "import os, signal, sys; sys.path.insert(0, '.'); import hvdkit, train; log = hvdkit.run.actions.Log.__call__;\n"
         "def stop(self, step, result):\n"
         "    log(self, step, result)\n"
         "    if step == 5 and self._run.world.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "train.Log.__call__ = stop\n"
-        "code = train.main(['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]])\n"
+        "hvdkit.run.actions.Log.__call__ = stop\n"
+        "code = hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]])\n"
         "print(f'exit-code-{code}')"
     )
     ended = launch(2, ["-c", script, *flags])

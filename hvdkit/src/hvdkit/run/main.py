@@ -25,11 +25,18 @@ def main(train: TrainFunction, argv: Sequence[str]) -> int:
     settings = config_lib.from_command_line(argv)
 
     def work(world: World, stop_signal: StopSignal) -> None:
-        agreement.check_settings(world, settings)
-        with modes.folder(settings, world) as changed:
-            run_once(train, changed, world, stop_signal=stop_signal)
+        run_on(world, settings, train, stop_signal=stop_signal)
 
     return on_ranks(settings, work)
+
+
+def run_on(
+    world: World, settings: Config, train: TrainFunction, *, stop_signal: StopSignal
+) -> None:
+    """A run on ranks that are connected and have their devices. Raises Stop, on every rank."""
+    agreement.check_settings(world, settings)
+    with modes.folder(settings, world) as changed:
+        run_once(train, changed, world, stop_signal=stop_signal)
 
 
 def on_ranks(settings: Config, work: Callable[[World, StopSignal], None]) -> int:
