@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 from hvdkit.data.readers.digits import Digits
-from hvdkit.observe import confusion
+from hvdkit.evaluate import confusion
 from PIL import Image
 
 from conftest import TINY_FLAGS

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from hvdkit.commands import evaluate, predict
 from hvdkit.commands.export import Exported
-from hvdkit.observe import confusion, evaluator, records, report
+from hvdkit.evaluate import confusion, evaluator, records, report
 
 # Of 10 labels of class 0, 8 were told right; of 5 of class 1, one.
 CONFUSION = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])

@@ -34,8 +34,8 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit.data.pipeline import EvaluationFeed
+from hvdkit.evaluate import confusion as confusion_lib
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
-from hvdkit.observe import confusion as confusion_lib
 from hvdkit.observe.records import is_of_class
 from hvdkit.ranks import live
 from hvdkit.ranks import world as world_lib

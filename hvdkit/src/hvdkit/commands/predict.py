@@ -35,7 +35,7 @@ from PIL import Image, ImageOps
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import said
 from hvdkit.data.readers import pictures
-from hvdkit.observe import confusion
+from hvdkit.evaluate import confusion
 from hvdkit.ranks import live
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal

@@ -20,7 +20,7 @@ import hvdkit.ranks.quiet  # noqa: F401
 import numpy as np
 
 from hvdkit.data.palette import COLOURS
-from hvdkit.observe import confusion as confusion_lib
+from hvdkit.evaluate import confusion as confusion_lib
 from hvdkit.observe import html, plots, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
 from hvdkit.stop import DONE, WRONG_USE, complain

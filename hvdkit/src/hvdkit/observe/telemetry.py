@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hvdkit.observe import confusion, trackers
+from hvdkit.evaluate import confusion, trackers
 from hvdkit.ranks import live
 from hvdkit.ranks.world import World, say
 from hvdkit.settings.config import Config, tracker_names

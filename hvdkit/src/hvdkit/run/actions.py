@@ -16,9 +16,8 @@ import tensorflow as tf
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import TrainingFeed
-from hvdkit.evaluate import early_stop
+from hvdkit.evaluate import confusion, early_stop
 from hvdkit.evaluate.evaluator import Evaluator
-from hvdkit.observe import confusion
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks.drift import Drift
