@@ -1,0 +1,5 @@
+"""`python -m hvdkit COMMAND`, where the console command is not on PATH."""
+
+from hvdkit.cli import main
+
+main()

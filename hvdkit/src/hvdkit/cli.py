@@ -1,0 +1,45 @@
+"""`hvdkit COMMAND ...`: what there is besides training, each command by its name."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from hvdkit.settings import project
+from hvdkit.stop import refuse
+
+# Module with main(argv) -> exit code, and what it does.
+COMMANDS = {
+    "check": ("hvdkit.data.check", "reads every sample of a data set, lists the bad ones"),
+    "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
+    "pack": ("hvdkit.data.pack", "many small files into a few large ones, for network disks"),
+    "evaluate": ("hvdkit.commands.evaluate", "scores of a run's checkpoint, each class, worst samples"),
+    "predict": ("hvdkit.commands.predict", "predictions on pictures"),
+    "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
+    "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
+    "report": ("hvdkit.observe.report", "a run's report.html again"),
+    "demo-data": ("hvdkit.data.demo.scenes", "makes the demo's data set"),
+}
+_NEEDS_TENSORFLOW = {"check", "browse", "pack", "evaluate", "predict", "export"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command and exits with its code. Run it in the fork's folder: it uses its tasks/."""
+    words = [*(sys.argv if argv is None else argv)]
+    if len(words) < 2 or words[1] in ("-h", "--help"):
+        print("usage: hvdkit COMMAND ... (hvdkit COMMAND --help says more)\n")
+        for name, (_, what) in COMMANDS.items():
+            print(f"  {name:<10} {what}")
+        sys.exit(0)
+    name = words[1]
+    if name not in COMMANDS:
+        refuse(f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no trace, until a run listens
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nor where `| head` has read enough
+    sys.path.insert(0, str(project.folder()))
+    if name in _NEEDS_TENSORFLOW:
+        importlib.import_module("hvdkit.ranks.quiet")
+    module = importlib.import_module(COMMANDS[name][0])
+    sys.exit(module.main([f"hvdkit {name}", *words[2:]]))
