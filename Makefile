@@ -49,7 +49,7 @@ lint: setup ## Python, shell, spelling and links
 	@git ls-files | grep -v '^docker/locks/\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) python tests/links.py
 
-bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, its stages, cost; 38 minutes
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
 # PyTorch, which nothing here runs on, stays out of .venv.

@@ -85,18 +85,6 @@ def test_the_bare_loop_and_train_py_take_the_same_steps():
     assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
 
 
-@pytest.mark.slow
-def test_each_stage_of_the_input_is_timed():
-    command = [FOLDER / "stages.py", "--sets=photos,demo", "--rounds=1", "--seconds=0.1"]
-    said = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    rows = [line.strip("| ").split(" | ") for line in said.stdout.splitlines()[2:]]
-    named = {kind: [row[1] for row in rows if row[0] == kind] for kind in ("photos", "demo")}
-    assert named["photos"][:2] == ["order and key", "read"] and named["demo"][3] == "label"
-    assert all(len(names) == len({*names}) >= 8 for names in named.values())
-    (shares,) = [row for row in rows if row[1] == "decoded of a picture"]
-    assert 0.2 < float(shares[2]) < 0.7 and 0.2 < float(shares[3].split()[1]) < 0.7
-
-
 def test_benchmarks_have_the_flags_that_make_bench_gives(results):
     for part in results.PARTS.values():
         file, *flags = part.command.partition(" -- ")[0].split() + ["--torch"] * part.torch
