@@ -1,12 +1,12 @@
 """make bench: what benchmarks print goes into one file, also when one of them fails."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 
 import pytest
 
+import by_path
 from hosts import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -22,9 +22,7 @@ finally:  # as where a launch takes its ranks with it
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("results", FOLDER / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = by_path.benchmark("results")
     (tmp_path / "well.py").write_text("import sys; print('| well |', *sys.argv[1:])")
     (tmp_path / "ill.py").write_text("print('| half |'); raise SystemExit('no')")
     (tmp_path / "late.py").write_text(LATE.format(left=str(tmp_path / "left")))
