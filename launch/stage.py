@@ -58,8 +58,8 @@ def _has_files(folder: Path) -> bool:
             if os.path.islink(path):
                 to, inside = os.readlink(path), os.path.relpath(place, folder)
                 # By its text, which leads from another place in the copy, and by where it ends.
-                first = Path(os.path.normpath(os.path.join(inside, to))).parts[0]
-                if first in ("/", "..") or not Path(os.path.realpath(path)).is_relative_to(folder):
+                first = os.path.normpath(os.path.join(inside, to)).split("/")[0]
+                if first in ("", "..") or not Path(os.path.realpath(path)).is_relative_to(folder):
                     raise ValueError(f"{path} leads out of {folder}, to {to}: put a copy there")
     return found
 

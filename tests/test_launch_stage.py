@@ -26,6 +26,7 @@ def source(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(size))
     (folder / "again").symlink_to("a/1.png")
+    (folder / "b" / "up").symlink_to("..")
     return folder
 
 
@@ -78,6 +79,7 @@ WRONG = {
     "a parent": (lambda s: None, ".", "name a target beside the source"),
     "through a link": (lambda s: (s.parent / "to").symlink_to(s / "a"), "to/local", "is in"),
     "a link out": (link("../../secret"), "x", "leads out of"),
+    "out by way of another": (link("up/../secret"), "x", "leads out of"),
     "out and in again": (link("../../source/list"), "x", "leads out of"),
     "an absolute link": (link("/etc/passwd"), "x", "link leads out of"),
     "a pipe": (lambda s: os.mkfifo(s / "pipe"), "x", "pipes and devices are not copied"),
