@@ -39,15 +39,15 @@ def seconds(jobs_profile: tuple, **job: float) -> float:
         (allreduce(1e9, 32, EIGHT, "two-level"), 0.175 + 1.5),
         # One ring over all 32: 2 x 31/32 of it over the slowest link.
         (allreduce(1e9, 32, EIGHT, "ring"), 2 * 31 / 32),
-        # A tree has 2 x log2(64) hops, a ring 2 x 63.
-        (allreduce(1e-9, 64, ONE._replace(hop=1e-3), "ring"), 126e-3),
-        (allreduce(1e-9, 64, ONE._replace(hop=1e-3), "auto"), 12e-3),
+        # A tree has 2 x log2(1024) hops, and 0.9 of the bandwidth; a ring would take 3.8 s.
+        (allreduce(9e8, 1024, ONE._replace(hop=1e-3), "auto"), 2 + 20e-3),
         # Tables of order statistics: 2.508.
         (scaling.expected_maximum(100), pytest.approx(2.508, rel=0.01)),
         # sqrt(2 C M) = 1,000 s, to which Daly adds 1/3 sqrt(C/2M) + 1/9 C/2M of it, less C.
         (scaling.daly(50, 10_000), 1000 * (1 + 0.05 / 3 + 0.0025 / 9) - 50),
         # What is ready early is summed behind the backward pass, what is ready last after it.
         (seconds(((0.0, 1.0),)), 3.0),
+        (seconds(((0.75, 1.0),)), 3.5),
         (seconds(((1.0, 1.0),)), 4.0),
         (seconds(((1.0, 1.0),), jitter=0.1), pytest.approx(4.0 + 0.3 * np.pi**-0.5, rel=0.01)),
         (seconds(((1.0, 1.0),), input_rate=0.25), 4.0 + 1.0),
@@ -62,14 +62,16 @@ def test_a_formula_by_hand(found, by_hand):
 
 def test_a_table_also_of_a_benchmarked_run(tmp_path):
     typed = run(*PLAN, "--gpus=8,64,512")
-    rates = next(x for x in typed.stdout.splitlines() if x.startswith("efficiency")).split()[1:]
+    said = {line[:43].strip(): line[43:].split() for line in typed.stdout.splitlines()}
+    rates = said["efficiency"]
     assert len(rates) == 3 and sorted(rates, reverse=True) == rates, typed.stdout + typed.stderr
+    assert said["with --compression=fp16"][2] > rates[2]
     record = {"ranks": 1, "seconds_a_step": 0.11, "global_batch_size": 64}
     (tmp_path / "config.cfg").write_text("--accumulation_steps=1\n--virtual_ranks=0\n")
     (tmp_path / "benchmark.json").write_text(json.dumps(record | {"trained_parameters": 25.6e6}))
     words = [f"--run_dir={tmp_path}", "--link=25Gbit", "--gpus=8,64,512"]
     assert run(*words).stdout == typed.stdout
-    (tmp_path / "benchmark.json").write_text(json.dumps(record | {"trained_parameters": 0}))
+    (tmp_path / "config.cfg").write_text("--accumulation_steps=1\n--virtual_ranks=8\n")
     assert run(*words).returncode == 2 and "is not a run of train.py" in run(*words).stderr
 
 
@@ -80,13 +82,11 @@ def test_a_table_also_of_a_benchmarked_run(tmp_path):
         ("--link=25", "'25' is not a rate"),
         ("--params=-1M", "'-1M' is not a number above 0"),
         ("--step_ms=nan", "'nan' is not a number above 0"),
-        ("--inside=token_ring", "invalid choice: 'token_ring'"),
     ],
 )
 def test_a_wrong_value_is_refused_in_one_sentence(word: str, said: str):
     ended = run(*PLAN, "--gpus=8", word)
-    assert ended.returncode == 2 and not ended.stdout
-    assert said in ended.stderr and ended.stderr.count("\n") == 1
+    assert ended.returncode == 2 and said in ended.stderr and ended.stderr.count("\n") == 1
 
 
 def test_published_figures_are_predicted_from_other_sources():
