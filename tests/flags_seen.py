@@ -94,15 +94,8 @@ _BY_FILE: dict[str, dict[str, list[str]]] = {
         "a_bit_that_flips_on_one_rank_is_found_and_named": ["drift_every"],
         "what_drifted_is_repaired_by_rank_0s": ["drift"],
     },
-    "template/tests/test_checkpoint_parts.py": {
-        "on_ranks": ["checkpoint_parts"],
-    },
     "2 checks_evaluation": {
         "a_score_of_another_measure_counts_as_none": ["early_stop_evals"],
-    },
-    "tests/test_elastic.py": {
-        "such_a_launcher_and_the_flag_need_each_other": ["elastic"],
-        "a_rank_joins_then_rank_0_is_lost": ["elastic_commit_every"],
     },
     "template/tests/test_warm_start.py": {
         "real_runs": ["init_skip_mismatched"],

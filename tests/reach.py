@@ -40,7 +40,6 @@ _SLOW = "from ranks import"
 _QUICK = ("test_reduction.py", "test_warm_start.py", "test_find_lr.py", "test_find_batch.py")
 _QUICK += ("test_browse.py", "test_check.py", "test_live.py")
 _MIXED = {
-    "test_checkpoint_parts.py": "not on_ranks and not kill",
     "test_virtual.py": "not on_ranks and not same_bits",
     "test_report.py": "own_figure or time_lost or markup or many_points or no_run",
     "test_trackers.py": "calls_arrive or slow_server or never_answers or what_it_raises",

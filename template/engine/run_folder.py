@@ -9,7 +9,6 @@ import fcntl
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -91,14 +90,12 @@ def begin(
     return note
 
 
-def lock(run_dir: Path, patience: float = 0.0) -> None:
+def lock(run_dir: Path) -> None:
     """Keeps other runs out of the folder as long as this process lives, if there is the folder.
 
     To be called before a run looks for its checkpoint. Another run that is about to end may still
     save one, and delete the one that would be found.
 
-    Args:
-      patience: seconds in which this very run's last rank 0, that was lost, may still hold it.
     Raises:
       OSError: its lock cannot be made.
       ValueError: another run is in it.
@@ -108,20 +105,15 @@ def lock(run_dir: Path, patience: float = 0.0) -> None:
     path = (run_dir / ".lock").resolve()
     if path in _locks:
         return
-    file, end = path.open("w"), time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < end:
-                time.sleep(0.5)
-                continue
-            raise ValueError(
-                f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        break
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
     _locks[path] = file
 
 
