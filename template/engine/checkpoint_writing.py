@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import json
 import math
 import os
 import shutil
@@ -118,8 +117,7 @@ class _Hashed(io.RawIOBase):
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
     record = dataclasses.asdict(manifest)
     about = {"format": FORMAT, **record, "checksum": checksum_of(record, FORMAT)}
-    with whole_files.written(folder / MANIFEST) as partial:
-        partial.write_text(json.dumps(about, indent=1))
+    whole_files.write_json(folder / MANIFEST, about)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from engine import records
 
 
 @contextlib.contextmanager
@@ -28,6 +32,12 @@ def written(path: Path, hidden: str = "") -> Iterator[Path]:
             partial.unlink(missing_ok=True)
         raise
     flush(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """As JSON; null stands for what is no finite number."""
+    with written(path) as partial:
+        partial.write_text(json.dumps(records.without_nan(content), indent=1) + "\n")
 
 
 def flush(path: Path) -> None:
