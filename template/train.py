@@ -39,16 +39,15 @@ from engine import (
     batch_norm,
     health,
     pretrained,
-    reduction,
+    ranks,
     run_folder,
     warm_start,
 )
 from engine import world as world_lib
 from engine.interrupt import StopSignal
-from engine.peers import Peers
 from engine.sampler import Sampler
 from engine.saver import Saver
-from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
+from engine.stop import PREEMPTED, GoBack
 from engine.telemetry import Telemetry
 from engine.timeline import Timeline
 from engine.world import World, say
@@ -236,26 +235,7 @@ def train(config: Config, world: World, stop_signal: StopSignal) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
-    # From here on: a run may be told to stop while it starts.
-    stop_signal = StopSignal(launch_rank())
-    try:
-        world = world_lib.connect(reduction.environment(config))
-    except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
-        return stop.code
-    code = DONE
-    try:
-        # One GPU a process, or a share of the cores.
-        world_lib.set_up(world, config)
-        with Peers(world, reduction.stall_seconds(config)):
-            train(config, world, stop_signal)
-    except Stop as stop:
-        code = stop.code
-        if world.is_chief:
-            complain(str(stop))
-    world_lib.finish(world)
-    return code
+    return ranks.run(config, lambda *world: train(config, *world))
 
 
 if __name__ == "__main__":
