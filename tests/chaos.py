@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hosts import PORT, Hosts
+from hosts import Hosts
 from legs import ROOT, START, Failed, Leg, send
 
 STEPS_AN_EVENT = 7  # of the whole run
@@ -42,29 +42,6 @@ USUAL = [
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
     "--max_failed_saves=20",  # the third may fail before it is seen here that two did
 ]
-
-
-class Usual(Leg):
-    """The demo on some ranks of this machine, or of others."""
-
-    def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        ranks: int,
-        via: str,
-        hosts: Hosts | None = None,
-    ) -> None:
-        """`hosts`: where the ranks run, one on each; None: all here."""
-        self.ranks, self.via, self.hosts = ranks, via, hosts
-        launcher = [f"--{via}", "-np", ranks]
-        if hosts:
-            names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
-            launcher += ["-p", PORT, "-H", names]
-        self.start(folder, launcher, [*USUAL, f"--num_steps={steps}"], hosts[1] if hosts else None)
-
-    def about(self) -> str:
-        return f"{self.ranks} rank(s), {self.via}"
 
 
 class Context(NamedTuple):
@@ -187,14 +164,14 @@ class Outcome(NamedTuple):
 
 
 def interrupted(
-    folder: Path, steps: int, kinds: list[str], rng: random.Random, hosts: Hosts | None
+    folder: Path, flags: list[str], kinds: list[str], rng: random.Random, hosts: Hosts | None
 ) -> list[Outcome]:
     """The run, with all that happens to it, to its end."""
     outcomes, newest, since = [], 0, 0.0
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
         how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")))
-        leg = Usual(folder, steps, *((3, "mpi", hosts) if kind == "cut_a_host" else how))
+        leg = Leg(folder, flags, *((3, "mpi", hosts) if kind == "cut_a_host" else how))
         try:
             leg.after(1)
             begun = leg.steps[0][0]
@@ -215,7 +192,7 @@ def interrupted(
                 pending = kind, time.monotonic() - since
                 newest = max(newest, leg.steps[-1][0])
                 judge(kind, code, allowed, leg)
-                where = f"{leg.about()}, at step {leg.steps[-1][0]}"
+                where = f"{leg.ranks} rank(s), {leg.via}, at step {leg.steps[-1][0]}"
                 ended = f"all ended after {pending[1]:.1f} s, code {code}"
                 print(f"{kind}: {where}: {ended}", flush=True)
             elif code := leg.process.wait(600):
@@ -269,7 +246,8 @@ def main() -> int:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     steps = STEPS_AN_EVENT * args.events + 10
     try:
-        whole = Usual(folder / "whole", steps, 2, "gloo")
+        flags = [*USUAL, f"--num_steps={steps}"]
+        whole = Leg(folder / "whole", flags, 2, "gloo")
         try:
             if code := whole.process.wait(1200):
                 raise Failed(f"without any event: exit code {code}{whole.tail()}")
@@ -277,7 +255,7 @@ def main() -> int:
             whole.kill_all()
         order = order[: args.events]
         with three_hosts(folder) if "cut_a_host" in order else contextlib.nullcontext() as hosts:
-            outcomes = interrupted(folder / "chaos", steps, order, rng, hosts)
+            outcomes = interrupted(folder / "chaos", flags, order, rng, hosts)
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
