@@ -18,8 +18,7 @@ from data.pipeline import TrainingFeed
 from engine import agreement, batch_norm, confusion, early_stop, ema, health
 from engine.checkpoint import Best, Found
 from engine.drift import Drift
-from engine.elastic import Commits, WorldChanged
-from engine.health import Clock, Ending, Health
+from engine.health import Clock, Ending
 from engine.interrupt import StopSignal
 from engine.pace import Pace
 from engine.saver import Saver
@@ -193,39 +192,6 @@ def check_alike(run: Run) -> None:
     named = {n: v for n, v in run.state.variables.items() if id(v) in untrained}
     named = {n: v for n, v in named.items() if id(raw(v)) not in apart}
     agreement.check_same_state(run.world, named, "state that is not trained")
-
-
-class Commit:
-    """A copy in every rank's memory, from which those that are left go on (--elastic).
-
-    Before each checkpoint too, so that none on disk is newer. Where hosts have come or are to go,
-    the run is made anew from it with them.
-    """
-
-    settles = True
-
-    def __init__(
-        self,
-        run: Run,
-        commits: Commits,
-        save: Save,
-        sync: Callable[[], None],
-        telemetry: Telemetry,
-        monitor: Health,
-    ) -> None:
-        self._run, self._commits, self._save = run, commits, save
-        self._sync, self._telemetry, self._monitor = sync, telemetry, monitor
-
-    def due(self, step: int) -> bool:
-        planned = step % self._run.config.elastic_commit_every == 0 or self._save.due(step)
-        return planned or self._monitor.hosts_changed
-
-    def __call__(self, step: int, result: Result | None = None) -> None:
-        with self._telemetry.not_training():
-            self._sync()
-            self._commits.keep(step, self._run.state.variables)
-        if self._monitor.hosts_changed and step < self._run.config.num_steps:
-            raise WorldChanged
 
 
 class Evaluate:

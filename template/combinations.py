@@ -26,7 +26,7 @@ def implied(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raises ValueError for settings that contradict each other."""
-    parts = (_check_virtual, _check_elastic, _check_batch, _check_reduction, _check_schedule)
+    parts = (_check_virtual, _check_batch, _check_reduction, _check_schedule)
     for part in (*parts, _check_start):
         part(config)
     if config.jit and config.bn_sync == "full":
@@ -84,7 +84,12 @@ def _check_virtual(config: Config) -> None:
             raise ValueError(
                 f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
             )
-    _check_same_run(config, flag)
+    for name in ("batch_per_rank", "lr_scaling"):
+        if getattr(config, name) not in ("none", 0):
+            raise ValueError(
+                f"{flag} makes the same run on any number of ranks, but --{name} makes it depend "
+                "on their number: leave it out"
+            )
     if config.bn_sync not in ("mean", "full"):
         raise ValueError(
             f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean instead "
@@ -95,35 +100,6 @@ def _check_virtual(config: Config) -> None:
         raise ValueError(
             f"{flag}: every virtual rank needs a sample, and a micro-batch (--global_batch_size / "
             f"--accumulation_steps) has {micro}: make it larger or give fewer virtual ranks"
-        )
-
-
-def _check_same_run(config: Config, flag: str) -> None:
-    for name in ("batch_per_rank", "lr_scaling"):
-        if getattr(config, name) not in ("none", 0):
-            raise ValueError(
-                f"{flag} makes the same run on any number of ranks, but --{name} makes it depend "
-                "on their number: leave it out"
-            )
-
-
-def _check_elastic(config: Config) -> None:
-    if not config.elastic:
-        return
-    _check_same_run(config, "--elastic")
-    for name in ("benchmark", "timeline", "autotune", "dry_run", "find_lr"):
-        if getattr(config, name):
-            raise ValueError(
-                f"--{name} looks at one number of ranks, which --elastic changes: leave one out"
-            )
-    if config.checkpoint_parts > 1:
-        raise ValueError(
-            f"--checkpoint_parts={config.checkpoint_parts} is written by ranks that --elastic may "
-            "lose: leave one out"
-        )
-    if config.reduce_backend in ("mpi", "nccl"):
-        raise ValueError(
-            f"--elastic is for Gloo: leave out --reduce_backend={config.reduce_backend}"
         )
 
 
@@ -344,7 +320,6 @@ def notes(config: Config) -> list[str]:
         "val_split": config.synthetic_data and "--synthetic_data",
         "warmup_from": not config.warmup_steps and "--warmup_steps=0",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
-        "elastic_commit_every": not config.elastic and "--noelastic",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")
             or (config.bn_sync in ("full", "none") and f"--bn_sync={config.bn_sync}")

@@ -270,12 +270,6 @@ class Config:
     checkpoint_minutes: float = setting(
         0.0, "also save when the newest checkpoint is older than this; 0: off", low=0
     )
-    checkpoint_parts: int = setting(
-        1,
-        "files of a checkpoint, each written by another rank, spread over the hosts; more than 1 "
-        "needs a run_dir that the hosts share",
-        low=1,
-    )
     max_failed_saves: int = setting(3, "end after this many failed saves in a row", low=1)
     max_bad_steps: int = setting(
         3,
@@ -301,15 +295,6 @@ class Config:
         "checkpoint or of a run's folder",
         path=True,
         words=("auto", "never"),
-    )
-    elastic: bool = setting(
-        False,
-        "continue when ranks are lost or hosts join; needs launch/hosts.sh --discover",
-    )
-    elastic_commit_every: int = setting(
-        10,
-        "with --elastic: steps between copies of the state in memory, to go back to after a loss",
-        low=1,
     )
     init_from: str = setting(
         "",

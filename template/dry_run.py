@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ from benchmark import count_operations, peak_bytes
 from config import Config
 from data.pipeline import TrainingFeed
 from data.source import Source
-from engine import checkpoint_files, run_folder, schedule
+from engine import checkpoint_files, locks, run_folder, schedule
 from engine.health import Ending
 from engine.sampler import Sampler
 from engine.stop import DONE
@@ -73,8 +72,7 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
 def _clear(parent: Path) -> None:
     """Removes what dry runs left that were killed; one that goes on holds its lock."""
     for lock in parent.glob(f"{_PREFIX}*/.lock"):
-        with contextlib.suppress(OSError), lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), locks.take(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 

@@ -28,8 +28,7 @@ def go_back(run: Run, ending: Ending) -> None:
         return
     step = int(run.state.step)
     found = run.checkpoints.sound_before(ending.bad_since)
-    # What --elastic keeps in memory is of the steps in between.
-    if found and not int(run.state.passed_over) and not run.config.elastic:
+    if found and not int(run.state.passed_over):
         say(
             run.world,
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "

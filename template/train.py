@@ -29,7 +29,7 @@ import keras
 
 import dry_run
 import find_lr
-from actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, left_out
+from actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync, left_out
 from benchmark import Benchmark
 from config import Config
 from data.pipeline import EvaluationFeed, TrainingFeed
@@ -37,21 +37,17 @@ from ending import finish, go_back
 from engine import (
     agreement,
     batch_norm,
-    checkpoint_parts,
-    elastic,
     health,
     pretrained,
-    reduction,
+    ranks,
     run_folder,
     warm_start,
 )
 from engine import world as world_lib
-from engine.elastic import Commits
 from engine.interrupt import StopSignal
-from engine.peers import Peers
 from engine.sampler import Sampler
 from engine.saver import Saver
-from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
+from engine.stop import PREEMPTED, GoBack
 from engine.telemetry import Telemetry
 from engine.timeline import Timeline
 from engine.world import World, say
@@ -62,17 +58,10 @@ from tasks import base as tasks
 from tasks import check
 
 
-def fit(
-    given: Config,
-    world: World,
-    stop_signal: StopSignal,
-    commits: Commits,
-    back: GoBack | None = None,
-) -> None:
+def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | None = None) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step.
 
-    Raises GoBack, on every rank, when it is to be called once more, with that. With --elastic it is
-    called anew for each world, where the ranks have changed.
+    Raises GoBack, on every rank, when it is to be called once more, with that.
     """
     # 1. Settings that depend on the ranks.
     agreement.check_code(world, config_lib.PROJECT)
@@ -80,7 +69,6 @@ def fit(
     say(world, where)
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
-        elastic.check_device(config)
 
     # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
@@ -90,19 +78,13 @@ def fit(
     for note in notes(run):
         say(world, f"note: {note}")
 
-    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0; or
-    #    what ranks of the last world have in memory.
+    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0.
     run_dir = Path(config.run_dir)
-    kept = commits.newest(world) if config.elastic else None
     with world.together("locking the run folder"):
         if world.is_chief:
-            run_folder.lock(run_dir, elastic.LOCK_PATIENCE if kept else 0)
-    resume = "auto" if kept else back.path if back else config.resume
-    on_disk = run.checkpoints.find(resume, config.num_steps)
-    found = run.checkpoints.of_memory(kept.step) if kept else on_disk
-    if kept:
-        commits.restore(state.variables, world, kept)
-    elif found:
+            run_folder.lock(run_dir)
+    found = run.checkpoints.find(back.path if back else config.resume, config.num_steps)
+    if found:
         run.checkpoints.restore(found, state.variables, config)
         state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
@@ -112,7 +94,7 @@ def fit(
                 start(run.model, config)
 
     # 4. Everything from one rank, before the first step.
-    world.broadcast_variables(list(state.variables.values()), kept.rank if kept else 0)
+    world.broadcast_variables(list(state.variables.values()))
     first_step = int(state.step)
 
     # 5. This rank's share of the data, the step on all ranks together, and the evaluation.
@@ -147,8 +129,8 @@ def fit(
     evaluator = Evaluator(run, val_feed)
     if config.dry_run:
         dry_run.describe(run, given, sampler, feed)
-    saver = Saver(run.checkpoints, config.max_failed_saves, config.elastic)
-    monitor = health.Health(world, config, sampler, feed, stop_signal, saver, commits)
+    saver = Saver(run.checkpoints, config.max_failed_saves)
+    monitor = health.Health(world, config, sampler, feed, stop_signal, saver)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -158,8 +140,6 @@ def fit(
     if more:
         with world.together("making the task's actions"), check.told("actions"):
             others = [Own(world, action) for action in check.actions(more(run))]
-    if not config.benchmark:
-        checkpoint_parts.check_shared(world, run.checkpoints.writers, run_dir)
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     make_up = found is not None and left_out(run, found)
@@ -171,16 +151,14 @@ def fit(
         telemetry = Telemetry(config, world, first_step, len(run.train_source))
         about = {"what": what, "where": where, "score": run.task.main_metric}
         telemetry.started(first_step, about)
-    if kept:
-        say(world, f"going on from step {first_step}, which rank {kept.rank} has in memory")
-    elif found:
+    if found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
     # 7. What happens after a step, in this order: a checkpoint holds what the task's own actions
     #    did. A checkpoint of another folder is not here yet, nor are the scores before it;
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
-    saved_at = first_step if is_own and on_disk and on_disk.step == first_step else None
+    saved_at = first_step if is_own else None
     save = Save(run, saver, monitor.save_clock, sync, telemetry, saved_at)
     other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
@@ -190,10 +168,6 @@ def fit(
     timeline = Timeline(config, world, telemetry, first_step)
     actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed, monitor.pace), *others]
-    if config.elastic:
-        commit = Commit(run, commits, save, sync, telemetry, monitor)
-        actions.append(commit)
-        commits.keep(first_step, state.variables)
     if config.benchmark:
         actions.append(measured)
     elif config.dry_run:
@@ -242,16 +216,16 @@ def fit(
     finish(run, telemetry, evaluate.figures, ending)
 
 
-def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
+def train(config: Config, world: World, stop_signal: StopSignal) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
     agreement.check_settings(world, config)
     if config.dry_run or config.find_lr:
         with dry_run.throwaway(config, world) as config:
-            return fit(config, world, stop_signal, commits)
+            return fit(config, world, stop_signal)
     back = None
     while True:
         try:
-            return fit(config, world, stop_signal, commits, back)
+            return fit(config, world, stop_signal, back)
         except GoBack as found:
             back = found.with_traceback(None)  # by which the model so far would be kept
             # Its layers' names, which SampleDropout draws by, are those of a run that resumes.
@@ -261,33 +235,7 @@ def train(config: Config, world: World, stop_signal: StopSignal, commits: Commit
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
-    # From here on: a run may be told to stop while it starts.
-    stop_signal, commits = StopSignal(launch_rank()), Commits()
-    try:
-        elastic.check(config)
-        knobs = reduction.environment(config)
-        world = elastic.connect(knobs, commits) if config.elastic else world_lib.connect(knobs)
-    except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
-        return stop.code
-
-    def in_world(world: World) -> int:
-        """The run with these ranks, to its end."""
-        code = DONE
-        try:
-            # One GPU a process, or a share of the cores.
-            world_lib.set_up(world, config)
-            with Peers(world, reduction.stall_seconds(config), config.elastic):
-                train(config, world, stop_signal, commits)
-        except Stop as stop:
-            code = stop.code
-            if world.is_chief:
-                complain(str(stop))
-        world_lib.finish(world)
-        return code
-
-    return elastic.run(in_world, world, commits) if config.elastic else in_world(world)
+    return ranks.run(config, lambda *world: train(config, *world))
 
 
 if __name__ == "__main__":

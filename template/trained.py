@@ -12,11 +12,10 @@ import tensorflow as tf
 
 import config as config_lib
 from config import Config
-from engine import agreement, checkpoint, checkpoint_files, reduction, warm_start
+from engine import agreement, checkpoint, checkpoint_files, ranks, warm_start
 from engine import world as world_lib
 from engine.interrupt import StopSignal
-from engine.peers import Peers
-from engine.stop import DONE, Stop, complain, launch_rank, refuse
+from engine.stop import launch_rank, refuse
 from engine.world import World
 from run import Run, assemble
 from tasks import base as tasks
@@ -73,27 +72,15 @@ def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
     Args:
       own: what `parser` found, the same on every rank but for paths.
     """
-    stop_signal = StopSignal(launch_rank())
-    try:
-        world, code = world_lib.connect(reduction.environment(config)), DONE
-    except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
-        return stop.code
-    try:
-        world_lib.set_up(world, config)
-        with Peers(world, reduction.stall_seconds(config)):
-            agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
-            agreement.check_code(world, config_lib.PROJECT)
-            with world.together("reading the settings"):
-                config = config_lib.for_ranks(config, world.size)
-            work(config, world, stop_signal)
-    except Stop as stop:
-        code = stop.code
-        if world.is_chief:
-            complain(str(stop))
-    world_lib.finish(world)
-    return code
+
+    def on_each(world: World, stop_signal: StopSignal) -> None:
+        agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+        agreement.check_code(world, config_lib.PROJECT)
+        with world.together("reading the settings"):
+            resolved = config_lib.for_ranks(config, world.size)
+        work(resolved, world, stop_signal)
+
+    return ranks.run(config, on_each)
 
 
 def restored(config: Config, world: World, which: str) -> tuple[Run, Path]:

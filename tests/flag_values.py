@@ -96,14 +96,11 @@ VALUES: dict[str, list[str]] = {
     "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
     "drift_every": ["", "--drift_every=1", "--drift_every=0"],
     "drift": ["", "--drift=repair"],
-    "checkpoint_parts": ["", "--checkpoint_parts=2", "--checkpoint_parts=9"],
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
     "trackers": ["", "--trackers=csv", "--trackers="],
     "benchmark": ["", "--benchmark"],
-    "elastic": ["", "--elastic"],
-    "elastic_commit_every": ["", "--elastic_commit_every=1"],
 }
 
 # The project's own tasks, whose models take longer: rows of their own.
@@ -187,11 +184,10 @@ KEEPS = [
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
         "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
         "--checkpoint_minutes=1e-9 --max_failed_saves=1 --max_bad_steps=1 --drift_every=2 "
-        "--drift=repair --checkpoint_parts=2",
+        "--drift=repair",
     ),
     (
         "--bn_sync_every=1",  # moving statistics are brought together where they are kept
-        "--elastic --elastic_commit_every=1",
     ),
     (
         "",
@@ -266,16 +262,10 @@ REFUSED = {
     "--timeline=3:4": "--num_steps=3",
     "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
-    "--elastic --benchmark": "--benchmark looks at",
     "--trackers=csv,paper": "paper is none of",
     "--trackers=csv,csv": "names one twice",
-    "--elastic --dry_run": "--dry_run looks at",
     "--dry_run --benchmark": "choose one",
     "--find_lr --benchmark": "choose one",
-    "--elastic --find_lr": "--find_lr looks at",
-    "--elastic --lr_scaling=linear": "--elastic makes the same run",
-    "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
-    "--elastic --checkpoint_parts=2": "is written by ranks that --elastic may lose",
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {

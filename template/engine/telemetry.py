@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from config import Config, tracker_names
-from engine import confusion, live, trackers
+from engine import confusion, live, records, trackers, whole_files
 from engine.world import World, say
 
 _MUCH_WAITING = 0.1  # share of a step's time
@@ -147,7 +146,8 @@ class Telemetry:
             return
         names = ("sum", "norm", "nonfinite")
         record = {
-            path: _finite(dict(zip(names, map(float, row)))) for path, row in zip(layers, figures)
+            path: records.without_nan(dict(zip(names, map(float, row))))
+            for path, row in zip(layers, figures)
         }
         norm = float(np.linalg.norm(figures[:, 1]))
         line = json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n"
@@ -199,11 +199,8 @@ class Telemetry:
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
-            text = json.dumps(_finite(record), indent=1) + "\n"
-            partial = self._dir / ".summary.json.partial"
             with self._told_once("summary.json"):
-                partial.write_text(text)
-                partial.rename(self._dir / "summary.json")
+                whole_files.write_json(self._dir / "summary.json", record)
 
     def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
         """What the newest evaluation took for what, integer [n, n], row: label."""
@@ -215,7 +212,7 @@ class Telemetry:
         with self._told_once("metrics.jsonl"):
             if not Path(self._lines.name).exists():
                 self._begin_anew()
-            self._lines.write(json.dumps(_finite(record) | {"time": _now()}) + "\n")
+            self._lines.write(json.dumps(records.without_nan(record) | {"time": _now()}) + "\n")
             self._lines.flush()
 
     def _begin_anew(self) -> None:
@@ -266,14 +263,6 @@ class _Clock:
         steps, seconds = max(step - self._step, 1), max(now - self._time, 1e-9)
         self._step, self._time = step, now
         return steps, seconds
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: null stands for it."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
 
 
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:

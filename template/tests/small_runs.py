@@ -21,7 +21,6 @@ from config import Config
 from data.arrays import Arrays
 from engine import losses
 from engine import world as world_lib
-from engine.elastic import Commits
 from engine.stop import DONE, Stop
 from engine.world import World
 
@@ -147,7 +146,7 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as train.main does
-        train.train(config, world, stop_signal or StopSignal(), Commits())
+        train.train(config, world, stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
     finally:

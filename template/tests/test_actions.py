@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import keras
 import pytest
 
-from actions import CheckDrift, Commit, Evaluate, Log, Save, Sync, evaluation_due
+from actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from config import Config
 from engine.health import Clock
 from engine.world import World
@@ -92,7 +92,7 @@ def test_a_checkpoint_by_the_clock_is_asked_for_by_votes_since_the_last(monkeypa
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():
     """A checkpoint, an evaluation or a copy of a step that is then taken back would be wrong."""
-    assert Save.settles and Evaluate.settles and Commit.settles and Log.settles
+    assert Save.settles and Evaluate.settles and Log.settles
     # They hold of any weights, and a GPU need not wait for them.
     assert not Sync.settles and not CheckDrift.settles
 

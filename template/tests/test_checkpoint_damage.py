@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint_files, checkpoint_writing
+from engine import checkpoint_files, checkpoint_writing, whole_files
 from engine.stop import Stop
 from small_checkpoints import restored, save, variables
 
@@ -256,7 +256,7 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     path = save(kept, 1)
     (path / "state.npz").write_bytes(content)
     about = replace(
-        checkpoint_files.read_manifest(path), sha256=checkpoint_files._sha256(path / "state.npz")
+        checkpoint_files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz")
     )
     checkpoint_writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:

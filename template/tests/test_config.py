@@ -220,7 +220,6 @@ def test_settings_without_effect_are_a_note():
         ("--lr_policy=step", "--lr_policy=poly", "--lr_boundaries=0.4"),
         ("--warmup_steps=5", "--warmup_steps=0", "--warmup_from=0.001"),
         ("--pack_bytes=9", "--pack_bytes=0", "--pack_count=3"),
-        ("--elastic", "--noelastic", "--elastic_commit_every=3"),
         ("--bn_sync=moments", "--bn_sync=none", "--bn_sync_every=3"),
         ("--nodeterministic", "--deterministic", "--bn_sync_every=3"),
         ("--resume=never", "--resume=other", "--init_from=run"),

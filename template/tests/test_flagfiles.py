@@ -191,12 +191,6 @@ def valid_flags(draw):
         flags |= {"virtual_ranks": 3, "global_batch_size": micro * draw(strategies.integers(3, 9))}
         flags |= {"compression": "none", "bn_sync": "mean", "lr_scaling": "none"}
         flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
-    if flags.get("elastic"):
-        flags.pop("checkpoint_parts", None)
-        flags["global_batch_size"] = flags.pop("batch_per_rank", flags.get("global_batch_size"))
-        flags |= {"benchmark": False, "timeline": "", "autotune": False, "dry_run": False}
-        flags |= {"find_lr": False}
-        flags |= {"lr_scaling": "none", "reduce_backend": "auto"}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
     if flags.get("jit") and flags.get("bn_sync") == "full":

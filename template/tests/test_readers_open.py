@@ -117,8 +117,7 @@ def said(train_split: str, train_source, val_source) -> list[str]:
     parts = {"config": config, "train_source": train_source, "val_source": val_source}
     world = SimpleNamespace(is_chief=True, size=1)
     model = SimpleNamespace(compiled=False, trainable_variables=[])
-    writers = SimpleNamespace(writers=SimpleNamespace(parts=1))
-    notes = run_lib.notes(SimpleNamespace(**parts, world=world, model=model, checkpoints=writers))
+    notes = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
     return [note for note in notes if "validation pictures" in note]
 
 

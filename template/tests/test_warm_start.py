@@ -230,8 +230,9 @@ def test_a_run_of_another_format_is_named(run_dir):
         manifest = path / "manifest.json"
         record = json.loads(manifest.read_text())
         del record["checksum"], record["format"]
+        record |= {"checksum": checkpoint_files.checksum_of(record, 2), "format": 2}
         manifest.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"step-00000003 is of checkpoint format 1"):
+    with pytest.raises(ValueError, match=r"step-00000003 is of checkpoint format 2"):
         warm_start.load(network(), run_dir, False)
 
 
