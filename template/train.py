@@ -53,7 +53,6 @@ from engine.sampler import Sampler
 from engine.saver import Saver
 from engine.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
 from engine.telemetry import Telemetry
-from engine.timeline import Timeline
 from engine.world import World, say
 from evaluation import Evaluator
 from run import assemble, describe, notes
@@ -187,8 +186,7 @@ def fit(
         say(world, f"note: {other_measure}")
     scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
-    timeline = Timeline(config, world, telemetry, first_step)
-    actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
+    actions: list[Action] = [Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed, monitor.pace), *others]
     if config.elastic:
         commit = Commit(run, commits, save, sync, telemetry, monitor)
@@ -207,14 +205,13 @@ def fit(
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
     # However it ends: nothing reads ahead any more, what is being written is written.
-    with feed, saver, timeline, telemetry:
+    with feed, saver, telemetry:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
         for step in range(first_step + 1, config.num_steps + 1):
             if ending:
                 break
-            timeline.before(step)
             batch, previous = feed.next(), result
             result = train_step(batch, monitor.votes())
             due = [action for action in actions if action.due(step)]

@@ -59,7 +59,6 @@ VALUES: dict[str, list[str]] = {
     "num_steps": ["--num_steps=3", "--num_steps=1"],
     "compression": [f"--compression={name}" for name in ("none", "fp16", "bf16")],
     "deterministic": ["", "--deterministic"],
-    "autotune": ["", "--autotune"],
     "virtual_ranks": ["", *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 4))],
     "base_lr": ["", "--base_lr=1e-30"],
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
@@ -78,17 +77,11 @@ VALUES: dict[str, list[str]] = {
     "dropout": ["", "--dropout=0.5"],
     "bn_sync_every": ["", "--bn_sync_every=1", "--bn_sync_every=2"],
     "reduce_backend": ["", "--reduce_backend={carrier}"],
-    "fusion_threshold_mb": ["", "--fusion_threshold_mb=0", "--fusion_threshold_mb=1"],
-    "cycle_time_ms": ["", "--cycle_time_ms=0", "--cycle_time_ms=2.5"],
-    "cache_capacity": ["", "--cache_capacity=0", "--cache_capacity=1"],
-    "hierarchical_allreduce": ["", "--hierarchical_allreduce"],
-    "hierarchical_allgather": ["", "--hierarchical_allgather"],
     "device": ["", "--device=cpu"],
     "stall_shutdown_s": ["", "--stall_shutdown_s=0", "--stall_shutdown_s=60"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],
     "log_gradients": ["", "--log_gradients"],
-    "timeline": ["", "--timeline=1:1", "--timeline=2:3"],
     "log_every": ["", "--log_every=2", "--log_every=100"],
     "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],
     "early_stop_evals": ["", "--early_stop_evals=1"],
@@ -100,7 +93,7 @@ VALUES: dict[str, list[str]] = {
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
-    "trackers": ["", "--trackers=csv", "--trackers="],
+    "trackers": ["", "--trackers="],
     "benchmark": ["", "--benchmark"],
     "elastic": ["", "--elastic"],
     "elastic_commit_every": ["", "--elastic_commit_every=1"],
@@ -185,7 +178,7 @@ KEEPS = [
     (
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
-        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 "
         "--checkpoint_minutes=1e-9 --max_failed_saves=1 --max_bad_steps=1 --drift_every=2 "
         "--drift=repair --checkpoint_parts=2",
     ),
@@ -195,14 +188,12 @@ KEEPS = [
     ),
     (
         "",
-        "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
-        "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
+        "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark",
     ),
     ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
     (
         "",
-        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3 "
-        "--trackers=csv",
+        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --trackers=",
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
@@ -211,11 +202,11 @@ KEEPS = [
 KEEPS_ON_ONE_RANK = [
     (
         "--virtual_ranks=3 --cpu_threads={threads}",
-        "--deterministic --fusion_threshold_mb=0 --cache_capacity=0 --bn_sync_every=1",
+        "--deterministic --bn_sync_every=1",
     ),
     (
         "--deterministic",
-        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear --cache_capacity=1",
+        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear",
     ),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
@@ -238,8 +229,6 @@ REFUSED = {
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",
-    "--deterministic --autotune": "--autotune",
-    "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
     "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
     "--warmup_from=0.11 --lr_scaling=linear": "0.1 on 2 rank(s)",
@@ -258,17 +247,9 @@ REFUSED = {
     "--eval_scales=1,x": "--eval_scales='1,x'",
     "--eval_scales=0.5,0.5": "different numbers",
     "--eval_crop=8 --eval_window=8": "choose one",
-    "--timeline=3": "100:104",
-    "--timeline=0:2": "from 1 up",
-    "--timeline=1_0:12": "100:104",
-    "--timeline=1:2 --benchmark": "leave one of them out",
-    "--timeline=3:2": "the first one first",
-    "--timeline=3:4": "--num_steps=3",
-    "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
     "--elastic --benchmark": "--benchmark looks at",
-    "--trackers=csv,paper": "paper is none of",
-    "--trackers=csv,csv": "names one twice",
+    "--trackers=paper": "paper is neither",
     "--elastic --dry_run": "--dry_run looks at",
     "--dry_run --benchmark": "choose one",
     "--find_lr --benchmark": "choose one",

@@ -31,19 +31,18 @@ _LIMIT = 900  # seconds of a file of tests, or of a launch
 LAUNCHES = {
     2: ("runs", "bad_steps", "saving", "evaluation", "whole_pictures", "tasks", "task_models"),
     3: ("reduction", "step", "batch_norm", "models"),
-    1: ("timeline", "virtual"),
+    1: ("virtual",),
 }
 _BACKENDS = {1: "alone", 2: "mpirun", 3: "gloo"}
 # Tests of files that start programs take minutes, and checks reach what they reach; but for these,
 # and for those of mixed files that start none.
 _SLOW = "from ranks import"
-_QUICK = ("test_reduction.py", "test_warm_start.py", "test_find_lr.py", "test_find_batch.py")
+_QUICK = ("test_reduction.py", "test_warm_start.py", "test_find_lr.py")
 _QUICK += ("test_browse.py", "test_check.py", "test_live.py")
 _MIXED = {
     "test_checkpoint_parts.py": "not on_ranks and not kill",
     "test_virtual.py": "not on_ranks and not same_bits",
     "test_report.py": "own_figure or time_lost or markup or many_points or no_run",
-    "test_trackers.py": "calls_arrive or slow_server or never_answers or what_it_raises",
     "test_tasks.py": "not ranks and not loss_falls",
     "test_devices.py": "not training",
     "test_hangs.py": "thousands",
