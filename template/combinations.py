@@ -179,10 +179,10 @@ def _check_start(config: Config) -> None:
     for name in ("init_ema", "init_skip_mismatched"):
         if getattr(config, name) and not config.init_from:
             raise ValueError(f"--{name} says what to take from --init_from: name one")
-    if config.backbone_preprocessing and not config.backbone_weights:
+    if bool(config.backbone_weights) != bool(config.backbone_preprocessing):
         raise ValueError(
-            f"--backbone_preprocessing={config.backbone_preprocessing} says what "
-            "--backbone_weights was trained on: name a file"
+            f"--backbone_weights={config.backbone_weights} and --backbone_preprocessing="
+            f"{config.backbone_preprocessing} (what these weights were trained on) need each other"
         )
     if config.backbone_weights and config.init_from:
         raise ValueError(

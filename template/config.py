@@ -310,13 +310,11 @@ class Config:
         "with --init_from: keep the initial values of variables that do not fit, and list them",
     )
     backbone_weights: str = setting(
-        "",
-        "load layers of a new run, by name, from a .h5, .weights.h5 or .keras file of Keras",
-        path=True,
+        "", "fill a new model's backbone from a .h5 file of keras.applications", path=True
     )
     backbone_preprocessing: str = setting(
         "",
-        "preprocessing that --backbone_weights was trained with; empty: recognized from the file",
+        "preprocessing that --backbone_weights was trained with (its ResNet-50: caffe)",
         choices=("", "tf", "caffe", "torch"),
     )
 

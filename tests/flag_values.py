@@ -51,7 +51,6 @@ VALUES: dict[str, list[str]] = {
         "--init_from={run}",
         "--init_from={keras} --init_skip_mismatched",
         "--init_from={run} --init_ema",
-        "--backbone_weights={keras} --backbone_preprocessing=tf",
     ],
     "resume": ["--resume=never", "--resume=auto", "--resume={first}"],
     "global_batch_size": ["", "--global_batch_size=6", "--batch_per_rank=6"],
@@ -126,6 +125,8 @@ LEFT_OUT = {
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_dry_run.py",
     "find_lr": "keeps nothing: test_find_lr.py",
+    "backbone_weights": "names a file: test_pretrained.py",
+    "backbone_preprocessing": "of such a file: test_pretrained.py",
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
@@ -161,8 +162,6 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--virtual_ranks=3 --cpu_threads={threads}",
         ],
     ),
-    # Of the weights that --init_from={run} begins with, so apart from it.
-    ("--seed=2", ["--backbone_weights={keras} --backbone_preprocessing=tf"]),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
     ("--warmup_steps=2", ["--warmup_from=0.02"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
@@ -236,8 +235,8 @@ REFUSED = {
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",
-    "--backbone_preprocessing=caffe": "name a file",
-    "--backbone_weights=some.h5 --init_from=other": "leave one out",
+    "--backbone_preprocessing=caffe": "need each other",
+    "--backbone_weights=some.h5 --backbone_preprocessing=tf --init_from=other": "leave one out",
     "--train_split=": "--train_split",
     "--val_split=": "--val_split",
     "--run_dir=": "--run_dir",
@@ -274,9 +273,7 @@ REFUSED_BY_RUN = {
     "--init_from={run}/nothing": "{run}/nothing",
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
-    "--backbone_weights={keras}": "--backbone_preprocessing=",
     "--backbone_weights={keras} --backbone_preprocessing=caffe": "engine.preprocessing.Preprocess",
-    "--backbone_weights={run} --backbone_preprocessing=tf": "no such file",
 }
 
 

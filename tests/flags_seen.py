@@ -84,6 +84,12 @@ _BY_FILE: dict[str, dict[str, list[str]]] = {
     "template/tests/test_checkpoint_parts.py": {
         "on_ranks": ["checkpoint_parts"],
     },
+    "2 checks_task_models": {
+        "a_backbone_is_read_by_rank_0_alone_and_goes_on": [
+            "backbone_weights",
+            "backbone_preprocessing",
+        ],
+    },
     "2 checks_evaluation": {
         "a_score_of_another_measure_counts_as_none": ["early_stop_evals"],
     },

@@ -216,10 +216,10 @@ def valid_flags(draw):
         flags["trackers"] = draw(strategies.sampled_from(["", "my.own:Kind, tensorboard"]))
     if flags.get("bn_sync") == "full":
         flags |= {"jit": False}
-    if flags.get("init_from"):
-        flags |= {"backbone_weights": ""}
-    if not flags.get("backbone_weights"):
-        flags |= {"backbone_preprocessing": ""}
+    if flags.get("init_from") or not flags.get("backbone_weights"):
+        flags |= {"backbone_weights": "", "backbone_preprocessing": ""}
+    else:
+        flags |= {"backbone_preprocessing": "torch"}
     for split in ("train_split", "val_split"):
         if not flags.get(split, "train"):
             flags.pop(split)
