@@ -40,9 +40,6 @@ _HARMLESS = {
 }
 
 
-# Variables that older checkpoints lack, and what was so then.
-_NEWER = {"passed_over": np.zeros([], np.int64)}
-
 # Settings that say what a score is of, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
 
@@ -356,8 +353,7 @@ def load(path: Path, variables: Variables) -> None:
     Raises:
       ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
     """
-    newer = {name: value for name, value in _NEWER.items() if name in variables}
-    state = newer | checkpoint_files.read(path)
+    state = checkpoint_files.read(path)
     other = "Use a checkpoint of this model, another --run_dir or --resume=never"
     missing = [n for n in variables if n not in state]
     unknown = [n for n in state if n not in variables]

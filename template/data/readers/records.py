@@ -154,11 +154,8 @@ def mark(content: str, shard: int, shards: int) -> bytes:
 
 def sha256(path: Path) -> str:
     """Of a whole file, hex digits."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def shards(folder: Path) -> list[Shard]:
