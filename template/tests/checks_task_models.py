@@ -369,7 +369,7 @@ def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
             legacy_h5_format.save_weights_to_hdf5_group(content, body)
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     kinds = (
-        {"precision": "float16", "ema_decay": 0.5},
+        {"precision": "bfloat16", "ema_decay": 0.5},
         {"virtual_ranks": 2, "cpu_threads": threads, "deterministic": True},
     )
     for kind in kinds:

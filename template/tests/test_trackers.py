@@ -72,8 +72,9 @@ def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
     assert ended.output.count(said) == 1, last_lines(ended.output)
     told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
     assert told[0] == ["init", "adam"] and told[-1] == ["close", ""]
-    assert [step for step, _ in told[1:-1]] == [1, 2, 3, 4, 4]
-    assert "train/loss" in told[1][1] and "eval/loss" in told[-2][1]
+    assert [step for step, _ in told[1:-1]] == [1, 2, 3, 4, 4, 4]
+    assert "train/loss" in told[1][1] and "eval/loss" in told[-3][1]
+    assert len(told[-2][1]) == 4 and told[-2][1][-1] == 3  # pictures
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
