@@ -58,6 +58,13 @@ def _visit(layer: keras.Layer, prefix: str, counts: Counter, names: dict[int, st
             _visit(child, prefix, counts, names)
 
 
+def is_plain_model(layer: keras.Layer) -> bool:
+    """Functional (it knows its operations) or sequential."""
+    return isinstance(layer, keras.Sequential) or (
+        isinstance(layer, keras.Model) and hasattr(layer, "operations")
+    )
+
+
 def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
     # All base classes, because a layer may be exchanged for one of a subclass under its old name.
     for kind in type(named).__mro__:
