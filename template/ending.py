@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine import reduction
 from engine import world as world_lib
 from engine.health import Ending
 from engine.stop import DONE, PREEMPTED, GoBack, Stop
@@ -72,9 +71,6 @@ def finish(
         raise Stop(ending.code, ending.message + before + saved)
     if ending:
         say(world, ending.message)
-    if config.autotune and world.is_chief:
-        best = reduction.write_autotuned(config)
-        print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
 def write_report(world: World, run_dir: Path) -> None:

@@ -49,7 +49,6 @@ from engine.sampler import Sampler
 from engine.saver import Saver
 from engine.stop import PREEMPTED, GoBack
 from engine.telemetry import Telemetry
-from engine.timeline import Timeline
 from engine.world import World, say
 from evaluation import Evaluator
 from run import assemble, describe, notes
@@ -165,8 +164,7 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
         say(world, f"note: {other_measure}")
     scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
-    timeline = Timeline(config, world, telemetry, first_step)
-    actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
+    actions: list[Action] = [Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed, monitor.pace), *others]
     if config.benchmark:
         actions.append(measured)
@@ -181,14 +179,13 @@ def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | Non
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
     # However it ends: nothing reads ahead any more, what is being written is written.
-    with feed, saver, timeline, telemetry:
+    with feed, saver, telemetry:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
         for step in range(first_step + 1, config.num_steps + 1):
             if ending:
                 break
-            timeline.before(step)
             batch, previous = feed.next(), result
             result = train_step(batch, monitor.votes())
             due = [action for action in actions if action.due(step)]

@@ -6,8 +6,7 @@ import tensorflow as tf
 
 from config import Config
 from data.labels import IGNORE, one_class
-from data.readers.cifar10 import Cifar10
-from data.readers.cifar100 import COARSE_NAMES, Cifar100
+from data.readers.cifar import Cifar
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
@@ -107,9 +106,9 @@ def _open(name: str, config: Config, split: str) -> Source:
         from data.readers.digits import Digits  # here: a fork without that task goes without it
 
         return Digits(split, config.num_classes)
-    if name == "cifar100":
-        return Cifar100(root, split, coarse=config.num_classes == len(COARSE_NAMES))
-    if name == "class_folders":
-        return ClassFolders(root, split, config.train_split)
-    readers = {"voc": Voc, "cityscapes": Cityscapes, "cifar10": Cifar10, "records": Records}
+    if name in ("cifar10", "cifar100"):
+        classes = {"cifar10": 10, "cifar100": 20 if config.num_classes == 20 else 100}[name]
+        return Cifar(root, split, classes)
+    readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
+    readers["records"] = Records
     return readers[name](root, split)

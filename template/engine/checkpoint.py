@@ -35,9 +35,8 @@ _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
     *("checkpoint_minutes", "max_failed_saves", "max_bad_steps", "drift_every"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
-    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
-    *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
-    *("autotune", "timeline", "data_workers", "dry_run", "find_lr", "trackers"),
+    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
+    *("data_workers", "dry_run", "find_lr", "trackers"),
 }
 
 

@@ -24,10 +24,10 @@ _LOGS = ("metrics.jsonl", "gradients.jsonl")
 # A start that made no step leaves these too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl", "trackers.json")
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv")
-_RESULTS += ("metrics.csv", "benchmark.json")
+_RESULTS += ("benchmark.json",)
 _BOARD = "tensorboard"
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
-_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD, "timeline")
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 
 
 def begin(

@@ -67,7 +67,7 @@ class Telemetry:
             with self._told_once("metrics.jsonl"):
                 self._lines.close()
         for tracker in self._trackers:
-            with self._told_once(tracker.name):
+            with self._told_once(type(tracker).__name__):
                 tracker.close()
 
     def started(self, step: int, about: Mapping[str, Any]) -> None:
@@ -174,9 +174,6 @@ class Telemetry:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
-        for tracker in self._trackers:
-            with self._told_once(tracker.name):
-                tracker.flush()
         if pictures is not None:
             with self._told_once("predictions.png"):
                 self._pictures(step, pictures)
@@ -231,7 +228,7 @@ class Telemetry:
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:
-            with self._told_once(tracker.name):
+            with self._told_once(type(tracker).__name__):
                 tracker.scalars(step, scalars)
 
     @contextlib.contextmanager

@@ -14,12 +14,9 @@ import tensorflow as tf
 from PIL import Image
 
 import readers
-from data import pack
-from data.readers import pictures
 from data.readers.cityscapes import Cityscapes
 from data.readers.class_folders import ClassFolders
 from data.readers.folders import ImageLabelFolder
-from data.readers.records import Records
 from data.readers.voc import Voc
 
 SIZE = (24, 16)  # width, height
@@ -93,12 +90,6 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "splits" / "train.txt").write_text("x")
     source = ImageLabelFolder(tmp_path, "train", 2)
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
-    # In a pack that was written when they were not.
-    with monkeypatch.context() as before:
-        before.setattr(pictures, "_DEEP", "none is")
-        pack.pack(source, tmp_path / "packed", "train", 1, "")
-    found = Records(tmp_path / "packed", "train")
-    readers.explained(found, 0, found.folder, "record of sample 0", *words, "pack again")
 
 
 def test_vocs_border_and_palette(tmp_path: Path):

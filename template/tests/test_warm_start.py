@@ -1,6 +1,5 @@
 """Averages of weights, weights of other runs, and when to give up."""
 
-import json
 from pathlib import Path
 
 import keras
@@ -9,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from config import Config
-from engine import checkpoint, checkpoint_files, checkpoint_writing, early_stop, ema, warm_start
+from engine import checkpoint, checkpoint_writing, early_stop, ema, warm_start
 from engine.state import State
 from engine.world import World
 from ranks import names_of_checks, run_checks
@@ -223,17 +222,6 @@ def test_averages_that_there_are_none_of_are_refused(count, average, tmp_path):
     network().save(tmp_path / "model.keras")
     with pytest.raises(ValueError, match=r"a .keras file holds no average"):
         warm_start.load(network(), tmp_path / "model.keras", False, averages=True)
-
-
-def test_a_run_of_another_format_is_named(run_dir):
-    for path in checkpoint_files.candidates(run_dir / "checkpoints"):
-        manifest = path / "manifest.json"
-        record = json.loads(manifest.read_text())
-        del record["checksum"], record["format"]
-        record |= {"checksum": checkpoint_files.checksum_of(record, 2), "format": 2}
-        manifest.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"step-00000003 is of checkpoint format 2"):
-        warm_start.load(network(), run_dir, False)
 
 
 def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
