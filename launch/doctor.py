@@ -10,8 +10,6 @@ what is wrong and how to fix it. Problems that would keep Horovod from starting 
 Horovod is started. Every check has a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

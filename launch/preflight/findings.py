@@ -134,9 +134,7 @@ def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) ->
 def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
     """Sums that are wrong, and hosts or pairs of hosts that are slow.
 
-    Args:
-      hosts: of each rank.
-      seen: by the ranks of a pair, empty for all ranks, what each rank's `speed.allreduce` saw.
+    `hosts`: of each rank; `seen`: by the ranks of a pair, empty for all, `speed.allreduce` of each.
     """
     wrong = sorted({one["rank"] for every in seen.values() for one in every if not one["right"]})
     todo = "do not train: look at Horovod's build and the network card"

@@ -67,6 +67,6 @@ def _knock(address: str, door: dict[str, Any]) -> str:
     try:
         with socket.create_connection((address, door["port"]), timeout=_SECONDS) as link:
             link.sendall(bytes.fromhex(door["token"]))
-            return "" if link.recv(1) == b"k" else "something else listens there"
+            return "" if link.recv(1) == b"k" else "something else is there"
     except OSError as error:
         return error.strerror or str(error)

@@ -4,6 +4,7 @@ What is received is never unpickled: mpi4py's and Horovod's own functions for ob
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import socket
@@ -66,7 +67,9 @@ class Mpi:
 
     def __init__(self) -> None:
         self._mpi = mpi()
-        self._mpi.Init_thread(self._mpi.THREAD_MULTIPLE)
+        # mpi4py's own call would hold all threads of Python up, and with them what ends a hang.
+        start, got = ctypes.CDLL(self._mpi.__file__).MPI_Init_thread, ctypes.c_int()
+        start(None, None, self._mpi.THREAD_MULTIPLE, ctypes.byref(got))
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
 
