@@ -35,7 +35,7 @@ def main() -> int:
     # A name of a file may hold bytes that are no text.
     sys.stdout.reconfigure(errors="backslashreplace")
     if ranks.launcher() == "srun":
-        print("error: srun started this without an MPI world: use srun --mpi=pmix", file=sys.stderr)
+        print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1
     came = ranks.roll_call()
     with watch("looking at its own host", options.timeout, "a disk, a mount or a driver hangs"):
@@ -101,7 +101,7 @@ class Examination:
         with self.watch("telling rank 0 what came out"):
             every = self.ranks.gather(timed, self.options.timeout)
             if self.first:
-                self.report([one for its in every for one in its])
+                self.report([one for its in filter(None, every) for one in its])
             return int(self.ranks.broadcast(any(f.level != "note" for f in self.found)))
 
     def watch(self, stage: str, advice: str = _NETWORK, times: float = 1) -> Any:
@@ -144,6 +144,8 @@ class Examination:
             if self.first:
                 with contextlib.suppress(OSError):
                     os.unlink(plan["mark"])
+                if gone := [rank for rank in firsts if not views[rank]]:
+                    self.found.append(findings.missing(gone, self.hosts, 2 * self.options.timeout))
                 views = {rank: its for rank, its in enumerate(views) if its}
                 self.found += findings.of_views(self.facts, views, self.options.run_dir)
             return self.ranks.broadcast(not any(f.level == "fatal" for f in self.found))
@@ -166,8 +168,8 @@ class Examination:
         """On rank 0; adds what the times tell to `found`."""
         size, firsts = self.ranks.size, leaders(self.hosts)
         print(f"\n{size} rank(s) on {len(firsts)} host(s), by {self.ranks.name}")
-        known = {name: its for name, its in self.facts[0]["alike"].items() if its != "none"}
-        print(", ".join(f"{name} {value}" for name, value in known.items()))
+        alike = self.facts[0]["alike"].items()
+        print(", ".join(f"{name} {value}" for name, value in alike if value != "none"))
         for rank in firsts:
             its = self.facts[rank]
             sees = f", {its['gpus'].get('seen', 0)} GPU(s)" if "gpus" in its else ""

@@ -154,6 +154,16 @@ def test_a_host_that_gives_nothing(tmp_path: Path):
     assert wrong(ended.stdout) == [expected], ended.stderr
 
 
+@pytest.mark.timeout(200)
+def test_a_name_that_gloo_would_crash_at(tmp_path: Path):
+    require("unshare")
+    script = f"hostname nowhere; exec {sys.executable} {DOCTOR}"
+    ended = run(["unshare", "--uts", "sh", "-c", script], timeout=180)
+    [line] = wrong(ended.output)
+    assert line.startswith("nowhere (rank 0): its own name nowhere does not resolve")
+    assert ended.code == 1 and "Traceback" not in ended.output
+
+
 @pytest.mark.timeout(400)
 def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders):  # noqa: F811
     """Sound, by hosts.sh; then with a way that is closed, which a collective would wait for."""

@@ -46,9 +46,8 @@ def missing(gone: Sequence[int], hosts: Sequence[str], seconds: float) -> Findin
     """Ranks that did not report; `hosts`: of each rank, or empty if nothing says that."""
     what = f"nothing came from there in {seconds:.0f} s: the process did not start, hangs, or "
     what += "cannot reach rank 0"
-    todo = "look for its own error above; check that Python and this file are at the same path on "
-    todo += "that host, that its disks answer, that no firewall is between, and that MPI takes the "
-    todo += "right network (hosts.sh --interface)"
+    todo = "look for its own error above; on that host, check its disks, that Python and this file "
+    todo += "are at the same path, firewalls, the network that MPI takes (hosts.sh --interface)"
     return Finding(place(hosts, gone), what, todo, "fatal")
 
 
@@ -98,8 +97,7 @@ def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> l
     for rank, view in views.items():
         for other, why in view["closed"]:
             way = f"{place(hosts, [rank])} to {place(hosts, [firsts[other]])}"
-            todo = "open all TCP ports between the hosts, or name the network that joins them "
-            todo += "(hosts.sh --interface)"
+            todo = "open all TCP ports between the hosts, or name their network: --interface"
             found.append(Finding(way, f"no connection to {why}", todo, "fatal"))
     if blind := [rank for rank, view in views.items() if not view["mark"]]:
         what = f"the run folder {run_dir} is not the one that rank 0 has"

@@ -163,7 +163,7 @@ def watch(
 ) -> Iterator[None]:
     """Ends this process, saying where it hung, when the block takes longer than `seconds`.
 
-    On standard output, after what `known` returns: of what was found until then.
+    On standard output, after what `known` returns.
     """
 
     def expire() -> None:

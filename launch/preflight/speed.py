@@ -5,11 +5,10 @@ import time
 from typing import Any
 
 _MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts not every pair is timed; a slow host shows in six
-_TIMES = 3
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, or of many hosts some; in a round no host is in two (the circle method)."""
+    """Every pair once, or of many hosts some, drawn alike by all; no host is twice in a round."""
     seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
     table = []
     for _ in range(len(seats) - 1):
@@ -17,7 +16,6 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
         pairs = zip(seats[:half], reversed(seats[half:]))
         table.append([(min(p), max(p)) for p in pairs if None not in p])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    # Drawn alike on every host.
     return table if hosts <= _MOST_HOSTS else random.Random(hosts).sample(table, _ROUNDS)
 
 
@@ -25,7 +23,7 @@ def allreduce(hvd: Any, tf: Any, megabytes: int, those: Any) -> dict[str, Any]:
     """One allreduce of float32 by the process set `those`, in which this rank is.
 
     Returns:
-      "rank"; "ranks" (empty: all); "right", the sum; "seconds", the mean of some; "rate", the bus
+      "rank"; "ranks" (empty: all); "right", the sum; "seconds", the mean of three; "rate", the bus
       bandwidth in bytes a second as nccl-tests define it: bytes / seconds x 2 (n - 1) / n.
     """
     size, numbers = those.size(), tf.ones([megabytes << 18])
@@ -37,10 +35,10 @@ def allreduce(hvd: Any, tf: Any, megabytes: int, those: Any) -> dict[str, Any]:
     right = bool(tf.reduce_all(once(numbers) == size))  # also makes the connections
     once(tf.zeros([1]))  # all start together
     start = time.perf_counter()
-    for _ in range(_TIMES):
+    for _ in range(3):
         total = once(numbers)
     total[:1].numpy()  # a GPU has finished
-    seconds = (time.perf_counter() - start) / _TIMES
+    seconds = (time.perf_counter() - start) / 3
     rate = (megabytes << 20) / seconds * 2 * (size - 1) / size
     ranks = [] if those is hvd.global_process_set else those.ranks
     return {"rank": hvd.rank(), "ranks": ranks, "seconds": seconds, "right": right, "rate": rate}
