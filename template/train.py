@@ -26,44 +26,32 @@ import hvdkit.ranks.quiet  # noqa: F401
 from pathlib import Path
 
 import keras
-from hvdkit.checkpoint import parts, pretrained, run_folder, warm_start
+from hvdkit.checkpoint import pretrained, run_folder, warm_start
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.observe.telemetry import Telemetry
-from hvdkit.observe.timeline import Timeline
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
-from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World, say
-from hvdkit.run import dry_run, find_lr, health
-from hvdkit.run.actions import Action, CheckDrift, Commit, Evaluate, Log, Own, Save, Sync, left_out
+from hvdkit.run import dry_run, find_lr, health, launched
+from hvdkit.run.actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync, left_out
 from hvdkit.run.assemble import assemble, describe, notes
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.ending import finish, go_back
 from hvdkit.settings.config import Config
-from hvdkit.stop import DONE, PREEMPTED, GoBack, Stop, complain, launch_rank
-from hvdkit.train import batch_norm, reduction, task_checks
+from hvdkit.stop import PREEMPTED, GoBack
+from hvdkit.train import batch_norm, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.step import make_train_step
 
-from engine import elastic
-from engine.elastic import Commits
 
-
-def fit(
-    given: Config,
-    world: World,
-    stop_signal: StopSignal,
-    commits: Commits,
-    back: GoBack | None = None,
-) -> None:
+def fit(given: Config, world: World, stop_signal: StopSignal, back: GoBack | None = None) -> None:
     """The run, in order. Raises Stop, on every rank, when it ends before its last step.
 
-    Raises GoBack, on every rank, when it is to be called once more, with that. With --elastic it is
-    called anew for each world, where the ranks have changed.
+    Raises GoBack, on every rank, when it is to be called once more, with that.
     """
     # 1. Settings that depend on the ranks.
     agreement.check_code(world, config_lib.PROJECT)
@@ -71,7 +59,6 @@ def fit(
     say(world, where)
     with world.together("reading the settings"):
         config = config_lib.for_ranks(given, world.size)
-        elastic.check_device(config)
 
     # 2. Task, data, model, and optimizer with all its variables, on every rank.
     run = assemble(config, world)
@@ -81,19 +68,13 @@ def fit(
     for note in notes(run):
         say(world, f"note: {note}")
 
-    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0; or
-    #    what ranks of the last world have in memory.
+    # 3. The newest sound checkpoint, or other weights to begin with, chosen and read by rank 0.
     run_dir = Path(config.run_dir)
-    kept = commits.newest(world) if config.elastic else None
     with world.together("locking the run folder"):
         if world.is_chief:
-            run_folder.lock(run_dir, elastic.LOCK_PATIENCE if kept else 0)
-    resume = "auto" if kept else back.path if back else config.resume
-    on_disk = run.checkpoints.find(resume, config.num_steps)
-    found = run.checkpoints.of_memory(kept.step) if kept else on_disk
-    if kept:
-        commits.restore(state.variables, world, kept)
-    elif found:
+            run_folder.lock(run_dir)
+    found = run.checkpoints.find(back.path if back else config.resume, config.num_steps)
+    if found:
         run.checkpoints.restore(found, state.variables, config)
         state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
@@ -103,7 +84,7 @@ def fit(
                 start(run.model, config)
 
     # 4. Everything from one rank, before the first step.
-    world.broadcast_variables(list(state.variables.values()), kept.rank if kept else 0)
+    world.broadcast_variables(list(state.variables.values()))
     first_step = int(state.step)
 
     # 5. This rank's share of the data, the step on all ranks together, and the evaluation.
@@ -138,8 +119,8 @@ def fit(
     evaluator = Evaluator(run, val_feed)
     if config.dry_run:
         dry_run.describe(run, given, sampler, feed)
-    saver = Saver(run.checkpoints, config.max_failed_saves, config.elastic)
-    monitor = health.Health(world, config, sampler, feed, stop_signal, saver, commits)
+    saver = Saver(run.checkpoints, config.max_failed_saves)
+    monitor = health.Health(world, config, sampler, feed, stop_signal, saver)
     if config.benchmark:
         measured = Benchmark(run, feed, monitor, train_step, first_step)
         train_step = measured.step
@@ -149,8 +130,6 @@ def fit(
     if more:
         with world.together("making the task's actions"), task_checks.told("actions"):
             others = [Own(world, action) for action in task_checks.actions(more(run))]
-    if not config.benchmark:
-        parts.check_shared(world, run.checkpoints.writers, run_dir)
 
     # 6. Nothing refuses the run any more: its folder becomes this run's.
     make_up = found is not None and left_out(run, found)
@@ -162,29 +141,22 @@ def fit(
         telemetry = Telemetry(config, world, first_step, len(run.train_source))
         about = {"what": what, "where": where, "score": run.task.main_metric}
         telemetry.started(first_step, about)
-    if kept:
-        say(world, f"going on from step {first_step}, which rank {kept.rank} has in memory")
-    elif found:
+    if found:
         say(world, f"resuming from {found.path} at step {first_step}")
 
     # 7. What happens after a step, in this order: a checkpoint holds what the task's own actions
     #    did. A checkpoint of another folder is not here yet, nor are the scores before it;
     #    scores of another measure are none.
     is_own = found is not None and run.checkpoints.holds(found)
-    saved_at = first_step if is_own and on_disk and on_disk.step == first_step else None
+    saved_at = first_step if is_own else None
     save = Save(run, saver, monitor.save_clock, sync, telemetry, saved_at)
     other_step, other_measure = run.checkpoints.other_scores()
     if other_measure:
         say(world, f"note: {other_measure}")
     scored_since = other_step if is_own else first_step
     evaluate = Evaluate(run, evaluator, saver, sync, telemetry, stop_signal, scored_since)
-    timeline = Timeline(config, world, telemetry, first_step)
-    actions: list[Action] = [timeline, Sync(run, sync), CheckDrift(run)]
+    actions: list[Action] = [Sync(run, sync), CheckDrift(run)]
     actions += [Log(run, telemetry, feed, monitor.pace), *others]
-    if config.elastic:
-        commit = Commit(run, commits, save, sync, telemetry, monitor)
-        actions.append(commit)
-        commits.keep(first_step, state.variables)
     if config.benchmark:
         actions.append(measured)
     elif config.dry_run:
@@ -198,14 +170,13 @@ def fit(
     # 8. Steps. One that an interruption left unevaluated is evaluated first.
     ending, result = None, None
     # However it ends: nothing reads ahead any more, what is being written is written.
-    with feed, saver, timeline, telemetry:
+    with feed, saver, telemetry:
         if make_up:
             save(first_step)  # a checkpoint of another run's folder is not in this one yet
             ending = evaluate(first_step)
         for step in range(first_step + 1, config.num_steps + 1):
             if ending:
                 break
-            timeline.before(step)
             batch, previous = feed.next(), result
             result = train_step(batch, monitor.votes())
             due = [action for action in actions if action.due(step)]
@@ -233,16 +204,16 @@ def fit(
     finish(run, telemetry, evaluate.figures, ending)
 
 
-def train(config: Config, world: World, stop_signal: StopSignal, commits: Commits) -> None:
+def train(config: Config, world: World, stop_signal: StopSignal) -> None:
     """`fit`, and once more where it goes back. Raises Stop as `fit` does."""
     agreement.check_settings(world, config)
     if config.dry_run or config.find_lr:
         with dry_run.throwaway(config, world) as config:
-            return fit(config, world, stop_signal, commits)
+            return fit(config, world, stop_signal)
     back = None
     while True:
         try:
-            return fit(config, world, stop_signal, commits, back)
+            return fit(config, world, stop_signal, back)
         except GoBack as found:
             back = found.with_traceback(None)  # by which the model so far would be kept
             # Its layers' names, which SampleDropout draws by, are those of a run that resumes.
@@ -252,33 +223,7 @@ def train(config: Config, world: World, stop_signal: StopSignal, commits: Commit
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted and saved."""
     config = config_lib.from_command_line(argv)
-    # From here on: a run may be told to stop while it starts.
-    stop_signal, commits = StopSignal(launch_rank()), Commits()
-    try:
-        elastic.check(config)
-        knobs = reduction.environment(config)
-        world = elastic.connect(knobs, commits) if config.elastic else world_lib.connect(knobs)
-    except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
-        return stop.code
-
-    def in_world(world: World) -> int:
-        """The run with these ranks, to its end."""
-        code = DONE
-        try:
-            # One GPU a process, or a share of the cores.
-            world_lib.set_up(world, config)
-            with Peers(world, reduction.stall_seconds(config), config.elastic):
-                train(config, world, stop_signal, commits)
-        except Stop as stop:
-            code = stop.code
-            if world.is_chief:
-                complain(str(stop))
-        world_lib.finish(world)
-        return code
-
-    return elastic.run(in_world, world, commits) if config.elastic else in_world(world)
+    return launched.run(config, lambda *world: train(config, *world))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from hvdkit.stop import DONE, Stop
 from hvdkit.train import losses
 
 import train
-from engine.elastic import Commits
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -147,7 +146,7 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as train.main does
-        train.train(config, world, stop_signal or StopSignal(), Commits())
+        train.train(config, world, stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
     finally:

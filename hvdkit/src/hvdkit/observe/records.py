@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,15 @@ def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     """A figure of all lines; NaN where a line has none, or null."""
     found = (line.get(name) for line in lines)
     return [float(x) if isinstance(x, int | float) else math.nan for x in found]
+
+
+def without_nan(value: Any) -> Any:
+    """The same for JSON, which has no NaN and no infinity: None stands for them."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_figure(value: object) -> bool:

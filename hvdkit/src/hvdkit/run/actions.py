@@ -13,7 +13,6 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from engine.elastic import Commits, WorldChanged
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import TrainingFeed
@@ -27,7 +26,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.assemble import Run
-from hvdkit.run.health import Clock, Ending, Health
+from hvdkit.run.health import Clock, Ending
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, ema, task_checks
@@ -195,39 +194,6 @@ def check_alike(run: Run) -> None:
     named = {n: v for n, v in run.state.variables.items() if id(v) in untrained}
     named = {n: v for n, v in named.items() if id(raw(v)) not in apart}
     agreement.check_same_state(run.world, named, "state that is not trained")
-
-
-class Commit:
-    """A copy in every rank's memory, from which those that are left go on (--elastic).
-
-    Before each checkpoint too, so that none on disk is newer. Where hosts have come or are to go,
-    the run is made anew from it with them.
-    """
-
-    settles = True
-
-    def __init__(
-        self,
-        run: Run,
-        commits: Commits,
-        save: Save,
-        sync: Callable[[], None],
-        telemetry: Telemetry,
-        monitor: Health,
-    ) -> None:
-        self._run, self._commits, self._save = run, commits, save
-        self._sync, self._telemetry, self._monitor = sync, telemetry, monitor
-
-    def due(self, step: int) -> bool:
-        planned = step % self._run.config.elastic_commit_every == 0 or self._save.due(step)
-        return planned or self._monitor.hosts_changed
-
-    def __call__(self, step: int, result: Result | None = None) -> None:
-        with self._telemetry.not_training():
-            self._sync()
-            self._commits.keep(step, self._run.state.variables)
-        if self._monitor.hosts_changed and step < self._run.config.num_steps:
-            raise WorldChanged
 
 
 class Evaluate:

@@ -14,7 +14,6 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run.assemble import Run
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE, PREEMPTED, GoBack, Stop
-from hvdkit.train import reduction
 
 
 def go_back(run: Run, ending: Ending) -> None:
@@ -28,8 +27,7 @@ def go_back(run: Run, ending: Ending) -> None:
         return
     step = int(run.state.step)
     found = run.checkpoints.sound_before(ending.bad_since)
-    # What --elastic keeps in memory is of the steps in between.
-    if found and not int(run.state.passed_over) and not run.config.elastic:
+    if found and not int(run.state.passed_over):
         say(
             run.world,
             f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
@@ -73,9 +71,6 @@ def finish(
         raise Stop(ending.code, ending.message + before + saved)
     if ending:
         say(world, ending.message)
-    if config.autotune and world.is_chief:
-        best = reduction.write_autotuned(config)
-        print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
 def write_report(world: World, run_dir: Path) -> None:

@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from engine.elastic import Commits
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.sampler import Sampler
 from hvdkit.observe.stragglers import Pace
@@ -33,8 +32,8 @@ MOST_SKIPS = 20
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE, PART_FAILED, HOSTS_CHANGED = range(6)
-NUM_VOTES = 6
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
+NUM_VOTES = 4
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -77,11 +76,7 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes, totals and times say about the run.
-
-    Attributes:
-      hosts_changed: all ranks know that hosts have come or are to go (--elastic).
-    """
+    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
 
     def __init__(
         self,
@@ -91,13 +86,11 @@ class Health:
         feed: Feed,
         stop_signal: StopSignal,
         saver: Saver,
-        commits: Commits,
     ) -> None:
         self._world, self._feed, self._stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._most_failed_saves = saver, config.max_failed_saves
-        self._commits, self.hosts_changed = commits, False
         self.save_clock = Clock(config.checkpoint_minutes)
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
@@ -109,14 +102,8 @@ class Health:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
         late = self._world.is_chief and self.save_clock.due()
-        return votes(
-            self._feed.error is not None,
-            self._stop_signal.asked,
-            self._saver.failed,
-            late,
-            self._saver.part_failed,
-            self._commits.hosts_changed,
-        )
+        failed = self._saver.failed
+        return votes(self._feed.error is not None, self._stop_signal.asked, failed, late)
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
@@ -143,8 +130,6 @@ class Health:
         if counted[DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
-        if counted[PART_FAILED]:
-            self._saver.hear()
         note = virtual.too_small(result)
         if note and not self._told:
             say(self._world, note)
@@ -162,7 +147,6 @@ class Health:
             return Ending(BUG, "saves failed", message, save=False)
         if counted[SAVE_DUE]:
             self.save_clock.heard(int(result["step"]))
-        self.hosts_changed |= bool(counted[HOSTS_CHANGED])
         if counted[STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -233,9 +217,7 @@ def votes(
     stop_asked: bool,
     failed_saves: int = 0,
     save_due: bool = False,
-    part_failed: bool = False,
-    hosts_changed: bool = False,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due, part_failed, hosts_changed)
+    found = (data_failed, stop_asked, failed_saves, save_due)
     return tf.constant([float(vote) for vote in found], tf.float64)

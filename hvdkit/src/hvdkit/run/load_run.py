@@ -14,14 +14,14 @@ from hvdkit.checkpoint import checkpoints, files, warm_start
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
-from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
+from hvdkit.run import launched
 from hvdkit.run.assemble import Run, assemble
 from hvdkit.settings import config as config_lib
 from hvdkit.settings.config import Config
-from hvdkit.stop import DONE, Stop, complain, launch_rank, refuse
-from hvdkit.train import reduction, task_checks
+from hvdkit.stop import launch_rank, refuse
 from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
 Work = Callable[[Config, World, StopSignal], None]
@@ -74,27 +74,15 @@ def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
     Args:
       own: what `parser` found, the same on every rank but for paths.
     """
-    stop_signal = StopSignal(launch_rank())
-    try:
-        world, code = world_lib.connect(reduction.environment(config)), DONE
-    except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
-        return stop.code
-    try:
-        world_lib.set_up(world, config)
-        with Peers(world, reduction.stall_seconds(config)):
-            agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
-            agreement.check_code(world, config_lib.PROJECT)
-            with world.together("reading the settings"):
-                config = config_lib.for_ranks(config, world.size)
-            work(config, world, stop_signal)
-    except Stop as stop:
-        code = stop.code
-        if world.is_chief:
-            complain(str(stop))
-    world_lib.finish(world)
-    return code
+
+    def on_each(world: World, stop_signal: StopSignal) -> None:
+        agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+        agreement.check_code(world, config_lib.PROJECT)
+        with world.together("reading the settings"):
+            resolved = config_lib.for_ranks(config, world.size)
+        work(resolved, world, stop_signal)
+
+    return launched.run(config, on_each)
 
 
 def restored(config: Config, world: World, which: str) -> tuple[Run, Path]:
