@@ -55,7 +55,7 @@ ARG APT_MIRROR=
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
 RUN --mount=type=secret,id=ca,mode=0444 apt-install \
         ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 numactl openmpi-bin \
-        openssh-client openssh-server python3 tini \
+        openssh-client openssh-server python3 rsync tini \
     && rm -f /etc/ssh/ssh_host_*
 
 # Further system packages, as in EXTRA_PACKAGES="libnuma1 strace".

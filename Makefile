@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits chaos breaks mutate fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits chaos fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,19 +43,13 @@ setup-test: setup ## set-ups for real: offline, two at once, a path with a space
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
-breaks: setup ## breaks by hand (tests/breaks.txt), each noticed by its test; ARGS=--flags; 30 minutes
-	@$(IN_VENV) python tests/breaks.py $(ARGS)
-
-mutate: setup ## automatic mutants: the share that tests notice, tests/MUTATION.md; ARGS='--seed=2'; 2 hours
-	@$(IN_VENV) python tests/mutate.py $(ARGS)
-
 lint: setup ## Python, shell, spelling and links
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 	@git ls-files | grep -v '^docker/locks/\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) python tests/links.py
 
-bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, its stages, cost; 38 minutes
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
 # PyTorch, which nothing here runs on, stays out of .venv.

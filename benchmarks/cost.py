@@ -3,7 +3,6 @@
     python benchmarks/cost.py [--ranks=2] [--rounds=3] [--steps=40] [NAME ...]
     python benchmarks/cost.py --steps=12 -- --virtual_ranks     the three rows of virtual ranks
     python benchmarks/cost.py --steps=12 -- --jit               forward and backward by XLA
-    python benchmarks/cost.py --fixed-point                     nanoseconds a parameter
 
 Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
 The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows that say so
@@ -19,8 +18,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,12 +72,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--fixed-point", action="store_true", help="parts of --virtual_ranks")
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
     args = parser.parse_args()
-    if args.fixed_point:
-        return fixed_point_table()
-
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         there = rows(args.ranks, data)
@@ -119,42 +112,6 @@ def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
         lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line).get("samples_per_second") for line in lines]
     return 1 / statistics.median([rate for rate in rates if rate][1:])
-
-
-def fixed_point_table() -> None:
-    """Each part of a step's way into fixed point and back, for ResNet-50's parameters, 1 thread."""
-    import hvdkit.ranks.quiet  # noqa: F401
-
-    # isort: split
-    import tensorflow as tf
-    from hvdkit.train import fixed_point
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    shapes = [[3, 3, 256, 256]] * 40 + [[1000, 2048]] + [[256]] * 120
-    grads = [tf.random.normal(shape) for shape in shapes]
-    flat, one = fixed_point.pack(grads), tf.constant(1.0)
-    whole = fixed_point.add_gradients(None, flat, 4, one)
-    factor, sizes = tf.constant(0.5, tf.float64), [tf.TensorShape(shape) for shape in shapes]
-    unpack = tf.function(fixed_point.unpack_gradients, autograph=False)
-    # What is read and written of each parameter, in bytes.
-    parts: dict[str, tuple[int, Callable[[], object]]] = {
-        "packed into one float32 tensor": (8, tf.function(lambda: fixed_point.pack(grads))),
-        "judged": (8, tf.function(lambda: fixed_point.judge(flat, 4, one))),
-        "to fixed point": (12, lambda: fixed_point.add_gradients(None, flat, 4, one)),
-        "to fixed point and added": (20, lambda: fixed_point.add_gradients(whole, flat, 4, one)),
-        "back, and unpacked": (20, lambda: unpack(whole, factor, sizes, tf.float32)),
-    }
-    count = flat.shape[0]
-    print(f"| part, {count / 1e6:.1f} million parameters, 1 thread | ns | bytes |")
-    print("| --- | --- | --- |")
-    for name, (size, part) in parts.items():
-        part()
-        times = []
-        for _ in range(9):
-            start = time.perf_counter()
-            tf.nest.map_structure(lambda t: t.shape, part())
-            times.append(time.perf_counter() - start)
-        print(f"| {name} | {statistics.median(times) / count * 1e9:.2f} | {size} |")
 
 
 if __name__ == "__main__":

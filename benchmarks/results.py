@@ -2,8 +2,8 @@
 
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
-NAMEs are equivalence, peers, input, stages and cost; without any, all of them, with the flags in
-PARTS: 38 minutes on two cores. Figures are as good as the machine is idle: the file says what
+NAMEs are equivalence, peers, input and cost; without any, all of them, with the flags in
+PARTS: 36 minutes on two cores. Figures are as good as the machine is idle: the file says what
 its load was at the start. The file is written anew after each part; one that fails is in it with
 what it printed, the others run all the same, and the exit code is 1. --torch is the Python of an
 environment with requirements-peers.txt; without it PyTorch's rows are missing.
@@ -64,17 +64,6 @@ PARTS = {
         "input.py --rounds=2 --seconds=3",
         True,
         "Samples a second, and ratios with the least and the most of a round.",
-    ),
-    "stages": Part(
-        "Where the input's time goes",
-        "stages.py --rounds=2 --seconds=2",
-        False,
-        "One core. What keeps photos below the plain pipeline is the decoder: boxes as the paper "
-        "has them are larger than those that the model garden tries until one fits, and nearly all "
-        "the time grows with their area. Packing cannot halve that: pictures of 256 pixels are "
-        "decoded and resized too. The demo's pictures are so small that what every picture costs, "
-        "however small, is most of it: a label's header and values are checked, a picture is "
-        "searched for its EXIF turn, which the plain pipeline leaves out.",
     ),
     "cost": Part(
         "What settings cost",

@@ -83,7 +83,7 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "rank", repr(time.time()), count if mocked else 0]
         if count > 1 and not mocked:
-            words = [ROOT / "launch/hosts.sh", "--gloo", "-np", count, *words]
+            words = [ROOT / "launch/hosts.sh", "-np", count, *words]
         words += ["--flagfile=configs/blank.cfg", f"--run_dir={folder}/run", *flags]
         ended = subprocess.run(
             list(map(str, words)),

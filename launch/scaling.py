@@ -1,186 +1,212 @@
 #!/usr/bin/env python3
-"""What to expect of more GPUs: step time, efficiency, cost, what limits, and which flag helps.
+"""What to expect of more GPUs: step time, efficiency, what limits, and what three flags would give.
 
-    python launch/scaling.py --params=25.6M --step_ms=110 --batch=64 \\
-        --gpus=8,64,512,1024 --link=25Gbit --gpus_per_host=8
-    python launch/scaling.py --run_dir=runs/measured --gpus=8,64 --link=8x200Gbit --inside=nvlink3
+    python launch/scaling.py --params=25.6M --step_ms=110 --batch=64 --gpus=8,64,512 --link=25Gbit
+    python launch/scaling.py --run_dir=runs/one_gpu --gpus=8,64 --link=8x200Gbit --inside=nvlink3
+    python launch/scaling.py --published        the same formulas against figures of others
 
-From the time of a step on one GPU, the bytes of its gradients and the links. --run_dir is a run of
-train.py --benchmark on one rank, which tells parameters, step time and batch. Formulas and their
-sources: planner/model.py. A prediction, not a measurement: check it on a few hosts first.
-
-Exit code: 0, or 2 for a wrong value.
+--run_dir is a run of train.py --benchmark on one rank. A prediction: check it on a few hosts first.
 """
 
-from __future__ import annotations
-
 import argparse
-import dataclasses
+import contextlib
+import functools
 import json
 import math
-import signal
+import re
+import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple
 
-from planner.model import Horovod, Job, Links
-from planner.plan import Plan, Running, predictions
-from planner.run import arrivals, benchmark
-from planner.show import plot, table
-from planner.tables import INSIDE, INSIDE_LATENCY, LINK_LATENCY, PROFILES, TOTALS
+# Bytes a second of a ring over the GPUs of a host: NCCL's src/graph/topo.h and tuning.cc.
+INSIDE = {"pcie3": 12e9, "pcie4": 24e9, "nvlink1": 72e9, "nvlink2": 120e9, "nvlink3": 235e9}
+INSIDE["nvlink4"] = 371e9
+# Seconds a hop of a ring: NCCL, src/graph/tuning.cc, hwLat, the Simple protocol.
+LATENCY = {"pcie": 5.7e-6, "nvlink": 3.4e-6, "link": 14e-6}
+BACKWARD = 2 / 3  # of a step: gradients by weights and by inputs, after the forward pass
+PAYLOAD = 0.93  # of a link: RoCE v2 carries 1,024 of 1,106 bytes, TCP 1,448 of 1,538
 
-_SUFFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
-_UNITS = {"Mbit": 1e6 / 8, "Gbit": 1e9 / 8, "MB": 1e6, "GB": 1e9}
+
+class Cluster(NamedTuple):
+    """Bytes a second inside a host and of its link, which its GPUs share; seconds of a hop."""
+
+    per_host: int
+    inside: float
+    link: float
+    inside_hop: float
+    hop: float
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+class Horovod(NamedTuple):
+    """Defaults of docs/tensor-fusion.rst. `algorithm`: auto (as NCCL), ring or two-level."""
+
+    algorithm: str = "auto"
+    cycle: float = 1e-3
+    fusion: float = 64 << 20
+
+
+class Job(NamedTuple):
+    """One GPU's step: seconds, samples and bytes of gradients, those in order of the backward pass.
+
+    `profile`: (at, share) pairs: `share` of the bytes is ready when `at` of the pass is done.
+    `jitter`: standard deviation of the seconds over ranks, as a share; `input_rate`: of a host.
+    """
+
+    compute: float
+    batch: float
+    gradients: float
+    profile: Sequence[tuple[float, float]] = tuple((n / 20, 1 / 20) for n in range(1, 21))
+    accumulation: int = 1
+    jitter: float = 0.0
+    input_rate: float = math.inf
+
+
+def ring(size: float, ranks: int, bandwidth: float, hop: float) -> float:
+    """2(N-1)/N size/B + 2(N-1) hops. Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce"."""
+    return 2 * (ranks - 1) / ranks * size / bandwidth + 2 * (ranks - 1) * hop
+
+
+def allreduce(size: float, ranks: int, cluster: Cluster, how: str) -> float:
+    """Seconds of the sum of `size` bytes. In a ring each host's link carries every byte once.
+
+    Two-level: Horovod's hierarchical allreduce. Tree: NCCL's double binary tree (Sanders, Speck and
+    Traeff 2009) with a chain in each host, as in its src/graph/tuning.cc.
+    """
+    local = min(cluster.per_host, ranks)
+    hosts = math.ceil(ranks / local)
+    slowest = min([cluster.inside] * (local > 1) + [cluster.link] * (hosts > 1), default=math.inf)
+    if how == "two-level":
+        inside = ring(size, local, cluster.inside, cluster.inside_hop)
+        return inside + ring(size, hosts, cluster.link, cluster.hop)
+    between = 2 * (hosts - 1)
+    hops = (2 * (ranks - 1) - between) * cluster.inside_hop + between * cluster.hop
+    in_ring = ring(size, ranks, slowest, 0) + hops
+    hops = (local - 1) * cluster.inside_hop + math.log2(hosts) * cluster.hop
+    in_tree = 2 * size / (0.9 * slowest) + 2 * hops
+    return in_ring if how == "ring" else min(in_ring, in_tree)
+
+
+def messages_end(
+    ready: Sequence[tuple[float, float]], reduce: Callable[[float], float], horovod: Horovod
+) -> float:
+    """When the last of `ready`, (seconds, bytes) in order of time, is summed.
+
+    Once a cycle Horovod's thread packs what all ranks have into messages of at most the fusion
+    buffer and queues them (operations.cc, RunLoopOnce). Ranks agree in a small allreduce before.
+    """
+    free, tick, first, agree = 0.0, 0.0, 0, reduce(8.0)
+    period = max(horovod.cycle, agree)
+    while first < len(ready):
+        tick, packed = max(tick, ready[first][0] + period / 2), [0.0]
+        while first < len(ready) and ready[first][0] <= tick:
+            if packed[-1] + ready[first][1] > horovod.fusion:
+                packed.append(0.0)
+            packed[-1] += ready[first][1]
+            first += 1
+        free = max(free, tick + agree) + sum(reduce(size) for size in packed if size)
+        tick += period
+    return free
+
+
+def expected_maximum(count: int) -> float:
+    """Of the largest of `count` standard normal draws, within 5 % (Blom 1958)."""
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def step(job: Job, ranks: int, cluster: Cluster, horovod: Horovod) -> dict[str, float]:
+    """Where the seconds of a step on `ranks` GPUs go: all wait for the slowest, then for links."""
+    slowest = job.compute * (1 + job.jitter * expected_maximum(ranks))
+    compute = max(slowest, job.batch * min(cluster.per_host, ranks) / job.input_rate)
+    backward = BACKWARD * compute / job.accumulation
+    ready = [(compute - backward * (1 - at), share * job.gradients) for at, share in job.profile]
+    ends = []
+    for links in (cluster, cluster._replace(inside_hop=0.0, hop=0.0)):
+        reduce = functools.partial(allreduce, ranks=ranks, cluster=links, how=horovod.algorithm)
+        ends.append(max(compute, messages_end(ready, reduce, horovod) if ranks > 1 else 0.0))
+    parts = {"computing": job.compute, "stragglers": slowest - job.compute}
+    parts |= {"input": compute - slowest, "bandwidth": ends[1] - compute}
+    return parts | {"latency": ends[0] - ends[1]}
+
+
+def daly(save: float, between: float) -> float:
+    """Best seconds between saves, a failure comes every `between`. Daly 2006, equation 37."""
+    part = save / (2 * between)
+    best = math.sqrt(2 * save * between) * (1 + math.sqrt(part) / 3 + part / 9) - save
+    return best if part < 1 else between
+
+
+def column(job: Job, gpus: int, cluster: Cluster, mtbf: float, save: float) -> dict[str, str]:
+    """The table's column of one number of GPUs; seconds between one host's failures, of a save."""
+    parts, hosts = step(job, gpus, cluster, Horovod()), math.ceil(gpus / cluster.per_host)
+    total = sum(parts.values())
+    cells = {"GPUs": f"{gpus:,}", "ms a step": f"{total * 1e3:,.1f}"}
+    cells["samples/s"] = f"{gpus * job.batch / total:,.0f}"
+    cells["efficiency"] = f"{job.compute / total:.1%}"
+    del parts["computing"]
+    cells |= {f"lost: {name}": f"{part / total:.1%}" for name, part in parts.items()}
+    more = {name: 2 * getattr(job, name) for name in ("compute", "batch", "accumulation")}
+    for name, other, horovod in (
+        ("with --compression=fp16", job._replace(gradients=job.gradients / 2), Horovod()),
+        ("with --hierarchical_allreduce", job, Horovod("two-level")),
+        ("with --accumulation_steps, twice the batch", job._replace(**more), Horovod()),
+    ):
+        cells[name] = f"{other.compute / sum(step(other, gpus, cluster, horovod).values()):.1%}"
+    return cells | {"save every, minutes": f"{daly(save, mtbf / hosts) / 60:.3g}"}
+
+
+def measured(run: Path) -> Job:
+    """Raises ValueError: the run is not one whose figures can be used."""
     try:
-        plan = planned(args)
-        rows = predictions(plan, args.gpus)
-        if args.plot:
-            plot(plan, args.gpus, args.plot)
-        if args.json:
-            record = {"plan": dataclasses.asdict(plan), "predictions": [r.record() for r in rows]}
-            Path(args.json).write_text(json.dumps(_finite(record), indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table(plan, rows))
-    return 0
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
+        record = json.loads((run / "benchmark.json").read_text())
+        flags = dict(re.findall(r"^--(\w+)=(.*)$", (run / "config.cfg").read_text(), re.M))
+        figures = [record[name] for name in ("seconds_a_step", "global_batch_size")]
+        figures += [4.0 * record["trained_parameters"]]
+        job = Job(*figures, accumulation=int(flags["accumulation_steps"]))
+        sound = all(0 < figure < math.inf for figure in figures)
+        sound = sound and record["ranks"] == 1 and flags["virtual_ranks"] == "0"
+    except (OSError, ValueError, LookupError, TypeError):
+        sound = False
+    if not sound:
+        what = "a run of train.py --benchmark on one rank, without --virtual_ranks"
+        raise ValueError(f"--run_dir={run} is not {what}: make one")
+    return job
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--gpus", type=_gpus, required=True, help="numbers of GPUs, as in 8,64,512")
-    job = parser.add_argument_group("the model, on one GPU").add_argument
-    job("--run_dir", type=Path, help="a run of train.py --benchmark, instead of the next four")
-    job("--params", type=_count, help="parameters that are trained: 25.6M")
-    job("--step_ms", type=_above_zero, help="milliseconds of a step, input not waited for")
-    job("--batch", type=_whole, help="samples a step on one GPU, all micro-batches of it")
-    job("--accumulation_steps", type=_whole, help="micro-batches of a step (1)")
-    job(
-        "--profile",
-        default="even",
-        help=f"when gradients are ready: {', '.join(PROFILES)}, or a run made with --timeline",
-    )
-    job("--jitter", type=_share, default=0.06, help="standard deviation of a step's computing time "
-        "over ranks, as a share (0.06: benchmarks/published.py)")  # fmt: skip
-    job("--input_rate", type=_count, default=math.inf, help="samples a second a host can prepare")
-    links = parser.add_argument_group("the cluster").add_argument
-    links("--gpus_per_host", type=_whole, default=8)
-    links("--link", type=_rate, required=True, help="a host's network: 25Gbit, 8x200Gbit, 3GB")
-    links("--link_share", type=_part, default=0.93, help="share of it for data (0.93: RoCE, TCP)")
-    links("--link_us", type=_zero_or_more, default=LINK_LATENCY * 1e6, help="latency of a hop "
-          "between hosts, microseconds (14: NCCL's model)")  # fmt: skip
-    links("--inside", default="pcie3", help=f"between GPUs of a host: {', '.join(INSIDE)}, or 50GB")
-    links("--price", type=_zero_or_more, default=0.0, help="of a GPU hour")
-    sent = parser.add_argument_group("flags of train.py (environment variables of Horovod)")
-    sent.add_argument("--reduce_backend", default="nccl", choices=("nccl", "gloo", "mpi"))
-    sent.add_argument("--compression", choices=("none", "fp16"), help="default: the run's, or none")
-    sent.add_argument("--fusion_threshold_mb", type=_zero_or_more, default=64.0)
-    sent.add_argument("--cycle_time_ms", type=_above_zero, default=1.0)
-    sent.add_argument("--hierarchical_allreduce", action="store_true")
-    weeks = parser.add_argument_group("over weeks").add_argument
-    weeks("--save_s", type=_above_zero, default=0.5, help="seconds a save holds the training up")
-    weeks("--write_s", type=_zero_or_more, default=30.0, help="seconds until it is written")
-    weeks("--restart_s", type=_zero_or_more, default=300.0, help="from a failure to a new step")
-    weeks("--mtbf_days", type=_above_zero, default=260.0, help="mean time between failures of one "
-          "host, days (260: 419 failures in 54 days on 2,048 hosts, Llama 3, 2024)")  # fmt: skip
-    weeks("--checkpoint_minutes", type=_zero_or_more, default=0.0, help="0: the best, after Daly")
-    out = parser.add_argument_group("output, besides the table").add_argument
-    out("--plot", default="", metavar="FILE", help="a picture of it, .svg or .png")
-    out("--json", default="", metavar="FILE", help="all of it")
-    return parser.parse_args(argv)
+    add("--published", action="store_true", help="the formulas against published figures, no more")
+    add("--gpus", type=lambda text: [_whole(n) for n in text.split(",")], help="as in 8,64,512")
+    add("--run_dir", type=Path, help="a run of train.py --benchmark, instead of the next four")
+    add("--params", type=_number, help="parameters that are trained: 25.6M")
+    add("--step_ms", type=_number, help="milliseconds of a step on one GPU")
+    add("--batch", type=_whole, help="samples of that step")
+    add("--accumulation_steps", type=_whole, default=1, help="micro-batches of that step")
+    add("--jitter", type=_number, default=0.06, help="deviation of a step's time over ranks (0.06)")
+    add("--input_rate", type=_number, default=math.inf, help="samples a second a host can prepare")
+    add("--gpus_per_host", type=_whole, default=8, help="of one host, which share its link")
+    add("--link", type=_bytes_a_second, help="a host's network: 25Gbit, 8x200Gbit, 3GB")
+    add("--inside", default="pcie3", choices=INSIDE, help="what joins the GPUs of a host")
+    add("--save_s", type=_number, default=0.5, help="seconds a save holds the training up")
+    add("--mtbf_days", type=_number, default=260.0, help="between failures of one host "
+        "(260: 419 failures in 54 days on 2,048 hosts, Llama 3, 2024)")  # fmt: skip
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")
+    args = parser.parse_args(argv)
+    job = args.run_dir or (args.params and args.step_ms and args.batch)
+    if not args.published and not (args.gpus and args.link and job):
+        parser.error("give --gpus, --link, and either --run_dir or --params, --step_ms and --batch")
+    return args
 
 
-def planned(args: argparse.Namespace) -> Plan:
-    """Raises ValueError: what is wrong with the flags, together."""
-    given = {"--params": args.params, "--step_ms": args.step_ms, "--batch": args.batch}
-    missing = [name for name, value in given.items() if value is None]
-    if args.run_dir is None and missing:
-        raise ValueError(f"{' and '.join(missing)}: give them, or --run_dir of a benchmark")
-    if args.run_dir is not None and (len(missing) < 3 or args.accumulation_steps):
-        flags = "--params, --step_ms, --batch and --accumulation_steps"
-        raise ValueError(f"--run_dir tells {flags}: leave them out")
-    if args.plot and Path(args.plot).suffix not in (".svg", ".png"):
-        raise ValueError(f"--plot={args.plot}: a name that ends in .svg or .png")
-    note = ""
-    if args.run_dir is not None:
-        run = benchmark(args.run_dir)
-        args.params, args.step_ms, args.batch = run.parameters, run.seconds * 1e3, run.batch
-        args.accumulation_steps = run.accumulation
-        args.compression = args.compression or run.compression
-        if args.compression == "bf16":
-            raise ValueError(
-                f"{args.run_dir} has --compression=bf16, which is not modelled: give --compression"
-            )
-        if run.virtual_ranks:
-            raise ValueError(
-                f"{args.run_dir} has --virtual_ranks, whose messages are not modelled: benchmark "
-                "without"
-            )
-        if run.ranks > 1:
-            note = f"note: measured on {run.ranks} ranks: its time holds their communication too"
-    profile = PROFILES.get(args.profile) or arrivals(Path(args.profile))
-    bytes_each = 2 if args.compression == "fp16" else 4
-    job = Job(args.step_ms / 1e3, args.batch, args.params * bytes_each, profile,
-              args.accumulation_steps or 1, TOTALS, args.jitter, args.input_rate)  # fmt: skip
-    kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
-    inside = INSIDE.get(args.inside) or _inside(args.inside)
-    links = Links(args.gpus_per_host, inside, INSIDE_LATENCY[kind],
-                  args.link * args.link_share, args.link_us / 1e6)  # fmt: skip
-    horovod = Horovod(
-        args.reduce_backend,
-        "two-level" if args.hierarchical_allreduce else "auto",
-        args.fusion_threshold_mb * (1 << 20),
-        args.cycle_time_ms / 1e3,
-    )
-    between = args.mtbf_days * 86400
-    every = args.checkpoint_minutes * 60
-    running = Running(args.save_s, args.write_s, args.restart_s, between, every, args.price)
-    return Plan(job, links, horovod, running, args.params, bytes_each, note)
-
-
-# ---- Values ------------------------------------------------------------------------------------
-
-
-def _count(text: str) -> float:
-    head, suffix = (text[:-1], text[-1:]) if text[-1:].isalpha() else (text, "")
-    value = _number(head) * _SUFFIXES.get(suffix, math.nan)
-    if not (0 < value < math.inf):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, as in 25.6M")
-    return value
-
-
-def _rate(text: str) -> float:
-    """Bytes a second."""
-    many, _, each = text.rpartition("x")
-    for unit, scale in _UNITS.items():
-        if each.endswith(unit):
-            value = _number(many or "1") * _number(each.removesuffix(unit)) * scale
-            if 0 < value < math.inf:
-                return value
-    raise argparse.ArgumentTypeError(f"'{text}' is not a rate, as in 25Gbit, 8x200Gbit or 3GB")
-
-
-def _inside(text: str) -> float:
-    try:
-        return _rate(text)
-    except argparse.ArgumentTypeError:
-        raise ValueError(f"--inside={text}: one of {', '.join(INSIDE)}, or a rate: 50GB") from None
-
-
-def _gpus(text: str) -> list[int]:
-    return sorted({_whole(part) for part in text.split(",")})
+def _number(text: str) -> float:
+    """Above 0; 25.6M is 25.6e6."""
+    head, scale = text[:-1], {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}.get(text[-1:])
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(head) * scale if scale else float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, as in 25.6M")
 
 
 def _whole(text: str) -> int:
@@ -189,46 +215,38 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _above_zero(text: str) -> float:
-    if not 0 < _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return float(text)
+def _bytes_a_second(text: str) -> float:
+    if not (found := re.fullmatch(r"(?:(\d+)x)?([\d.]+)(Gbit|Mbit|GB|MB)", text)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a rate, as in 25Gbit, 8x200Gbit or 3GB")
+    unit = {"Gbit": 1e9 / 8, "Mbit": 1e6 / 8, "GB": 1e9, "MB": 1e6}[found[3]]
+    return int(found[1] or 1) * _number(found[2]) * unit
 
 
-def _zero_or_more(text: str) -> float:
-    if not 0 <= _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0")
-    return float(text)
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 for a wrong value."""
+    args = parse(argv)
+    if args.published:
+        import published_runs
 
-
-def _share(text: str) -> float:
-    if not 0 <= _number(text) <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 to 1")
-    return float(text)
-
-
-def _part(text: str) -> float:
-    if not _share(text):
-        raise argparse.ArgumentTypeError(f"'{text}' leaves no bandwidth: above 0, at most 1")
-    return float(text)
-
-
-def _number(text: str) -> float:
+        print("\n".join(published_runs.table()))
+        return 0
+    kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
+    rates = INSIDE[args.inside], args.link * PAYLOAD
+    cluster = Cluster(args.gpus_per_host, *rates, LATENCY[kind], LATENCY["link"])
     try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _finite(value: object) -> object:
-    """JSON has no infinity."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        job = measured(args.run_dir) if args.run_dir else Job(
+            args.step_ms / 1e3, args.batch, 4 * args.params, accumulation=args.accumulation_steps
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    job = job._replace(jitter=args.jitter, input_rate=args.input_rate)
+    columns = [column(job, n, cluster, args.mtbf_days * 86400, args.save_s) for n in args.gpus]
+    for name in columns[0]:
+        print(f"{name:<43}" + "".join(f"{cells[name]:>12}" for cells in columns))
+    print("predicted, not measured: try it on a few hosts first")
+    return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no trace where `| head` has read enough
     sys.exit(main())

@@ -4,12 +4,11 @@
 
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
 random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
-1, 2, 3, 4 or 6 ranks over Gloo or MPI, with checkpoints of 1, 2 or 3 files; before a host is cut
-off the network, on three hosts in network namespaces (as root; else that event is left out). One
-event happens to an elastic run, which goes on with the ranks that are left and one that joins.
-KINDs are names of EVENTS; by default each happens in turn, in random order. Printed are each
-event, how soon all of the run had ended and with which exit code, how many steps were made again,
-and the seconds from the event to the next step that is new.
+1, 2, 3, 4 or 6 ranks over Gloo or MPI; before a host is cut off the network, on three hosts in
+network namespaces (as root; else that event is left out). KINDs are names of EVENTS; by default
+each happens in turn, in random order. Printed are each event, how soon all of the run had ended and
+with which exit code, how many steps were made again, and the seconds from the event to the next
+step that is new.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
@@ -33,44 +32,16 @@ from typing import NamedTuple
 
 import psutil
 
-from elastic_run import HOSTS, Elastic
-from hosts import PORT, Hosts
+from hosts import Hosts
 from legs import ROOT, START, Failed, Leg, send
 
 STEPS_AN_EVENT = 7  # of the whole run
-STEPS_OF_GROWTH = 400  # that it makes while a host joins
 RANKS = (1, 2, 3, 4, 6)
-PARTS = (1, 2, 3)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
     "--max_failed_saves=20",  # the third may fail before it is seen here that two did
 ]
-
-
-class Usual(Leg):
-    """The demo on some ranks of this machine, or of others."""
-
-    def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        ranks: int,
-        via: str,
-        parts: int = 1,
-        hosts: Hosts | None = None,
-    ) -> None:
-        """`hosts`: where the ranks run, one on each; None: all here."""
-        self.ranks, self.via, self.parts, self.hosts = ranks, via, parts, hosts
-        launcher = [f"--{via}", "-np", ranks]
-        if hosts:
-            names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
-            launcher += ["-p", PORT, "-H", names]
-        flags = [*USUAL, f"--num_steps={steps}", f"--checkpoint_parts={parts}"]
-        self.start(folder, launcher, flags, hosts[1] if hosts else None)
-
-    def about(self) -> str:
-        return f"{self.ranks} rank(s), {self.via}, {self.parts} file(s) asked for"
 
 
 class Context(NamedTuple):
@@ -83,8 +54,8 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _state(it: Context) -> Path:
-    """One of the newest checkpoint's files of variables."""
-    return it.rng.choice(sorted(_checkpoints(it.leg.folder)[-1].glob("state*.npz")))
+    """The newest checkpoint's variables."""
+    return _checkpoints(it.leg.folder)[-1] / "state.npz"
 
 
 # What may happen. Each ends the run, one way or the other, and returns the exit codes that it may
@@ -155,7 +126,7 @@ def empty_the_manifest(it: Context) -> tuple[int, ...]:
 
 def fill_the_disk(it: Context) -> tuple[int, ...]:
     """For files of a checkpoint's size, until two saves have failed; then the run is stopped."""
-    writer, enough = it.rng.choice(it.leg.pids()[: it.leg.parts]), psutil.RLIM_INFINITY
+    writer, enough = it.leg.pids()[0], psutil.RLIM_INFINITY
     writer.rlimit(psutil.RLIMIT_FSIZE, (2**18, enough))
 
     def failed() -> bool:
@@ -176,22 +147,11 @@ def cut_a_host(it: Context) -> tuple[int, ...]:
     return ()
 
 
-def shrink_and_grow(it: Context) -> tuple[int, ...]:
-    """Of an elastic run: a rank is killed and its host does not come back, then another joins."""
-    lost, there = it.rng.sample(HOSTS[:3], 2)
-    shrunk = it.leg.lose(lost)
-    grown = it.leg.change([there, HOSTS[3]])
-    print(
-        f"    {shrunk:.1f} s from a lost rank to a step, {grown:.1f} s from a new host", flush=True
-    )
-    return terminate(it)
-
-
 EVENTS = {
     event.__name__: event
     for event in (
         *(kill_one, kill_all, terminate, tell_one, freeze_one, kill_in_save),
-        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host, shrink_and_grow),
+        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host),
     )
 }
 
@@ -204,19 +164,14 @@ class Outcome(NamedTuple):
 
 
 def interrupted(
-    folder: Path, steps: int, kinds: list[str], rng: random.Random, hosts: Hosts | None
+    folder: Path, flags: list[str], kinds: list[str], rng: random.Random, hosts: Hosts | None
 ) -> list[Outcome]:
     """The run, with all that happens to it, to its end."""
     outcomes, newest, since = [], 0, 0.0
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
-        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")), rng.choice(PARTS))
-        if kind == "shrink_and_grow":
-            leg = Elastic(folder, HOSTS[:3], [*USUAL, f"--num_steps={steps}"])
-        else:
-            leg = Usual(
-                folder, steps, *(how if kind != "cut_a_host" else (3, "gloo", how[2], hosts))
-            )
+        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")))
+        leg = Leg(folder, flags, *((3, "mpi", hosts) if kind == "cut_a_host" else how))
         try:
             leg.after(1)
             begun = leg.steps[0][0]
@@ -237,7 +192,7 @@ def interrupted(
                 pending = kind, time.monotonic() - since
                 newest = max(newest, leg.steps[-1][0])
                 judge(kind, code, allowed, leg)
-                where = f"{leg.about()}, at step {leg.steps[-1][0]}"
+                where = f"{leg.ranks} rank(s), {leg.via}, at step {leg.steps[-1][0]}"
                 ended = f"all ended after {pending[1]:.1f} s, code {code}"
                 print(f"{kind}: {where}: {ended}", flush=True)
             elif code := leg.process.wait(600):
@@ -290,9 +245,9 @@ def main() -> int:
         order += rng.sample(again, len(again))
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     steps = STEPS_AN_EVENT * args.events + 10
-    steps += STEPS_OF_GROWTH * order[: args.events].count("shrink_and_grow")
     try:
-        whole = Usual(folder / "whole", steps, 2, "gloo")
+        flags = [*USUAL, f"--num_steps={steps}"]
+        whole = Leg(folder / "whole", flags, 2, "gloo")
         try:
             if code := whole.process.wait(1200):
                 raise Failed(f"without any event: exit code {code}{whole.tail()}")
@@ -300,7 +255,7 @@ def main() -> int:
             whole.kill_all()
         order = order[: args.events]
         with three_hosts(folder) if "cut_a_host" in order else contextlib.nullcontext() as hosts:
-            outcomes = interrupted(folder / "chaos", steps, order, rng, hosts)
+            outcomes = interrupted(folder / "chaos", flags, order, rng, hosts)
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from hosts import Host
+from hosts import PORT, Hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = 180, 90  # seconds that a start, an end may take; the ranks share two cores
@@ -33,21 +33,25 @@ class Failed(Exception):
 
 
 class Leg:
-    """From one start to its next end; `start` before anything else."""
+    """From one start to its next end: on some ranks of this machine, or of others."""
 
     number = 0
 
-    def start(
-        self, folder: Path, launcher: list, flags: list[str], host: Host | None = None
+    def __init__(
+        self, folder: Path, flags: list[str], ranks: int, via: str, hosts: Hosts | None = None
     ) -> None:
-        """`host`: which it is started on, if not this machine itself."""
+        """`hosts`: where the ranks run, one on each; None: all here."""
         Leg.number += 1
         self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
+        self.ranks, self.via, self.hosts = ranks, via, hosts
+        launcher = [f"--{via}", "-np", ranks]
+        if hosts:
+            names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
+            launcher += ["-p", PORT, "-H", names]
         words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
-        words += [*flags, f"--run_dir={folder}"]
-        words = list(map(str, words))
+        words = list(map(str, [*words, *flags, f"--run_dir={folder}"]))
         self.process = subprocess.Popen(
-            host.words(*words) if host else words,
+            hosts[1].words(*words) if hosts else words,
             cwd=ROOT / "template",
             env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
             stdin=subprocess.DEVNULL,
@@ -69,9 +73,6 @@ class Leg:
             # Over MPI two ranks' words may stand in one line.
             for step in re.findall(r"step (\d+)/\d+  loss", line):
                 self.steps.append((int(step), time.monotonic()))
-
-    def has_said(self, words: str) -> bool:
-        return any(words in line for line in self.lines)
 
     def wait_for(self, what: str, there: Callable[[], object], seconds: float) -> None:
         end = time.monotonic() + seconds

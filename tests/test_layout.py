@@ -13,7 +13,6 @@ FLOORS = [
     "evaluate",
     "predict",
     "browse",
-    "find_batch",
     "export",
     "trained",
     "dry_run",

@@ -1,12 +1,12 @@
 """make bench: what benchmarks print goes into one file, also when one of them fails."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 
 import pytest
 
+import by_path
 from hosts import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -22,9 +22,7 @@ finally:  # as where a launch takes its ranks with it
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("results", FOLDER / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = by_path.benchmark("results")
     (tmp_path / "well.py").write_text("import sys; print('| well |', *sys.argv[1:])")
     (tmp_path / "ill.py").write_text("print('| half |'); raise SystemExit('no')")
     (tmp_path / "late.py").write_text(LATE.format(left=str(tmp_path / "left")))
@@ -83,18 +81,6 @@ def test_the_bare_loop_and_train_py_take_the_same_steps():
         milliseconds, rate = float(row[1]), float(row[2])
         assert rate == pytest.approx(16e3 / milliseconds, rel=0.02)
     assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
-
-
-@pytest.mark.slow
-def test_each_stage_of_the_input_is_timed():
-    command = [FOLDER / "stages.py", "--sets=photos,demo", "--rounds=1", "--seconds=0.1"]
-    said = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    rows = [line.strip("| ").split(" | ") for line in said.stdout.splitlines()[2:]]
-    named = {kind: [row[1] for row in rows if row[0] == kind] for kind in ("photos", "demo")}
-    assert named["photos"][:2] == ["order and key", "read"] and named["demo"][3] == "label"
-    assert all(len(names) == len({*names}) >= 8 for names in named.values())
-    (shares,) = [row for row in rows if row[1] == "decoded of a picture"]
-    assert 0.2 < float(shares[2]) < 0.7 and 0.2 < float(shares[3].split()[1]) < 0.7
 
 
 def test_benchmarks_have_the_flags_that_make_bench_gives(results):

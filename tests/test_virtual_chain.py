@@ -84,7 +84,7 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "lines that no run writes"),
         ("metrics.jsonl", "{", "7\n{", 2, "lines that no run writes"),
         ("summary.json", '"threads": "1"', '"threads": "2"', 2, "threads (1; 2)"),
-        ("summary.json", '"fingerprint"', '"other"', 2, "older version"),
+        ("summary.json", '"fingerprint"', '"other"', 2, "no summary of a run"),
         ("summary.json", '"weights_sha256"', '"other"', 2, "no summary of a run"),
         ("summary.json", "{", "", 2, "folders of runs that have ended"),
     ],

@@ -1,1 +1,1 @@
-"""What doctor.py is made of: one job a file, nothing of the project's imported."""
+"""The parts of doctor.py: what a rank sees, what ranks tell each other, what is wrong."""

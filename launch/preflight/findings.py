@@ -1,73 +1,152 @@
-"""One thing that is wrong: who, what, what to do; and how ranks are named and compared."""
-
-from __future__ import annotations
+"""From what all ranks saw to what is wrong: who, what, how to fix it. No rank is asked here."""
 
 import collections
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
+from . import gpus
+
 Facts = dict[str, Any]
+_SLOW = 4  # a pair of hosts with so many times less bandwidth than the fast ones is named
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """`wrong` fails the preflight; a note does not. `fatal`: Horovod would not come up."""
+    """A note does not fail the preflight; with what is fatal, Horovod would crash or hang."""
 
-    level: str
     where: str
     what: str
     todo: str
-    fatal: bool = False
+    level: str = "wrong"  # or "note", "fatal"
+
+    def __str__(self) -> str:
+        level = "NOTE" if self.level == "note" else "WRONG"
+        return f"{level}  {self.where}: {self.what}.\n       {self.todo}"
 
 
-def wrong(where: str, what: str, todo: str, fatal: bool = False) -> Finding:
-    return Finding("wrong", where, what, todo, fatal)
-
-
-def note(where: str, what: str, todo: str) -> Finding:
-    return Finding("note", where, what, todo)
-
-
-def place(facts: list[Facts | None], ranks: list[int]) -> str:
-    """`node2 (rank 2, 3)`, for ranks of any number of hosts."""
+def place(hosts: Sequence[str], ranks: Sequence[int]) -> str:
+    """`node2 (rank 2, 3)`; `hosts`: of each rank, as far as that is known."""
     by_host = collections.defaultdict(list)
     for rank in ranks:
-        fact = facts[rank]
-        by_host[fact["host"] if fact else "unknown host"].append(rank)
-    return places(by_host)
-
-
-def places(by_host: dict[str, list[int]]) -> str:
+        by_host[hosts[rank] if rank < len(hosts) else "unknown host"].append(rank)
     parts = []
     for host, its in by_host.items():
-        shown = ", ".join(map(str, its[:8])) + (", ..." if len(its) > 8 else "")
-        parts.append(f"{host} (rank {shown})")
+        parts.append(f"{host} (rank {', '.join(map(str, its[:8]))}{', ...' * (len(its) > 8)})")
     return "; ".join(parts[:6]) + (f"; and {len(parts) - 6} more hosts" if len(parts) > 6 else "")
 
 
-def leaders(facts: list[Facts | None]) -> dict[str, int]:
+def leaders(hosts: Sequence[str]) -> list[int]:
     """The lowest rank on each host."""
-    found: dict[str, int] = {}
+    return [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
+
+
+def missing(gone: Sequence[int], hosts: Sequence[str], seconds: float) -> Finding:
+    """Ranks that did not report; `hosts`: of each rank, or empty if nothing says that."""
+    what = f"nothing came from there in {seconds:.0f} s: the process did not start, hangs, or "
+    what += "cannot reach rank 0"
+    todo = "look for its own error above; on that host, check its disks, that Python and this file "
+    todo += "are at the same path, firewalls, the network that MPI takes (hosts.sh --interface)"
+    return Finding(place(hosts, gone), what, todo, "fatal")
+
+
+def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
+    """Faults of single ranks, and what should be the same everywhere and is not."""
+    by_fault = collections.defaultdict(list)
+    wanted = device == "gpu" or any(fact.get("gpus", {}).get("seen") for fact in facts)
     for rank, fact in enumerate(facts):
-        if fact:
-            found.setdefault(fact["host"], rank)
+        its = [tuple(fault) for fault in fact["faults"]]
+        if "seen" in fact.get("gpus", {}):
+            its.append(gpus.fault(fact["gpus"], fact["local_rank"], wanted))
+        for fault in filter(None, its):
+            by_fault[fault].append(rank)
+    hosts = [fact["host"] for fact in facts]
+    found = [Finding(place(hosts, ranks), *fault) for fault, ranks in by_fault.items()]
+    for name in sorted({name for fact in facts for name in fact["alike"]}):
+        found += _alike(name, facts, hosts)
     return found
 
 
-def tell_apart(facts: list[Facts | None]) -> None:
-    """Machines of one name get their addresses behind it: a host is known by its name here."""
-    machines = collections.defaultdict(set)
-    for fact in filter(None, facts):
-        machines[fact["host"]].add(fact["boot"])
-    for fact in filter(None, facts):
-        if len(machines[fact["host"]]) > 1:
-            fact["host"] += f" at {fact['address']}"
-
-
-def usual_and_odd(values: dict[int, Any]) -> tuple[Any, dict[Any, list[int]]]:
-    """The commonest value (of a draw, the one with the lowest rank), and the others' ranks."""
+def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Finding]:
+    """Ranks whose value is not the commonest (of a draw, the one with the lowest rank)."""
     ranks = collections.defaultdict(list)
-    for rank, value in values.items():
-        ranks[value].append(rank)
-    usual = max(ranks, key=lambda value: (len(ranks[value]), -ranks[value][0]))
-    return usual, {value: its for value, its in ranks.items() if value != usual}
+    for rank, fact in enumerate(facts):
+        if name in fact["alike"]:
+            ranks[fact["alike"][name]].append(rank)
+    usual = max(ranks, key=lambda value: len(ranks[value]))
+    todo = "make it the same on all hosts: one image, or one folder on a shared disk"
+    level = "note" if "GPU" in name else "wrong"  # may be so by design
+    return [
+        Finding(place(hosts, its), f"{name} is {value}, elsewhere {usual}", todo, level)
+        for value, its in ranks.items()
+        if value != usual
+    ]
+
+
+def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> list[Finding]:
+    """What the hosts see of each other.
+
+    Args:
+      views: by the first rank of each host: "closed", what `ports.closed` returns; "names", of each
+        host its name, whether the launcher was given that one, and what `facts.resolve` returns;
+        "mark": whether a file that rank 0 left in the run folder is there.
+    """
+    hosts = [fact["host"] for fact in facts]
+    firsts, found = leaders(hosts), []
+    for rank, view in views.items():
+        for other, why in view["closed"]:
+            way = f"{place(hosts, [rank])} to {place(hosts, [firsts[other]])}"
+            todo = "open all TCP ports between the hosts, or name their network: --interface"
+            found.append(Finding(way, f"no connection to {why}", todo, "fatal"))
+    if blind := [rank for rank, view in views.items() if not view["mark"]]:
+        what = f"the run folder {run_dir} is not the one that rank 0 has"
+        todo = "fine while rank 0 stays on its host; put it on a shared disk to resume elsewhere"
+        found.append(Finding(place(hosts, blind), what, todo, "note"))
+    return found + _names(facts, views, hosts)
+
+
+def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) -> list[Finding]:
+    """Names that lead nowhere, or to another host.
+
+    ssh, MPI's daemons and stop.sh use the names that the launcher was given, but for a host's own;
+    without those, a host's own name is a guess.
+    """
+    odd: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for rank, view in views.items():
+        for other, (name, given, (addresses, why)) in zip(leaders(hosts), view["names"]):
+            gets = f"resolves to {', '.join(addresses)}, no address of {place(hosts, [other])}"
+            leads = gets if addresses else f"does not resolve: {why}"
+            if other != rank and not set(facts[other]["every_address"]).intersection(addresses):
+                level = "wrong" if given else "note"
+                odd.setdefault((leads, level), {}).setdefault(name, []).append(rank)
+    found = []
+    for (leads, level), names in odd.items():
+        shown = ", ".join(list(names)[:6]) + (", ..." if len(names) > 6 else "")
+        where = place(hosts, sorted({rank for its in names.values() for rank in its}))
+        todo = f"in DNS or /etc/hosts there, give {shown} the address that other hosts reach"
+        found.append(Finding(where, f"the name {shown} {leads}", todo, level))
+    return found
+
+
+def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
+    """Sums that are wrong, and hosts or pairs of hosts that are slow.
+
+    `hosts`: of each rank; `seen`: by the ranks of a pair, empty for all, `speed.allreduce` of each.
+    """
+    wrong = sorted({one["rank"] for every in seen.values() for one in every if not one["right"]})
+    todo = "do not train: look at Horovod's build and the network card"
+    found = [Finding(place(hosts, wrong), "an allreduce's sum is wrong", todo)] if wrong else []
+    rates = {pair: every[0]["rate"] / 1e6 for pair, every in seen.items() if pair}
+    usual = sorted(rates.values())[math.ceil(0.9 * (len(rates) - 1))] if rates else 0.0
+    slow = {pair: rate for pair, rate in rates.items() if rate < usual / _SLOW}
+    for rank in leaders(hosts):  # a host with each of its pairs in one line
+        its = [pair for pair in rates if rank in pair]
+        if len(its) > 1 and slow.keys() >= set(its):
+            slow[rank,] = max(slow.pop(pair) for pair in its)
+    todo = "look at cable, port speed (ethtool), errors (ip -s link) and shaping (tc qdisc)"
+    for ranks, rate in sorted(slow.items()):
+        who = "between them" if len(ranks) > 1 else "with any other host"
+        what = f"allreduce {who} reaches {rate:,.1f} MB/s, others {usual:,.1f} MB/s"
+        found.append(Finding(place(hosts, ranks), what, todo, "note"))
+    return found

@@ -69,7 +69,9 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     image = keras.Input((size, size, 3), name="image")
     pixels = Preprocess(name="preprocess")(image)
     body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
-    return _model(image, body.output, num_classes, dropout, "resnet50_keras")
+    model = _model(image, body.output, num_classes, dropout, "resnet50_keras")
+    model.backbone = body.layers[-1].name  # the last layer that --backbone_weights fills
+    return model
 
 
 MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {

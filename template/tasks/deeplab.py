@@ -44,7 +44,9 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     # In float32 at least, whatever came before.
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
-    return keras.Model(inputs, x, name="deeplabv3plus")
+    model = keras.Model(inputs, x, name="deeplabv3plus")
+    model.backbone = backbone.layers[-1].name  # the last layer that --backbone_weights fills
+    return model
 
 
 @keras.saving.register_keras_serializable(package="tasks")

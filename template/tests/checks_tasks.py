@@ -29,42 +29,62 @@ def dense(outputs=CLASSES, **settings):
     return keras.Model(x, keras.layers.Dense(outputs, **settings)(x))
 
 
-def check_keys_of_an_example(world):
-    class Task(Small):
-        def training_example(self, sample, key):
-            return {"x": sample["x"], "y": sample["y"]}
-
-    refused(world, Task, "training_example", "inputs", "targets", "['x', 'y']")
-
-    class Pair(Small):
-        def evaluation_example(self, sample):
-            return sample["x"], sample["y"]
-
-    refused(world, Pair, "evaluation_example", "tuple")
+def _mean(task, outputs, targets):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
 
 
-def check_a_loss_that_is_a_mean_is_told(world):
-    class Mean(Small):
-        def loss(self, outputs, targets):
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
-            return tf.reduce_mean(losses)
-
-    refused(world, Mean, "loss must return two tensors", "a loss and a weight", "shape ()")
-
-    class Pair(Mean):
-        def loss(self, outputs, targets):
-            return super().loss(outputs, targets), tf.constant(1.0)
-
-    refused(world, Pair, "a loss for each example")
+def _column(task, outputs, targets):
+    losses, weights = Small.loss(task, outputs, targets)
+    return losses, weights[:, None]
 
 
-def check_shapes_of_losses_and_weights(world):
-    class Task(Small):
-        def loss(self, outputs, targets):
-            losses, weights = super().loss(outputs, targets)
-            return losses, weights[:, None]
+def _squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
+    losses = tf.square(outputs - tf.cast(targets, outputs.dtype))
+    return losses, tf.ones_like(losses)
 
-    refused(world, Task, "losses", "weights", "the same shape")
+
+def _sums(name, made):
+    return {
+        "sums": lambda task, outputs, targets: (
+            Small.sums(task, outputs, targets) | {name: made(outputs)}
+        )
+    }
+
+
+# What a task does otherwise, and words of the sentence about it.
+MISTAKES = [
+    (
+        {"training_example": lambda task, sample, key: {"x": sample["x"], "y": sample["y"]}},
+        *("training_example", "inputs", "targets", "['x', 'y']"),
+    ),
+    (
+        {"evaluation_example": lambda task, sample: (sample["x"], sample["y"])},
+        *("evaluation_example", "tuple"),
+    ),
+    ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
+    ({"loss": lambda *of: (_mean(*of), tf.constant(1.0))}, "a loss for each example"),
+    ({"loss": _column}, "losses", "weights", "the same shape"),
+    ({"loss": _squares, "build_model": lambda task: dense(1)}, "one example more", "[n, 1]"),
+    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy']"),
+    ({"main_metric": "loss"}, "highest", '-sums["loss"] / sums["weight"]'),
+    (
+        {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
+        *('a figure "loss"', "another name"),
+    ),
+    (_sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
+    (_sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
+    (_sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "depends on the batch"),
+    (
+        {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
+        *("draw must return", "uint8", "float32 [4, 8, 3]"),
+    ),
+    ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
+]
+
+
+def check_mistakes_of_a_task_are_told_in_one_sentence(world):
+    for methods, *words in MISTAKES:
+        refused(world, type("Task", (Small,), methods), *words)
 
 
 def check_a_mistake_in_a_tasks_function_names_its_line(world):
@@ -103,35 +123,6 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
     refused(world, Bytes, "fingerprint() must return text", "b'bytes'")
 
 
-def check_main_metric_is_looked_for_before_the_first_step(world):
-    class Task(Small):
-        main_metric = "acuracy"
-
-    refused(world, Task, '"acuracy"', "['accuracy']")
-
-
-def check_names_and_kinds_of_sums(world):
-    class Taken(Small):
-        def sums(self, outputs, targets):
-            return {"loss": tf.constant(1.0)}
-
-    refused(world, Taken, "sums", "loss")
-
-    class Kind(Small):
-        def sums(self, outputs, targets):
-            return {"hits": tf.argmax(outputs, -1) == tf.cast(targets, tf.int64)}
-
-    refused(world, Kind, "hits", "bool")
-
-
-def check_what_draw_returns(world):
-    class Task(Small):
-        def draw(self, inputs, targets, outputs):
-            return np.zeros((4, 8, 3), np.float32)
-
-    refused(world, Task, "draw must return", "uint8", "float32 [4, 8, 3]")
-
-
 def check_a_label_that_is_no_class_is_told_by_value(world):
     """From arrays, whose values nothing has looked at; at the first sample or in mid-run."""
     for place in (0, 37):
@@ -165,14 +156,6 @@ def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
 
     ended = fit(world, Task)
     assert ended.code == 3 and "labels that are no class" in ended.message, ended.message
-
-
-def check_sources_that_fail_are_told(world):
-    class Task(Small):
-        def sources(self):
-            return {}["data"]
-
-    refused(world, Task, "sources failed", "checks_tasks.py, line", "KeyError")
 
 
 def acting(act):
@@ -313,27 +296,6 @@ def check_a_schedule_that_gives_no_rate_is_told(world):
     assert ended.code == DIVERGED and "learning rate -0.1" in ended.message, ended.message
 
 
-def check_a_loss_as_main_metric_is_told(world):
-    class Task(Small):
-        main_metric = "loss"
-
-    refused(world, Task, "highest", '-sums["loss"] / sums["weight"]')
-
-    class Twice(Small):
-        def metrics(self, sums):
-            return super().metrics(sums) | {"loss": 1.0}
-
-    refused(world, Twice, 'a figure "loss"', "another name")
-
-
-def check_sums_of_a_batchs_shape_are_told(world):
-    class Task(Small):
-        def sums(self, outputs, targets):
-            return super().sums(outputs, targets) | {"each": tf.argmax(outputs, -1)}
-
-    refused(world, Task, "each", "depends on the batch")
-
-
 def check_parts_of_an_example_that_make_no_batch_are_told(world):
     def unknown(x, y):
         return tf.ensure_shape(x[: y + 1], [None])
@@ -350,18 +312,6 @@ def check_parts_of_an_example_that_make_no_batch_are_told(world):
                 return {"inputs": sample["x"], "targets": part(sample["x"], sample["y"])}
 
         refused(world, Task, "training_example", words)
-
-
-def check_outputs_spread_over_targets_are_told(world):
-    class Task(Small):
-        def build_model(self):
-            return dense(1)
-
-        def loss(self, outputs, targets):  # [n, 1] and [n] make [n, n]
-            losses = tf.square(outputs - tf.cast(targets, outputs.dtype))
-            return losses, tf.ones_like(losses)
-
-    refused(world, Task, "one example more", "[n, 1]")
 
 
 def check_weights_that_depend_on_outputs_are_told(world):

@@ -17,11 +17,13 @@ def main(argv: list[str]) -> None:
     # isort: split
     import keras
     import tensorflow as tf
+    from hvdkit.ranks import votes
     from hvdkit.ranks import world as world_lib
     from hvdkit.settings import config as config_lib
     from hvdkit.train import optimizer, reduction
     from hvdkit.train.state import State
-    from hvdkit.train.step import make_train_step
+
+    from steps import make_train_step
 
     config = config_lib.parse(argv)
     world = world_lib.connect(reduction.environment(config))
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> None:
     }
     state = State(model, optimizer.build(config, model), config.precision)
     world.broadcast_variables(list(state.variables.values()))
-    step = make_train_step(config, world, Task(), state, spec)
+    step = make_train_step(config, world, Task(), state=state, spec=spec)
     for number in range(config.num_steps):
         inputs = tf.reshape(tf.range(micro * 6) + number + world.rank, [micro, 2, 3]) % 50
         batch = {"inputs": inputs, "targets": tf.ones([micro, 2, 1])}

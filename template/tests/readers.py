@@ -123,16 +123,6 @@ def write_classes(root: Path) -> None:
         save(root / path, pixels)
 
 
-def write_flat(root: Path) -> list[str]:
-    """ImageNet's layout with a flat val of 4 pictures; the synset of each."""
-    for name in ("n01440764", "n01443537", "n01484850"):
-        save(root / "train" / name / f"{name}_10026.JPEG", noise(1))
-    synsets = ["n01484850", "n01440764", "n01484850", "n01443537"]
-    for number in range(1, 5):
-        save(root / "val" / f"ILSVRC2012_val_{number:08d}.JPEG", noise(10 + number))
-    return synsets
-
-
 def write_cifar100(root: Path, count: int = 3) -> np.ndarray:
     """CIFAR-100's two files, 5 * count + count records; their bytes, uint8 [6 * count, 3074]."""
     rng = np.random.default_rng(0)
@@ -142,6 +132,9 @@ def write_cifar100(root: Path, count: int = 3) -> np.ndarray:
     root.mkdir(parents=True, exist_ok=True)
     records[: 5 * count].tofile(root / "train.bin")
     records[5 * count :].tofile(root / "test.bin")
+    for kind, names in (("coarse", 20), ("fine", 100)):
+        lines = (f"{kind}{number}" for number in range(names))
+        (root / f"{kind}_label_names.txt").write_text("\n".join(lines) + "\n")
     return records
 
 
@@ -154,4 +147,5 @@ def write_cifar10(root: Path, count: int = 3) -> np.ndarray:
     names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
     for name, part in zip(names, records):
         part.tofile(root / name)
+    (root / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
     return records

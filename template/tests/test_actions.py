@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import keras
 import pytest
 from hvdkit.ranks.world import World
-from hvdkit.run.actions import CheckDrift, Commit, Evaluate, Log, Save, Sync, evaluation_due
+from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.run.health import Clock
 from hvdkit.settings.config import Config
 
@@ -91,7 +91,7 @@ def test_a_checkpoint_by_the_clock_is_asked_for_by_votes_since_the_last(monkeypa
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():
     """A checkpoint, an evaluation or a copy of a step that is then taken back would be wrong."""
-    assert Save.settles and Evaluate.settles and Commit.settles and Log.settles
+    assert Save.settles and Evaluate.settles and Log.settles
     # They hold of any weights, and a GPU need not wait for them.
     assert not Sync.settles and not CheckDrift.settles
 

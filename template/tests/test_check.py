@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,14 +12,12 @@ import pytest
 import tensorflow as tf
 from hvdkit.data import check, pack, pipeline
 from hvdkit.data.arrays import Arrays
-from hvdkit.data.readers import records
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.settings import config as config_lib
 from PIL import Image
 
 import readers
 from ranks import PROJECT
-from test_readers_records import as_version_1
 
 
 @pytest.fixture
@@ -164,42 +161,10 @@ def test_shards_are_read_whole(tmp_path: Path, run):
     assert f"{shard} has" in said.splitlines()[1] and "train: not read" in said
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_pack_whose_shards_are_said_to_hold_others(tmp_path: Path, run, version: int):
-    """As many samples as before: one would come twice, and one not at all."""
-    folder = packed(tmp_path)
-    if version == 1:
-        as_version_1(folder)
-    found = json.loads((folder / "pack.json").read_text())
-    for count in (3, 1):
-        found["shards"][0]["records"], found["shards"][1]["records"] = count, 4 - count
-        (folder / "pack.json").write_text(json.dumps(found))
-        code, said = run(f"--data_dir={folder.parent}")
-        words = f"train-00000-of-00002.tfrecord is not filled by the {count} records"
-        assert code == 1 and words in said and "train: not read" in said, said
-
-
 def test_labels_of_a_pack_are_classes(tmp_path: Path, run):
     packed(tmp_path)
     code, said = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
     assert code == 1 and "record of sample 3" in said and "label 2 is no class" in said, said
-
-
-def test_a_pack_of_the_first_version_has_the_content_it_was_written_for(tmp_path: Path, run):
-    folders = [packed(tmp_path / name) for name in ("a", "b")]
-    picture = tmp_path / "b" / "raw" / "train" / "n02" / "a.png"
-    readers.save(picture, readers.noise(7, 9, 30))
-    source = ClassFolders(tmp_path / "b" / "raw", "train")
-    folders[1] = pack.pack(source, tmp_path / "b" / "other", "train", 2, "")
-    for folder in folders:
-        as_version_1(folder)
-        assert run(f"--data_dir={folder.parent}")[0] == 0
-    name = "train-00000-of-00002.tfrecord"
-    assert (folders[0] / name).stat().st_size == (folders[1] / name).stat().st_size
-    (folders[0] / name).write_bytes((folders[1] / name).read_bytes())
-    records.Records(folders[0].parent, "train")  # its size is all that opening can look at
-    code, said = run(f"--data_dir={folders[0].parent}")
-    assert code == 1 and f"{folders[0]}: the records are not those" in said, said
 
 
 def test_wrong_flags(tmp_path: Path, run, capsys):

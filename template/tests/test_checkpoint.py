@@ -163,21 +163,13 @@ def test_a_step_past_the_last_is_refused_with_the_ways_out(kept):
     assert all(word in str(stop.value) for word in words) and "\n" not in str(stop.value)
 
 
-@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("number", [2, 4])
 def test_another_format_is_refused_by_name_not_passed_over(number, kept):
     save(kept, 1)
     file = save(kept, 2) / "manifest.json"
-    record = json.loads(file.read_text()) | {"format": number}
-    del record["checksum"]
-    if number == 1:
-        del record["format"]
-    else:
-        del record["format"]
-        record = {
-            "format": number,
-            **record,
-            "checksum": files.checksum_of(record, number),
-        }
+    record = json.loads(file.read_text())
+    del record["checksum"], record["format"]
+    record |= {"checksum": files.checksum_of(record, number), "format": number}
     file.write_text(json.dumps(record))
     for resume in ("auto", str(file.parent)):
         with pytest.raises(Stop, match=rf"step-00000002 is of checkpoint format {number}"):

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.settings.config import Config
 from hvdkit.stop import Stop
@@ -255,7 +256,7 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     """As if it had been written so: the sums say that it is sound."""
     path = save(kept, 1)
     (path / "state.npz").write_bytes(content)
-    about = replace(files.read_manifest(path), sha256=files._sha256(path / "state.npz"))
+    about = replace(files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz"))
     writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:
         kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Config())

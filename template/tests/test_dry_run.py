@@ -82,16 +82,6 @@ def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
     assert "--dry_run is False on rank 1, True on rank 0" in error and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("flag", ["--dry_run", "--find_lr"])
-def test_no_server_hears_of_it(tmp_path, flag):
-    (tmp_path / "wandb.py").write_text("def init(**given): print('the server heard of it')")
-    command = ["train.py", FLAGS[0], flag, "--num_steps=5", "--log_every=1", "--trackers=wandb"]
-    command.append(f"--run_dir={tmp_path}/run")
-    ended = launch(1, command, env={"PYTHONPATH": str(tmp_path)})
-    assert ended.code == 0, last_lines(ended.output)
-    assert "the server heard of it" not in ended.output and "cannot be written" not in ended.output
-
-
 STOPPED = """
 import os, signal, sys
 import hvdkit, train

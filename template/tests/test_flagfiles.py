@@ -160,8 +160,6 @@ def values(field):
         return strategies.sampled_from(["1", "0.5,0.75, 1", "1.75"])
     if field.name == "scale_range":
         return strategies.sampled_from(["", "0.5,2", "1,1"])
-    if field.name == "timeline":  # num_steps may be 1
-        return strategies.sampled_from(["", "1:1"])
     if field.type == "str":
         return _TEXTS
     if field.type == "bool":
@@ -184,18 +182,12 @@ def valid_flags(draw):
     flags = {n: v for n, v in flags.items() if n not in ("global_batch_size", "batch_per_rank")}
     flags |= {"accumulation_steps": micro, batch: micro * draw(strategies.integers(1, 10**6))}
     if flags.get("compression") == "bf16" or flags.get("deterministic"):
-        flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
+        flags |= {"pack_bytes": 0, "gradient_groups": 0}
     if flags.get("virtual_ranks"):
         flags.pop("batch_per_rank", None)
         flags |= {"virtual_ranks": 3, "global_batch_size": micro * draw(strategies.integers(3, 9))}
         flags |= {"compression": "none", "bn_sync": "mean", "lr_scaling": "none"}
-        flags |= {"pack_bytes": 0, "gradient_groups": 0, "autotune": False}
-    if flags.get("elastic"):
-        flags.pop("checkpoint_parts", None)
-        flags["global_batch_size"] = flags.pop("batch_per_rank", flags.get("global_batch_size"))
-        flags |= {"benchmark": False, "timeline": "", "autotune": False, "dry_run": False}
-        flags |= {"find_lr": False}
-        flags |= {"lr_scaling": "none", "reduce_backend": "auto"}
+        flags |= {"pack_bytes": 0, "gradient_groups": 0}
     if flags.get("pack_bytes"):
         flags |= {"gradient_groups": 0}
     if flags.get("jit") and flags.get("bn_sync") == "full":
@@ -204,25 +196,23 @@ def valid_flags(draw):
         flags |= {"early_stop_evals": 0}
     if not flags.get("init_from"):
         flags |= {"init_ema": False, "init_skip_mismatched": False}
-    if -1 < flags.get("cycle_time_ms", 0) < 0:
-        flags |= {"cycle_time_ms": -1.0}
     for rate in ("end_lr", "warmup_from"):
         if flags.get(rate, 0) > flags.get("base_lr", 0.01):
             flags |= {rate: 0.0}
     if flags.get("eval_window"):
         flags |= {"eval_crop": 0}
     if flags.get("benchmark"):
-        flags |= {"timeline": "", "dry_run": False, "find_lr": False}
+        flags |= {"dry_run": False, "find_lr": False}
     if flags.get("dry_run"):
         flags |= {"find_lr": False}
     if "trackers" in flags:
-        flags["trackers"] = draw(strategies.sampled_from(["", "csv", "csv, tensorboard"]))
+        flags["trackers"] = draw(strategies.sampled_from(["", "my.own:Kind, tensorboard"]))
     if flags.get("bn_sync") == "full":
         flags |= {"jit": False}
-    if flags.get("init_from"):
-        flags |= {"backbone_weights": ""}
-    if not flags.get("backbone_weights"):
-        flags |= {"backbone_preprocessing": ""}
+    if flags.get("init_from") or not flags.get("backbone_weights"):
+        flags |= {"backbone_weights": "", "backbone_preprocessing": ""}
+    else:
+        flags |= {"backbone_preprocessing": "torch"}
     for split in ("train_split", "val_split"):
         if not flags.get(split, "train"):
             flags.pop(split)

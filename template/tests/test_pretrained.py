@@ -1,24 +1,21 @@
-"""Published weights: read by name from what Keras writes, and fed with what they know."""
+"""A backbone's weights from files as keras.applications has them, and what pictures it is fed."""
 
-import hashlib
 import importlib
 import importlib.util
-import shutil
+import os
 
+import h5py
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.checkpoint import pretrained, warm_start, weight_files
-from hvdkit.settings import config as config_lib
+from hvdkit.checkpoint import pretrained, warm_start
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.train.preprocessing import Preprocess
 from keras.applications import imagenet_utils
-
-import published
+from keras.src.legacy.saving import legacy_h5_format
 
 PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)
-LARGE = ("h5", "weights.h5", "keras")  # the forms in which ResNet-50 is written, 95 MB each
 PLACES = ("conv2_block3_out", "conv4_block6_out", "conv5_block3_out")
 
 
@@ -39,33 +36,11 @@ def project_networks() -> dict:
 NETWORKS = project_networks()
 
 
-@pytest.fixture(scope="module")
-def resnet50():
-    return published.resnet50(PICTURE.shape[1:3])
-
-
-@pytest.fixture(scope="module")
-def wanted(resnet50):
-    """Keras's own features: its preprocess_input, then its model."""
-    return features(resnet50)(keras.applications.resnet.preprocess_input(PICTURE.copy()))
-
-
-@pytest.fixture(scope="module", params=NETWORKS)
-def project_network(request):
-    model = NETWORKS[request.param](64, 5, 0.0)
-    return model, features(model)
-
-
-@pytest.fixture(scope="module")
-def files(resnet50, tmp_path_factory):
-    """In each form; the published one without its top, as that is called."""
-    folder = tmp_path_factory.mktemp("files")
-    notop = keras.Model(resnet50.input, resnet50.get_layer(PLACES[-1]).output, name="notop")
-    paths = {
-        form: published.write(notop if form == "h5" else resnet50, folder, form) for form in LARGE
-    }
-    yield paths
-    shutil.rmtree(folder)
+def write(model, path):
+    """As keras.applications' files are: the format of Keras 2, without the network itself."""
+    with h5py.File(path, "w") as file:
+        legacy_h5_format.save_weights_to_hdf5_group(file, model)
+    return path
 
 
 def features(model):
@@ -78,22 +53,23 @@ def near(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("form", LARGE)
-def test_features_are_those_of_keras_applications(form, resnet50, wanted, project_network, files):
+@pytest.mark.parametrize("name", NETWORKS)
+def test_features_are_those_of_keras_applications(name, tmp_path):
     """On the same picture, which the project feeds as it is and Keras in BGR less a mean."""
-    model, own = project_network
-    file = files[form]
-    for variable in model.weights:
-        variable.assign(np.ones(variable.shape))
-    loaded = pretrained.load(model, file, "caffe")
-    assert len(loaded.set) == 106 and loaded.unused == ["predictions"] * ("notop" not in file.name)
-    assert "logits" in loaded.left and not set(loaded.left) & {x.name for x in resnet50.layers}
-    for name in loaded.set:
-        pairs = zip(resnet50.get_layer(name).weights, model.get_layer(name).weights, strict=True)
+    there = keras.applications.ResNet50(include_top=False, weights=None, input_shape=(64, 64, 3))
+    rng = np.random.default_rng(1)
+    for variable in there.variables:
+        if variable.name != "kernel":
+            low = 0.5 if variable.name in ("gamma", "moving_variance") else -0.2
+            variable.assign(rng.uniform(low, low + 0.5, variable.shape))
+    wanted = features(there)(keras.applications.resnet.preprocess_input(PICTURE.copy()))
+    model = NETWORKS[name](64, 5, 0.0)
+    pretrained.load(model, write(there, tmp_path / "notop.h5"), "caffe")
+    for layer in there.layers[1:]:
+        pairs = zip(layer.weights, model.get_layer(layer.name).weights, strict=True)
         assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)
-    got = own(PICTURE)
     dilated = "deeplab" in model.name  # its last block; test_deeplab.py has that
-    for one, other in list(zip(got, wanted))[: 2 if dilated else 3]:
+    for one, other in list(zip(features(model)(PICTURE), wanted))[: 2 if dilated else 3]:
         near(one, other)
 
 
@@ -118,34 +94,35 @@ def test_pictures_stay_float32_up_to_the_first_layer(policy):
 # Small networks: a convolution, batch norm, a head.
 
 
-def network(start=0.0, classes=3, filters=4, bias=True, pixels=True, name="small", **how):
-    """Weights count up from `start`; a `more` one has a second convolution in its first group."""
-    more, head = how.get("more", False), how.get("head", f"logits{classes}")
+def network(start=0.0, filters=4, bias=True, pixels=True, deeper=False, backbone="conv1_bn"):
+    """Weights count up from `start`; the kind of pictures is no such weight."""
     image = keras.Input((None, None, 3), name="image")
     x = Preprocess(name="preprocess")(image) if pixels else preprocessing.scaled(image)
     x = keras.layers.Conv2D(filters, 3, use_bias=bias, name="conv1_conv")(x)
+    if deeper:
+        x = keras.layers.Conv2D(filters, 1, name="conv2_conv")(x)
     x = keras.layers.BatchNormalization(name="conv1_bn")(x)
-    if more:
-        x = keras.layers.Conv2D(filters, 1, name="conv1_block2_conv")(x)
     x = keras.layers.GlobalAveragePooling2D()(keras.layers.Dropout(0.1)(x))
-    x = keras.layers.Dense(classes, name=head)(x)
-    model = keras.Model(image, x, name=name)
+    model = keras.Model(image, keras.layers.Dense(3, name="logits")(x), name="small")
     for number, variable in enumerate(v for v in model.weights if v.name != "mode"):
         variable.assign(np.full(variable.shape, start + number))
+    model.backbone = backbone
     return model
 
 
-def starts(model) -> set[float]:
+def starts(model) -> list[float]:
     weights = [v for v in model.weights if v.name != "mode"]
-    return {float(v.numpy().flat[0]) - n for n, v in enumerate(weights)}
+    return [float(v.numpy().flat[0]) - n for n, v in enumerate(weights)]
 
 
 def mode(model) -> str:
     return preprocessing.MODES[int(preprocessing.find(model).mode)]
 
 
-def plain(tmp_path, form="h5", **how):
-    return published.write(network(5.0, pixels=False, **how), tmp_path, form)
+def published(path, last="conv1_bn", **how):
+    """The file of such a network up to its layer `last`."""
+    model = network(5.0, pixels=False, **how)
+    return write(keras.Model(model.input, model.get_layer(last).output), path)
 
 
 def test_models_that_leave_pictures_unscaled_are_known():
@@ -162,285 +139,107 @@ def test_models_that_leave_pictures_unscaled_are_known():
     np.testing.assert_array_equal(Preprocess()(tf.constant(shades)), Preprocess()(floats))
 
 
-@pytest.mark.parametrize("form", published.FORMS)
-def test_what_is_on_one_side_only_is_listed(form, tmp_path, capsys):
-    file = plain(tmp_path, form, classes=7)
-    model = network()
-    assert pretrained.load(model, file, "torch") == pretrained.Loaded(
-        ["conv1_conv", "conv1_bn"], ["logits3"], ["logits7"], "torch"
-    )
-    assert mode(model) == "torch" and starts(model) == {0.0, 5.0}
-    pretrained.start(network(), config(file, "caffe"))
-    said = capsys.readouterr().out
-    assert "2 layers, conv1_conv to conv1_bn, trained on BGR in [0, 255]" in said
-    assert "another shape): logits3; not used from the file: logits7" in said
-
-
-def config(file, mode):
-    words = [f"--backbone_weights={file}", f"--backbone_preprocessing={mode}"]
-    return config_lib.parse(["train.py", *words])
-
-
-def refused(model, file, words, mode="tf"):
-    before = [v.numpy() for v in model.variables]
-    with pytest.raises(ValueError, match=words) as error:
-        pretrained.load(model, file, mode)
-    assert "\n" not in str(error.value) and str(file) in str(error.value)
-    assert all(np.array_equal(a, v.numpy()) for a, v in zip(before, model.variables))
-
-
-@pytest.mark.parametrize("form", ["h5", "keras"])
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (
-            {"filters": 5},
-            r"2 layers: conv1_conv \(kernel \[3, 3, 3, 5\] there, \[3, 3, 3, 4\] here",
-        ),
-        ({"bias": False}, r"1 layers: conv1_conv \((0|kernel) there, kernel, bias here\)"),
-        (
-            {"more": True},
-            "another network: only the file has conv1_block2_conv, only the model",
-        ),
-        ({"start": np.nan}, "conv1_conv .kernel holds values that are not finite"),
-    ],
-)
-def test_weights_of_another_network_are_refused_by_name(form, how, words, tmp_path):
-    file = published.write(network(**{"pixels": False} | how), tmp_path, form)
-    refused(network(), file, words)
-
-
-def test_a_shallower_network_is_refused(tmp_path):
-    refused(network(more=True), plain(tmp_path), "none, only the model conv1_block2_conv")
-
-
-def test_a_file_that_fits_nothing_is_refused(tmp_path):
-    x = keras.Input((4,))
-    other = keras.Model(x, keras.layers.Dense(3, name="conv1")(x), name="other")
-    file = published.write(other, tmp_path, "h5")
-    refused(network(), file, "no layer of small: the file has conv1, the model conv1_conv, ")
-
-
-@pytest.mark.parametrize("form", published.FORMS)
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.97])
-def test_a_damaged_file_is_refused(form, kept, tmp_path):
-    file = plain(tmp_path, form)
-    content = file.read_bytes()
-    file.write_bytes(content[: int(kept * len(content))])
-    refused(network(), file, "is no .h5 or .keras file of Keras, or is damaged")
-
-
-@pytest.mark.parametrize("form", published.FORMS)
-def test_a_head_of_other_classes_is_left_as_made(form, tmp_path, capsys):
-    """All models here call theirs logits: a classifier is a backbone of one with other classes."""
-    model = network(head="logits")
-    file = plain(tmp_path, form, classes=7, head="logits")
-    loaded = pretrained.load(model, file, "tf")
-    assert (loaded.left, loaded.unused) == (["logits"], ["logits"]) and starts(model) == {0.0, 5.0}
-    assert loaded.set == ["conv1_conv", "conv1_bn"]
-    pretrained.start(model, config(file, "tf"))
-    said = capsys.readouterr().out
-    assert "another shape): logits; not used from the file: logits" in said
-    # Only the head is: before it, and as all that is shared, another shape is another network.
-    wide = network(pixels=False, filters=5, head="logits")
-    refused(model, published.write(wide, tmp_path, form), "not fit 2 layers: conv1_conv")
-    x = keras.Input((4,))
-    other = keras.Model(x, keras.layers.Dense(9, name="logits")(x), name="other")
-    refused(model, published.write(other, tmp_path, form), "no layer of small: the file has log")
-    # Of the same shape it goes along.
-    alike = published.write(network(5.0, pixels=False, head="logits"), tmp_path, form)
-    assert pretrained.load(model, alike, "tf").left == [] and starts(model) == {5.0}
-
-
-def attentive(start=0.0, size=2, deferred=False):
-    """Layers of equal names inside two layers, a model (or one made when called), and a head."""
-    image = keras.Input((8, 8, 3))
-    shades = preprocessing.scaled(image)
-    inner = keras.Input((8, 8, 3))
-    convolution = keras.layers.Conv2D(4, 3, name="stem_conv")
-    batch_norm = keras.layers.BatchNormalization(name="stem_bn")
-    if deferred:
-        x = keras.Sequential([convolution, batch_norm], name="stem")(shades)
-    else:
-        x = keras.Model(inner, batch_norm(convolution(inner)), name="stem")(shades)
-    x = keras.layers.Reshape((36, 4))(x)
-    for name, key_size in (("one", 2), ("two", size)):
-        x = keras.layers.MultiHeadAttention(2, key_size, name=name)(x, x)
-    x = keras.layers.TimeDistributed(keras.layers.Dense(4, name="dense"), name="each")(x)
-    x = keras.layers.Bidirectional(keras.layers.LSTM(2, name="lstm"), name="both")(x)
-    model = keras.Model(image, keras.layers.Dense(3, name="logits")(x), name="attentive")
-    for number, variable in enumerate(model.weights):
-        variable.assign(np.full(variable.shape, start + number))
-    return model
-
-
-@pytest.mark.parametrize("form", published.FORMS)
-def test_layers_inside_others_have_their_names_too(form, tmp_path):
-    # Where no file says that it was a model, a deferred one is a layer like others.
-    for deferred in (False, True)[: 1 if form == "h5" else 2]:
-        file = published.write(attentive(5.0, deferred=deferred), tmp_path, form)
-        model = attentive()
-        loaded = pretrained.load(model, file, "tf")
-        assert loaded.left == loaded.unused == [] and starts(model) == {5.0}
-        assert set(weight_files.read(file)) == set(loaded.set)  # whatever is here
-    names = ["stem_conv", "stem_bn", "one/query", "two/query", "each/dense"]
-    assert {*names, "both/forward_lstm/lstm_cell"} < set(loaded.set)
-    words = r"does not fit 4 layers: two/query \(.* \[4, 2, 2\] there, \[4, 2, 3\] here.*two/key "
-    refused(attentive(size=3), file, words)
-    # Not there, so listed: a network of the stem and a head.
-    image = keras.Input((8, 8, 3))
-    x = keras.layers.Conv2D(4, 3, name="stem_conv")(preprocessing.scaled(image))
-    x = keras.layers.BatchNormalization(name="stem_bn")(x)
-    model = keras.Model(image, keras.layers.Dense(2, name="query")(x), name="plain")
-    loaded = pretrained.load(model, file, "tf")
-    assert loaded.set == ["stem_conv", "stem_bn"] and loaded.left == ["query"]
-    assert {"one/query", "two/query", "logits"} < set(loaded.unused)
-
-
-class Block(keras.layers.Layer):
-    """Calls its parts as a model does in a file: `layers`."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(4, name="second")]
-
-    def build(self, shape):
-        for layer in self.layers:
-            layer.build(shape)
-        self.gain = self.add_weight(name="gain", shape=(4,))
-
-    def call(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.gain
-
-
-@pytest.mark.parametrize("form", ["h5", "weights.h5"])
-def test_a_layer_may_call_its_own_ones_layers(form, tmp_path):
-    def model(start, *blocks):
-        x = keras.Input((4,))
-        y = keras.layers.Dense(4, name="stem")(preprocessing.scaled(x))
-        for name in blocks:
-            y = Block(name=name)(y)
-        made = keras.Model(x, keras.layers.Dense(4, name="second")(y), name="blocks")
-        for number, variable in enumerate(made.weights):
-            variable.assign(np.full(variable.shape, start + number))
-        return made
-
-    file, same = published.write(model(5.0, "one", "two"), tmp_path, form), model(0.0, "one", "two")
-    assert pretrained.load(same, file, "tf").left == [] and starts(same) == {5.0}
-    if form == "h5":
-        assert pretrained.load(model(0.0), file, "tf").set == ["stem", "second"]
-    else:  # which of the three?
-        refused(model(0.0), file, "it holds two layers of the name second")
-    refused(network(pixels=False), file, "has no layer of small: the file has .*stem")
-
-
-def test_what_is_no_file_is_refused(tmp_path):
-    refused(network(), tmp_path, "there is no such file")
-    refused(network(), tmp_path / "nothing.h5", "there is no such file")
-
-
-def test_the_pictures_must_be_known(tmp_path, monkeypatch):
-    file = plain(tmp_path)
-    refused(network(), file, "--backbone_preprocessing= .*keras.applications' ResNet-50", mode="")
-    # A file that Keras has published is known by its MD5.
-    digest = hashlib.md5(file.read_bytes()).hexdigest()
-    monkeypatch.setitem(pretrained._PUBLISHED, digest, "caffe")
-    model = network()
-    assert pretrained.load(model, file).mode == mode(model) == "caffe"
-    refused(network(), file, "--backbone_preprocessing=tf.* BGR .*leave it out", mode="tf")
-    refused(network(pixels=False), file, "was trained on BGR.*Preprocess", mode="")
-    assert len(pretrained._PUBLISHED) == 3
-
-
-@pytest.mark.parametrize(
-    ("shape", "scaled", "fits"),
-    [((8, 8, 3), True, True), ((8, 8, 3), False, False), ((4,), False, True)],
-)
-def test_pictures_as_they_are_were_trained_on_by_none(shape, scaled, fits, tmp_path):
-    """Numbers that are no picture's are the task's own matter."""
-
-    def model(start: float) -> keras.Model:
-        x = keras.Input(shape)
-        inner = preprocessing.scaled(x) if scaled else x
-        made = keras.Model(x, keras.layers.Dense(2, name="stem")(inner), name="plain")
-        made.get_layer("stem").kernel.assign(np.full((shape[-1], 2), start))
-        return made
-
-    file, same = published.write(model(5.0), tmp_path, "h5"), model(0.0)
-    if fits:
-        assert pretrained.load(same, file, "tf").set == ["stem"]
-        assert np.all(same.get_layer("stem").kernel.numpy() == 5.0)
-    else:
-        refused(same, file, "plain does not convert pictures to that", mode="tf")
-
-
-@pytest.mark.parametrize("form", published.FORMS)
-def test_a_file_of_this_project_says_it_itself(form, tmp_path):
-    there = network(5.0)
-    preprocessing.find(there).mode.assign(2)
-    file = published.write(there, tmp_path, form)
-    model = network()
-    assert pretrained.load(model, file).mode == mode(model) == "torch"
-    refused(network(), file, "leave it out, or write torch", mode="caffe")
-
-
-def test_a_layer_of_that_name_and_another_kind_is_refused(tmp_path):
-    image = keras.Input((None, None, 3))
-    x = keras.layers.Normalization(name="preprocess")(image)
-    x = keras.layers.Conv2D(4, 3, name="conv1_conv")(x)
-    file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
-    refused(network(), file, "another network: only the file has none, only the model conv1_bn")
-    x = keras.layers.BatchNormalization(name="conv1_bn")(x)
-    file = published.write(keras.Model(image, x, name="own"), tmp_path, "keras")
-    refused(network(), file, "which this code does not know")
-
-
-def test_a_network_without_the_layer_takes_what_was_trained_on_the_same_pictures(tmp_path):
-    model = network(pixels=False)
-    assert pretrained.load(model, plain(tmp_path), "tf").left == []
-    assert starts(model) == {5.0}
-
-
-def test_a_network_inside_another_is_found_in_the_file(tmp_path):
-    image = keras.Input((8, 8, 3))
-    outer = keras.Model(image, keras.layers.Dense(2, name="top")(network(5.0)(image)), name="outer")
-    for form in published.FORMS[1:]:
-        model = network()
-        loaded = pretrained.load(model, published.write(outer, tmp_path, form))
-        assert loaded.unused == ["top"] and starts(model) == {5.0}
-
-
-def test_names_that_tensorflow_1_counted_on(tmp_path):
-    file = tmp_path / "counted.h5"
-    published.keras_2(network(5.0, pixels=False), file, scope="_1")
-    model = network()
-    assert pretrained.load(model, file, "tf").left == [] and starts(model) == {5.0}
+@pytest.mark.parametrize(("last", "left"), [("conv1_bn", [0.0] * 2), ("logits", [5.0] * 2)])
+def test_what_the_backbone_is_and_no_more_is_set(last, left, tmp_path):
+    """A last layer that is the network's own takes a whole file."""
+    model = network(backbone=last)
+    pretrained.load(model, published(tmp_path / "a.h5", last), "torch")
+    assert starts(model) == [5.0] * 6 + left and mode(model) == "torch"
 
 
 def test_frozen_layers_and_other_precisions(tmp_path):
-    there = network(5.0, pixels=False)
-    there.get_layer("conv1_bn").trainable = False
+    file = published(tmp_path / "a.h5")
     keras.config.set_dtype_policy("float64")
     try:
         model = network()
     finally:
         keras.config.set_dtype_policy("float32")
     model.get_layer("conv1_conv").trainable = False
-    for form in published.FORMS:
-        for variable in model.weights:
-            variable.assign(np.zeros(variable.shape))
-        pretrained.load(model, published.write(there, tmp_path, form), "tf")
-        assert starts(model) == {5.0} and model.weights[1].dtype == "float64"
+    pretrained.load(model, file, "tf")
+    assert starts(model)[:6] == [5.0] * 6 and model.weights[1].dtype == "float64"
+
+
+def refused(model, file, *words):
+    with pytest.raises(ValueError) as error:
+        pretrained.load(model, file, "tf")
+    said = str(error.value)
+    assert said.startswith(f"--backbone_weights={file}") and "\n" not in said
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ({}, {"filters": 5}, ["up to conv1_bn: Shape mismatch", "(3, 3, 3, 5)"]),
+        ({}, {"bias": False}, ["up to conv1_bn: Weight count mismatch", "conv1_conv"]),
+        ({}, {"deeper": True}, ["Layer count mismatch", "expected 2 layers, found 3"]),
+        ({"deeper": True}, {}, ["Layer count mismatch", "expected 3 layers, found 2"]),
+        ({}, {"last": "logits"}, ["Layer count mismatch", "expected 2 layers, found 3"]),
+        ({"pixels": False}, {}, ["hvdkit.train.preprocessing.Preprocess", "model.backbone"]),
+        ({"backbone": ""}, {}, ["small has no backbone", "model.backbone"]),
+    ],
+)
+def test_weights_of_another_network_are_refused(here, there, words, tmp_path):
+    refused(network(**here), published(tmp_path / "a.h5", **there), *words)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    file = published(tmp_path / "a.h5")
+    with h5py.File(file, "r+") as content:
+        content["conv1_bn/conv1_bn/gamma"][0] = np.nan
+    refused(network(), file, "conv1_bn holds values that are not finite")
+
+
+@pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "gone.h5", ""])
+def test_what_is_no_such_file_is_refused(name, tmp_path):
+    model = network()
+    if name.startswith("a"):
+        (model.save if name.endswith("keras") else model.save_weights)(tmp_path / name)
+    refused(model, tmp_path / name, "is no .h5 file of keras.applications", "--init_from")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.97])
+def test_a_damaged_file_is_refused(kept, tmp_path):
+    file = published(tmp_path / "a.h5")
+    os.truncate(file, int(kept * file.stat().st_size))
+    refused(network(), file, "does not fit small")
+
+
+def linked(content, name, secret):
+    """In place of a layer's kernel or of the whole layer: what is in another file of the user."""
+    if name == "virtual":
+        layout = h5py.VirtualLayout((3, 3, 3, 4), "f4")
+        layout[:] = h5py.VirtualSource(secret, "kernel", (3, 3, 3, 4))
+        content.create_virtual_dataset("conv1_conv/conv1_conv/kernel", layout)
+    elif name == "external":
+        where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
+        content.create_dataset("conv1_conv/conv1_conv/kernel", (3, 3, 3, 4), "f4", external=where)
+    else:
+        content[name] = h5py.ExternalLink(secret, "/kernel" if name.endswith("kernel") else "/")
+
+
+@pytest.mark.parametrize(
+    "name", ["conv1_conv", "conv1_conv/conv1_conv/kernel", "external", "virtual"]
+)
+def test_a_file_cannot_read_others(name, tmp_path):
+    file, secret = published(tmp_path / "a.h5"), tmp_path / "secret.h5"
+    with h5py.File(secret, "w") as content:
+        content["kernel"] = np.ones((3, 3, 3, 4), np.float32)
+        content.create_group("conv1_conv")
+        content.attrs["weight_names"] = ["kernel", "kernel"]
+    with h5py.File(file, "r+") as content:
+        del content[name if name.startswith("conv1") else "conv1_conv/conv1_conv/kernel"]
+        linked(content, name, secret)
+    refused(network(), file, "Not allowed: H5 file with")
 
 
 def test_a_run_that_begins_with_such_a_one_keeps_its_pictures(tmp_path):
     """--init_from takes them along, and refuses weights that do not say theirs."""
     there, model = network(5.0), network()
     preprocessing.find(there).mode.assign(1)
-    assert not warm_start.load(model, published.write(there, tmp_path, "keras"), False)
+    there.save(tmp_path / "a.keras")
+    assert not warm_start.load(model, tmp_path / "a.keras", False)
     assert mode(model) == "caffe" and "preprocess/mode" in variable_names.of_model(model)
-    file = plain(tmp_path, "keras", classes=7)
-    with pytest.raises(ValueError, match=r"preprocess/mode is missing there.*--backbone_weights"):
-        warm_start.load(network(), file, True)
+    network(pixels=False).save(tmp_path / "b.keras")
+    with pytest.raises(ValueError, match=r"preprocess/mode is missing there"):
+        warm_start.load(network(), tmp_path / "b.keras", True)

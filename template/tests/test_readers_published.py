@@ -11,12 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.data import pack
-from hvdkit.data.readers import pictures
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
-from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
 from PIL import Image
 
@@ -93,12 +90,6 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "splits" / "train.txt").write_text("x")
     source = ImageLabelFolder(tmp_path, "train", 2)
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
-    # In a pack that was written when they were not.
-    with monkeypatch.context() as before:
-        before.setattr(pictures, "_DEEP", "none is")
-        pack.pack(source, tmp_path / "packed", "train", 1, "")
-    found = Records(tmp_path / "packed", "train")
-    readers.explained(found, 0, found.folder, "record of sample 0", *words, "pack again")
 
 
 def test_vocs_border_and_palette(tmp_path: Path):

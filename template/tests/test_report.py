@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hvdkit.observe import compare, confusion, plots, records, report
+from hvdkit.evaluate import confusion
+from hvdkit.observe import compare, plots, records, report
 
 from ranks import PROJECT, last_lines, launch
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
-FLAGS += ["--checkpoint_every=3", "--trackers=csv"]
+FLAGS += ["--checkpoint_every=3", "--trackers="]
 
 
 class Page(HTMLParser):
@@ -80,13 +81,6 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
         assert text in shown, text
     assert all(link.startswith(("data:", "#")) for link in found.links), found.links
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
-
-
-def test_a_table_for_spreadsheets_at_the_end(trained):
-    head, *rows = (trained / "metrics.csv").read_text().splitlines()
-    lines = (trained / "metrics.jsonl").read_text().splitlines()
-    assert head.startswith("step,loss,lr") and len(rows) == len(lines) == 8
-    assert not (trained / "tensorboard").exists()
 
 
 def test_it_can_be_made_again_of_what_lies_there(trained, tmp_path):

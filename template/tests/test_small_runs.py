@@ -9,7 +9,7 @@ import pytest
 from ranks import names_of_checks, run_checks
 
 # A task's mistakes are told before the first step, on 1 rank as on 2.
-BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures", "timeline")
+BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures")
 PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "pace")}
 # Those of a task are there where the task is.
 FILES = {

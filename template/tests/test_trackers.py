@@ -1,10 +1,8 @@
-"""--trackers: what is there, what is not installed, and servers that are slow or gone."""
+"""--trackers: TensorBoard, and a class of one's own."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 
 import numpy as np
 import psutil
@@ -20,7 +18,7 @@ FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_eve
 
 def test_weeks_of_logs_leave_memory_as_it_was(tmp_path):
     """As numbers of Python's, 20,000 steps and figures took 31 MB."""
-    board = trackers.TensorBoard(tmp_path)
+    board = trackers.TensorBoard(tmp_path, {})
     memory = psutil.Process().memory_info
     for step in range(21_000):
         board.scalars(step, {"loss": 1.0 / (step + 1)})
@@ -40,140 +38,68 @@ def test_trackers_get_a_few_figures_of_thousands_of_ranks():
     assert telemetry._by_rank([1.0, 4.0, 2.0])["loss_by_rank/median"] == 2
 
 
-class Given:
-    """A tracker of a test: keeps what it got."""
-
-    name = "given"
-
-    def __init__(self) -> None:
-        self.got, self.wait, self.error, self.closed = [], threading.Event(), None, False
-        self.wait.set()
-
+OWN = '''
+"""Notes what it is asked in the run's folder."""
+import json, os
+class Own:
+    def __init__(self, run_dir, settings):
+        self.path = run_dir.parent / "told.jsonl"
+        self.note(["init", settings["optimizer"]])
+        if "REFUSE" in os.environ: raise RuntimeError("no server\\nthere")
+    def note(self, what):
+        with self.path.open("a") as file: file.write(json.dumps(what) + "\\n")
     def scalars(self, step, values):
-        self.wait.wait(20)
-        if self.error:
-            raise self.error
-        self.got.append((step, values))
-
-    def pictures(self, step, pictures):
-        self.got.append((step, "pictures"))
-
-    def flush(self): ...
-
-    def close(self):
-        self.closed = True
-
-
-def test_calls_arrive_in_order_and_the_end_waits_for_them():
-    inner = Given()
-    tracker = trackers.OnThread(inner)
-    values = {"loss": 1.0}
-    for step in range(50):
-        tracker.scalars(step, values)
-    values["loss"] = 2.0  # what was given is what counts
-    tracker.close()
-    assert inner.got == [(step, {"loss": 1.0}) for step in range(50)] and inner.closed
-
-
-def test_a_slow_server_keeps_nobody_waiting_and_what_it_lacks_is_told(monkeypatch):
-    monkeypatch.setattr(trackers, "_QUEUED", 10)
-    inner = Given()
-    tracker = trackers.OnThread(inner)
-    inner.wait.clear()
-    start = time.monotonic()
-    for step in range(30):
-        tracker.scalars(step, {})
-    assert time.monotonic() - start < 1
-    threading.Timer(0.5, inner.wait.set).start()
-    with pytest.raises(TimeoutError, match=r"too slow for (19|20) of the figures"):
-        tracker.close()
-    assert len(inner.got) in (10, 11)
-
-
-def test_a_server_that_never_answers_does_not_keep_the_run(monkeypatch):
-    monkeypatch.setattr(trackers, "_SECONDS_TO_END", 0.2)
-    inner = Given()
-    tracker = trackers.OnThread(inner)
-    inner.wait.clear()
-    tracker.scalars(1, {})
-    with pytest.raises(TimeoutError, match="did not take the last figures"):
-        tracker.close()
-    inner.wait.set()
-
-
-def test_what_it_raises_comes_out_once():
-    inner = Given()
-    inner.error = ConnectionError("gone")
-    tracker = trackers.OnThread(inner)
-    tracker.scalars(1, {})
-    tracker._thread.join(0.3)
-    with pytest.raises(ConnectionError, match="gone"):
-        tracker.scalars(2, {})
-    tracker.scalars(3, {})
-    tracker.close()
-
-
-def test_a_package_that_is_not_installed_is_refused_in_one_sentence(tmp_path):
-    ended = launch(2, [*FLAGS, "--trackers=wandb", f"--run_dir={tmp_path}/run"], "mpirun")
-    assert ended.code == 2, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "--trackers=wandb: the package wandb is not installed" in error
-
-
-PACKAGE = '''
-"""Stands for wandb, which needs a server: notes what it is asked."""
-import json
-class Run:
-    id = "abc"
-    def log(self, values, step):
-        with open(FILE, "a") as file: file.write(json.dumps([step, sorted(values)]) + "\\n")
-        if step == 3: raise RuntimeError("the server is gone")
-    def finish(self): ...
-def init(**given):
-    with open(FILE, "a") as file: file.write(json.dumps(["init", given["id"]]) + "\\n")
-    return Run()
+        self.note([step, sorted(values)])
+        if step == 2: raise RuntimeError("the server is gone")
+    def pictures(self, step, pictures): self.note([step, list(pictures.shape)])
+    def close(self): self.note(["close", ""])
 '''
 
 
-def test_a_tracker_that_fails_is_told_once_and_a_resumption_goes_on_with_its_run(tmp_path):
-    told = tmp_path / "told.jsonl"
-    (tmp_path / "wandb.py").write_text(f"FILE = {str(told)!r}\n{PACKAGE}")
-    env = {"PYTHONPATH": str(tmp_path)}
-    run = [*FLAGS, "--trackers=csv,wandb", f"--run_dir={tmp_path}/run"]
-    first = launch(1, [*run, "--log_every=2"], env=env)
-    assert first.code == 0, last_lines(first.output)
-    second = launch(1, [*run, "--num_steps=8"], env=env)
-    assert second.code == 0, last_lines(second.output)
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
-    assert [known for step, known in lines if step == "init"] == [None, "abc"]
-    logged = [step for step, _ in lines if step != "init"]
-    assert logged[:2] == [2, 4] and "train/loss" in lines[1][1]
+@pytest.fixture
+def own(tmp_path):
+    """The environment of a run with a module `own`, and its command."""
+    (tmp_path / "own.py").write_text(OWN)
+    words = [*FLAGS, "--trackers=own:Own", f"--run_dir={tmp_path}/run"]
+    return {"PYTHONPATH": str(tmp_path)}, words
+
+
+def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
+    env, words = own
+    ended = launch(2, words, "mpirun", env=env)
+    assert ended.code == 0, last_lines(ended.output)
+    said = "Own cannot be written; training continues: the server is gone"
+    assert ended.output.count(said) == 1, last_lines(ended.output)
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    assert told[0] == ["init", "adam"] and told[-1] == ["close", ""]
+    assert [step for step, _ in told[1:-1]] == [1, 2, 3, 4, 4, 4]
+    assert "train/loss" in told[1][1] and "eval/loss" in told[-3][1]
+    assert len(told[-2][1]) == 4 and told[-2][1][-1] == 3  # pictures
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_mlflow_against_a_folder_and_a_resumption(tmp_path):
-    store = f"file://{tmp_path}/store"
-    env = {"MLFLOW_TRACKING_URI": store, "MLFLOW_ALLOW_FILE_STORE": "true"}
-    run = [*FLAGS, "--trackers=mlflow", f"--run_dir={tmp_path}/run"]
-    for steps in (4, 6):
-        ended = launch(2, [*run, f"--num_steps={steps}"], "mpirun", env=env)
-        assert ended.code == 0, last_lines(ended.output)
-        assert "cannot be written" not in ended.output, last_lines(ended.output)
-    (folder,) = (path.parent for path in (tmp_path / "store").glob("*/*/meta.yaml"))
-    rows = (folder / "metrics" / "train" / "loss").read_text().splitlines()
-    assert [int(row.split()[2]) for row in rows] == [1, 2, 3, 4, 5, 6]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    logged = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-    assert [float(row.split()[1]) for row in rows] == logged
-    assert (folder / "params" / "optimizer").read_text() == "adam"
+@pytest.mark.parametrize("flag", ["--dry_run", "--find_lr"])
+def test_what_keeps_nothing_tells_trackers_nothing(flag, own, tmp_path):
+    env, words = own
+    ended = launch(1, [*words, flag], env=env)
+    assert ended.code == 0, last_lines(ended.output)
+    assert not (tmp_path / "told.jsonl").exists()
 
 
-def test_a_tracker_that_cannot_be_started_is_refused_in_one_sentence(tmp_path):
-    words = [*FLAGS, "--trackers=mlflow", f"--run_dir={tmp_path}/run"]
-    ended = launch(2, words, "mpirun", env={"MLFLOW_TRACKING_URI": "nosuch://x"})
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own:Own", "no server there"),
+        ("own:Other", "has no attribute 'Other'"),
+        ("gone:Own", "No module named 'gone'"),
+    ],
+)
+def test_a_tracker_that_cannot_be_started_is_refused_in_one_sentence(name, words, own):
+    env, command = own
+    ended = launch(2, [*command, f"--trackers={name}"], "mpirun", env=env | {"REFUSE": "1"})
     assert ended.code == 2 and "Traceback" not in ended.output, last_lines(ended.output)
     (error,) = ended.errors()
-    assert "--trackers=mlflow cannot be started: " in error and "nosuch" in error
+    assert f"--trackers={name} cannot be started: " in error and words in error
 
 
 def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):

@@ -243,7 +243,6 @@ def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words, monkeypatc
         "--compression=fp16",
         "--pack_bytes=1000",
         "--gradient_groups=1",
-        "--autotune",
         "--batch_per_rank=8",
         "--lr_scaling=linear",
         "--bn_sync=moments",

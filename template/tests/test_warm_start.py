@@ -1,13 +1,12 @@
 """Averages of weights, weights of other runs, and when to give up."""
 
-import json
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.checkpoint import checkpoints, files, warm_start, writing
+from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.evaluate import early_stop
 from hvdkit.ranks.world import World
 from hvdkit.settings.config import Config
@@ -225,16 +224,6 @@ def test_averages_that_there_are_none_of_are_refused(count, average, tmp_path):
     network().save(tmp_path / "model.keras")
     with pytest.raises(ValueError, match=r"a .keras file holds no average"):
         warm_start.load(network(), tmp_path / "model.keras", False, averages=True)
-
-
-def test_a_run_of_another_format_is_named(run_dir):
-    for path in files.candidates(run_dir / "checkpoints"):
-        manifest = path / "manifest.json"
-        record = json.loads(manifest.read_text())
-        del record["checksum"], record["format"]
-        manifest.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=r"step-00000003 is of checkpoint format 1"):
-        warm_start.load(network(), run_dir, False)
 
 
 def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):

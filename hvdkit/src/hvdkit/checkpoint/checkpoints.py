@@ -1,9 +1,8 @@
 """The checkpoints of a run: saved, scored, found and restored by all ranks together.
 
-Rank 0 writes and reads (hvdkit/checkpoint/files.py has the format), and other ranks write their
-parts (hvdkit/checkpoint/parts.py); what came of it is broadcast, so that all ranks go on or end
-together. Every method must be called on every rank, but for those that write (hvdkit/checkpoint/saver.py calls
-them).
+Rank 0 writes and reads (hvdkit/checkpoint/files.py has the format); what came of it is broadcast,
+so that all ranks go on or end together. Every method must be called on every rank, but for those
+that write (hvdkit/checkpoint/saver.py calls them).
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.checkpoint import files, parts, writing
+from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest, OtherFormat
-from hvdkit.checkpoint.parts import Heard, Variables, Writers
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings.config import Config
 from hvdkit.stop import WRONG_USE, Stop
+
+Variables = Mapping[str, keras.Variable | tf.Variable]
 
 # Settings that may change without making it another run: where it is kept, what is watched and
 # kept of it, and how gradients travel, which changes the rounding of their sums at most. Every
@@ -31,18 +32,13 @@ from hvdkit.stop import WRONG_USE, Stop
 # data may be others), accumulation_steps (batch norm sees micro-batches), compression,
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
-    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "checkpoint_parts"),
+    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
     *("checkpoint_minutes", "max_failed_saves", "max_bad_steps", "drift_every"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
-    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "fusion_threshold_mb"),
-    *("cycle_time_ms", "cache_capacity", "hierarchical_allreduce", "hierarchical_allgather"),
-    *("autotune", "timeline", "data_workers", "elastic", "elastic_commit_every"),
-    *("dry_run", "find_lr", "trackers"),
+    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
+    *("data_workers", "dry_run", "find_lr", "trackers"),
 }
 
-
-# Variables that older checkpoints lack, and what was so then.
-_NEWER = {"passed_over": np.zeros([], np.int64)}
 
 # Settings that say what a score is of, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -67,12 +63,11 @@ class Best(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """What a checkpoint, or this rank's part of it, is written of."""
+    """What a checkpoint is written of."""
 
     step: int
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
-    save: str  # its name, where it is in parts
     skipped: int  # steps in a row up to it that changed no weights
 
 
@@ -99,7 +94,6 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (hvdkit/ranks/fingerprint.py), `measure`
     what its scores are of. A score of another measure is none; its best checkpoint stays.
-    `writers` are the ranks that write it.
     """
 
     folder: Path
@@ -107,22 +101,17 @@ class Checkpoints:
     world: World
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    writers: Writers = dataclasses.field(default_factory=Writers)
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def copy(self, step: int, variables: Variables, config: Config, save: str = "") -> Copy:
-        """The values as they are now; writers call it, between steps.
+    def copy(self, step: int, variables: Variables, config: Config) -> Copy:
+        """The values as they are now; rank 0 calls it, between steps.
 
         They are in memory of their own, which the next copy takes over: new memory takes six times
         as long to fill, so what was copied last must be written by then.
-
-        Args:
-          save: a name that no other save of any run has; for a checkpoint in parts.
         """
-        own = parts.part(variables, self.writers.parts, self.part)
-        arrays = {name: self._filled(name, _seen(raw(v).value())) for name, v in own.items()}
+        arrays = {name: self._filled(name, _seen(raw(v).value())) for name, v in variables.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
-        return Copy(step, arrays, dataclasses.asdict(config), save, skipped)
+        return Copy(step, arrays, dataclasses.asdict(config), skipped)
 
     def _filled(self, name: str, value: np.ndarray) -> np.ndarray:
         room = self._room.get(name)
@@ -131,11 +120,6 @@ class Checkpoints:
         else:
             np.copyto(room, value)
         return room
-
-    @property
-    def part(self) -> int | None:
-        """Which part of a checkpoint this rank writes, from 0; None: it writes none."""
-        return self.writers.part_of(self.world.rank)
 
     def write(self, copy: Copy) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept; on rank 0.
@@ -146,18 +130,6 @@ class Checkpoints:
         about = (copy.config, self.world.size, tf.__version__, self.fingerprint)
         try:
             return writing.write(self.folder, copy.step, copy.arrays, *about)
-        finally:
-            self._prune(copy.step - copy.skipped)
-
-    def write_part(self, copy: Copy, heard: Heard) -> None:
-        """As `write`, where there are several writers: each calls it, rank 0 waits for all."""
-        partial = parts.unfinished(self.folder, copy.step, copy.save)
-        about = (copy.step, copy.config, self.world.size, tf.__version__, self.fingerprint)
-        if not self.world.is_chief:
-            parts.write_part(partial, copy.arrays, self.writers.parts, self.part)
-            return
-        try:
-            parts.write_all(partial, copy.arrays, self.writers, heard, about)
         finally:
             self._prune(copy.step - copy.skipped)
 
@@ -258,10 +230,6 @@ class Checkpoints:
                     found = Found(path, files.read_manifest(path).step, asked=True)
         return self.world.broadcast_object(found, "checkpoint.sound_before")
 
-    def of_memory(self, step: int) -> Found:
-        """Stands for what ranks kept in memory: as a checkpoint of this run's, on disk or not."""
-        return Found(self._path(step), step, asked=False)
-
     def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
@@ -357,8 +325,7 @@ def load(path: Path, variables: Variables) -> None:
     Raises:
       ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
     """
-    newer = {name: value for name, value in _NEWER.items() if name in variables}
-    state = newer | files.read(path)
+    state = files.read(path)
     other = "Use a checkpoint of this model, another --run_dir or --resume=never"
     missing = [n for n in variables if n not in state]
     unknown = [n for n in state if n not in variables]

@@ -1,18 +1,17 @@
 """The format of a checkpoint on disk: verified before use, found, deleted.
 
 A checkpoint is a folder step-XXXXXXXX/ with state.npz (every variable by name) and manifest.json:
-format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. In parts
-it has state-1-of-4.npz and so on instead, each some of the variables. It is written under another
-name, flushed to disk and renamed (hvdkit/checkpoint/writing.py). Folders that begin with a dot are
-checkpoints being written (.partial) or deleted (.deleted), and the one that another of the same
-step is about to replace (.old), which counts as long as the new one is not in its place.
+format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. It is
+written under another name, flushed to disk and renamed (hvdkit/checkpoint/writing.py). Folders that
+begin with a dot are checkpoints being written (.partial) or deleted (.deleted), and the one that
+another of the same step is about to replace (.old), which counts as long as the new one is not in
+its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -25,12 +24,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from hvdkit import whole_files
+
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
-IN_PARTS = 4  # as 3, in several files, which versions that know one only must not take for damaged
 STATE, MANIFEST = "state.npz", "manifest.json"
 _NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")
-# A number of the run and one of the save tell apart the folders of saves in parts.
-_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old|\.[0-9a-f]{8}-\d+)?\.(partial|(partial\.)?deleted)")
+_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old)?\.(partial|(partial\.)?deleted)")
 _LARGEST_MANIFEST = 1 << 26
 
 
@@ -47,10 +46,9 @@ class Manifest:
     """What a checkpoint says of itself.
 
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
-    `measure` says by name what the score is of; checkpoints of older versions have none.
+    `measure` says by name what the score is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
-    `fingerprint` what bits depend on besides settings; checkpoints of older versions have none.
-    `parts` has the SHA-256 of each file by name where there are several; `sha256` is then theirs.
+    `fingerprint` what bits depend on besides settings.
     """
 
     step: int
@@ -63,11 +61,6 @@ class Manifest:
     evaluated: bool = False
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
-    parts: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def files(self) -> dict[str, str]:
-        """The SHA-256 of every file of variables, by name."""
-        return self.parts or {STATE: self.sha256}
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What is not the same in `measure`: what it was when this was scored, and what it is."""
@@ -97,10 +90,9 @@ def verify(path: Path) -> Manifest:
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
     manifest = read_manifest(path)
-    for name, sha256 in manifest.files().items():
-        file = path / name
-        if _guarded(file, functools.partial(_sha256, file)) != sha256:
-            raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    file = path / STATE
+    if _guarded(file, lambda: whole_files.sha256(file)) != manifest.sha256:
+        raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
 
 
@@ -119,22 +111,14 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
     Raises:
       Damaged, OtherFormat: they cannot be read.
     """
-    manifest, arrays = read_manifest(path), {}
-    dtypes = manifest.dtypes
+    dtypes = read_manifest(path).dtypes
 
-    def load(path: Path) -> dict[str, np.ndarray]:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as state:
+    def load() -> dict[str, np.ndarray]:
+        with open(path / STATE, "rb") as file, np.load(file, allow_pickle=False) as state:
             found = {n: state[n] for n in state.files if n.startswith(prefixes)}
         return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
 
-    for name in manifest.files():
-        arrays |= _guarded(path / name, functools.partial(load, path / name))
-    return arrays
-
-
-def part_names(parts: int) -> list[str]:
-    """The files of a checkpoint in so many parts."""
-    return [f"state-{part}-of-{parts}.npz" for part in range(1, parts + 1)]
+    return _guarded(path / STATE, load)
 
 
 def step_of(path: Path) -> int | None:
@@ -255,16 +239,14 @@ def _parse(path: Path) -> Manifest:
     if not isinstance(record, dict):
         raise Damaged(f"{file} is damaged: it holds no JSON object")
     checksum, number = record.pop("checksum", None), record.pop("format", None)
-    if checksum is None and number is None and {"step", "sha256", "config"} <= record.keys():
-        raise _other_format(path, 1)
     if checksum != checksum_of(record, number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
-    if number not in (FORMAT, IN_PARTS):
-        raise _other_format(path, number)
+    if number != FORMAT:
+        raise OtherFormat(
+            f"{path} is of checkpoint format {number}, and this version reads {FORMAT}: go on with "
+            "the version that wrote it, or start anew with another --run_dir or --resume=never"
+        )
     manifest = Manifest(**record)
-    names = part_names(max(2, len(manifest.parts))) if number == IN_PARTS else []
-    if {*manifest.parts} != {*names}:
-        raise Damaged(f"{file} is damaged: it does not name its parts")
     if step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
     return manifest
@@ -274,19 +256,3 @@ def checksum_of(record: Mapping[str, Any], number: Any) -> str:
     """SHA-256 of the content in one spelling, so that it can be written with line breaks."""
     text = json.dumps({"format": number, **record}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _other_format(path: Path, number: Any) -> OtherFormat:
-    return OtherFormat(
-        f"{path} is of checkpoint format {number}, and this version reads {FORMAT} and {IN_PARTS}: "
-        "go on with the version that wrote it, or start anew with another --run_dir or "
-        "--resume=never"
-    )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

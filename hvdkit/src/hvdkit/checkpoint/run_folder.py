@@ -5,17 +5,17 @@ Nothing is deleted that a later run does not write again.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import tensorflow as tf
 
+from hvdkit import locks, whole_files
 from hvdkit.checkpoint import files as checkpoint_files
 from hvdkit.checkpoint.checkpoints import Found
 from hvdkit.settings import config as config_lib
@@ -25,10 +25,10 @@ _LOGS = ("metrics.jsonl", "gradients.jsonl")
 # A start that made no step leaves these too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl", "trackers.json")
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv")
-_RESULTS += ("metrics.csv", "benchmark.json")
+_RESULTS += ("benchmark.json",)
 _BOARD = "tensorboard"
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
-_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD, "timeline")
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 
 
 def begin(
@@ -85,20 +85,17 @@ def begin(
         _drop_after(run_dir, found.step, evaluates_first)
     _remove(run_dir, ("summary.json", "benchmark.json"))
     checkpoint_files.tidy(folder)
-    partial = run_dir / ".config.cfg.partial"
-    config_lib.write(config, partial, given)
-    partial.replace(run_dir / "config.cfg")
+    with whole_files.written(run_dir / "config.cfg") as partial:
+        config_lib.write(config, partial, given)
     return note
 
 
-def lock(run_dir: Path, patience: float = 0.0) -> None:
+def lock(run_dir: Path) -> None:
     """Keeps other runs out of the folder as long as this process lives, if there is the folder.
 
     To be called before a run looks for its checkpoint. Another run that is about to end may still
     save one, and delete the one that would be found.
 
-    Args:
-      patience: seconds in which this very run's last rank 0, that was lost, may still hold it.
     Raises:
       OSError: its lock cannot be made.
       ValueError: another run is in it.
@@ -108,21 +105,13 @@ def lock(run_dir: Path, patience: float = 0.0) -> None:
     path = (run_dir / ".lock").resolve()
     if path in _locks:
         return
-    file, end = path.open("w"), time.monotonic() + patience
-    while True:
+    with contextlib.suppress(locks.NoLocks):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks[path] = locks.take(path)
         except BlockingIOError:
-            if time.monotonic() < end:
-                time.sleep(0.5)
-                continue
             raise ValueError(
                 f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
             ) from None
-        except OSError:
-            pass  # a file system without locks
-        break
-    _locks[path] = file
 
 
 def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:
@@ -154,27 +143,21 @@ def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
     What cannot be parsed (a kill cuts the last event) is kept as it is. One event at a time is in
     memory: after weeks there are millions.
     """
-    dropped, parsed = 0, 0
+    parsed = 0
     # TensorBoard takes any file with "tfevents" in its name for one to show.
-    partial = path.with_name("being-rewritten.partial")
-    with tf.io.TFRecordWriter(str(partial)) as writer:
-        try:
-            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-                event = tf.compat.v1.Event.FromString(record)
-                parsed += len(record) + 16  # its length, and a checksum of each
-                if is_after(event):
-                    dropped += 1
-                else:
-                    writer.write(record)
-        except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
-            pass
-    if not dropped:
-        partial.unlink()
-        return
-    with path.open("rb") as old, partial.open("ab") as new:
-        old.seek(parsed)
-        shutil.copyfileobj(old, new)
-    partial.replace(path)
+    with whole_files.written(path, ".being-rewritten.partial") as partial:
+        with tf.io.TFRecordWriter(str(partial)) as writer:
+            try:
+                for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                    event = tf.compat.v1.Event.FromString(record)
+                    parsed += len(record) + 16  # its length, and a checksum of each
+                    if not is_after(event):
+                        writer.write(record)
+            except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
+                pass
+        with path.open("rb") as old, partial.open("ab") as new:
+            old.seek(parsed)
+            shutil.copyfileobj(old, new)
 
 
 def _is_ahead(path: Path, found: Found) -> bool:
@@ -227,12 +210,12 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
         again = evaluates_first and any(key.startswith("eval_") for key in record)
         return record.get("step", math.inf) <= (step - 1 if again else step)
 
-    partial = path.with_name(f".{path.name}.partial")
-    with path.open("rb") as old, partial.open("wb") as new:
-        new.writelines(
-            filter(stays, old)
-        )  # one line at a time: gradients.jsonl may be of gigabytes
-    partial.replace(path)
+    with (
+        whole_files.written(path) as partial,
+        path.open("rb") as old,
+        partial.open("wb") as new,
+    ):
+        new.writelines(filter(stays, old))  # one at a time: gradients.jsonl may be of gigabytes
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -3,32 +3,25 @@
 One failed write does not end the run: rank 0 prints a note, older checkpoints stay as they are, and
 the next save tries again. The number of saves that failed in a row is a vote of rank 0
 (hvdkit/run/health.py), so that all ranks end together when there are too many.
-
-When a checkpoint is saved in parts, other ranks do the same with theirs. A rank that could not
-write says so by a vote as well: ranks exchange what went wrong between steps, not through the disk,
-which may be what failed.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from types import TracebackType
 
-from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, why_not
-from hvdkit.checkpoint.parts import SEEN_WITHIN, Heard, Variables
-from hvdkit.ranks.world import hostname, say
+from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables, why_not
+from hvdkit.ranks.world import say
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, Stop
-from hvdkit.words import some
 
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
 _AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
 
 
 class Saver:
-    """The saves of one run; every rank makes one, rank 0's writes, and those of other writers.
+    """The saves of one run; every rank makes one, and rank 0's writes.
 
     For `with`: it is left when the save that is being written is done.
 
@@ -37,20 +30,10 @@ class Saver:
       error: why the last of these could not; None where it could.
     """
 
-    def __init__(self, checkpoints: Checkpoints, most_failed: int, elastic: bool = False) -> None:
-        """`most_failed`: after so many tries of the last save, the run ends without it.
-
-        `elastic`: this process outlives the loss of a rank.
-        """
-        self._checkpoints, self._most_failed, self._elastic = checkpoints, most_failed, elastic
+    def __init__(self, checkpoints: Checkpoints, most_failed: int) -> None:
+        """`most_failed`: after so many tries of the last save, the run ends without it."""
+        self._checkpoints, self._most_failed = checkpoints, most_failed
         self._world = checkpoints.world
-        self._in_parts = checkpoints.writers.parts > 1
-        token = secrets.token_hex(4)
-        self._run = self._world.broadcast_object(token, "saver.run") if self._in_parts else ""
-        self._saves = 0  # so far, on every rank
-        self._open = False  # whether ranks have yet to tell each other of the newest save's parts
-        self._heard = Heard()
-        self._untold: str | None = None  # why this rank's part of it could not be written
         self._thread: threading.Thread | None = None
         self._step: int | None = None  # of the newest save
         self._outcome: Exception | None = None  # of the newest save, once its thread has ended
@@ -64,7 +47,7 @@ class Saver:
     def __exit__(
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not error or isinstance(error, Stop) or self._elastic:
+        if not error or isinstance(error, Stop):
             self.wait()
             return
         if not self._thread:
@@ -76,7 +59,6 @@ class Saver:
                 f"note: the checkpoint of step {self._step} was still being written when the run "
                 "ended: a rerun resumes from the one before it",
             )
-            self._heard.failed = "the run has ended"
 
     def save(self, step: int, variables: Variables, config: Config) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
@@ -84,13 +66,11 @@ class Saver:
         It waits first for the save before it, if that is still being written.
         """
         self.wait()
-        self._step, self._outcome, self._heard = step, None, Heard()
-        self._saves, self._open = self._saves + 1, self._in_parts
-        if self._checkpoints.part is None:
+        self._step, self._outcome = step, None
+        if not self._world.is_chief:
             return
         try:
-            name = f"{self._run}-{self._saves}"
-            copy = self._checkpoints.copy(step, variables, config, name)
+            copy = self._checkpoints.copy(step, variables, config)
             self._skipped = copy.skipped
         except MemoryError as error:
             self._outcome = error
@@ -140,14 +120,7 @@ class Saver:
                 self.add_score(*self._score)
 
     def wait(self) -> None:
-        """Until nothing is being written any more; in parts, all ranks must call it."""
-        if self._open:
-            if self._thread and not self._world.is_chief:
-                self._thread.join()
-                self.look()
-            self.hear()
-            self._heard.until = time.monotonic() + SEEN_WITHIN
-            self._open = False
+        """Until nothing is being written any more."""
         if self._thread:
             self._thread.join()
             self.look()
@@ -158,24 +131,9 @@ class Saver:
             self._thread = None
             self._tell()
 
-    @property
-    def part_failed(self) -> bool:
-        """Whether this rank's part could not be written, which the others do not know yet."""
-        return self._untold is not None
-
-    def hear(self) -> None:
-        """The ranks tell each other who could not write a part; every rank must call it."""
-        everyone = self._world.gather_alike(self._untold, "saver.parts")
-        self._untold = None
-        if failed := [f"rank {rank} on {why}" for rank, why in enumerate(everyone) if why]:
-            self._heard.failed = some(failed, most=1)
-
     def _write(self, copy: Copy) -> None:
         try:
-            if self._in_parts:
-                self._checkpoints.write_part(copy, self._heard)
-            else:
-                self._checkpoints.write(copy)
+            self._checkpoints.write(copy)
         except Exception as error:
             self._outcome = error
 
@@ -185,12 +143,9 @@ class Saver:
             return
         if not isinstance(self._outcome, OSError | ValueError | MemoryError):
             raise self._outcome
-        folder = self._checkpoints.folder
-        if not self._world.is_chief:
-            self._untold = f"{hostname()}: {why_not(self._outcome, folder)}"
-            return
         self.failed += 1
-        self.error = f"{why_not(self._outcome, folder)}. {self._checkpoints.kept()}"
+        why = why_not(self._outcome, self._checkpoints.folder)
+        self.error = f"{why}. {self._checkpoints.kept()}"
         say(
             self._world,
             f"note: the checkpoint of step {self._step} was not written: {self.error}",

@@ -66,7 +66,7 @@ def load(
     if unknown:  # left as made, it might say something wrong of the weights
         raise ValueError(
             f"--init_from={path} does not say which pictures its weights were trained on "
-            f"({unknown[0]} is missing there): --backbone_weights reads such a file"
+            f"({unknown[0]} is missing there)"
         )
     for name, variable in pairs:
         if name not in faults:

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import csv
 import heapq
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from hvdkit import whole_files
 from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate import confusion as confusion_lib
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
@@ -119,8 +119,7 @@ def write(
     place = getattr(run.val_source, "picture_file", lambda number: "")
     samples = [{"sample": n, "loss": loss, "file": str(place(n))} for loss, n in worst]
     record = about | {"figures": found.figures, "worst": samples}
-    text = json.dumps(_without_nan(record), indent=1)
-    (out / "evaluation.json").write_text(text + "\n")
+    whole_files.write_json(out / "evaluation.json", record)
     confusion = found.confusion()
     for name, value in found.figures.items():
         if confusion is None or not is_of_class(name):
@@ -165,15 +164,6 @@ def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[t
             sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
         Image.fromarray(sheet).save(out / name)
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: null stands for it."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _count(text: str) -> int:

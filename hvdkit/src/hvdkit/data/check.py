@@ -33,7 +33,6 @@ import tensorflow as tf
 from hvdkit.data import counts, pack, pipeline
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.readers import records
-from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Source, unshared_classes
@@ -76,8 +75,6 @@ def check(
             return "not read", None
         if layout == "folders" and classes:
             source = ImageLabelFolder(root, split, classes)
-        elif layout == "class_folders":
-            source = ClassFolders(root, split, next(iter(partner), "train"))
         else:
             source = READERS[layout](root, split)
     except (ValueError, OSError) as error:
@@ -90,8 +87,6 @@ def check(
                 f"has {some(differ)}; labels would not agree, so make them the same"
             )
     partner[split] = source
-    if layout == "records" and (fault := _other_content(source)):
-        tell(fault)
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
     # A folder of label pictures does not say how many classes there are.
@@ -132,7 +127,7 @@ def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
     problems = [problem for shard in listed if (problem := shard.problem())]
     for problem in problems:
         tell(problem)
-    hashed = [shard for shard in listed if shard.sha256 and not problems]
+    hashed = [] if problems else listed
     with ThreadPoolExecutor(4) as pool:
         sums = pool.map(records.sha256, [shard.path for shard in hashed])
         for number, (shard, sha256) in enumerate(zip(hashed, sums)):
@@ -140,12 +135,6 @@ def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
             if sha256 != shard.sha256:
                 tell(f"{shard.path} does not match its SHA-256 in {records.META}; copy it again")
     return not problems
-
-
-def _other_content(packed: Records) -> str | None:
-    """Packs of version 1 have one checksum, of all records."""
-    marked = all(shard.sha256 for shard in records.shards(packed.folder))
-    return None if marked else packed.content_problem()
 
 
 class _Sample(NamedTuple):

@@ -5,8 +5,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from hvdkit.data.labels import IGNORE, one_class
-from hvdkit.data.readers.cifar10 import Cifar10
-from hvdkit.data.readers.cifar100 import COARSE_NAMES, Cifar100
+from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
@@ -109,9 +108,9 @@ def _open(name: str, config: Config, split: str) -> Source:
         )
 
         return Digits(split, config.num_classes)
-    if name == "cifar100":
-        return Cifar100(root, split, coarse=config.num_classes == len(COARSE_NAMES))
-    if name == "class_folders":
-        return ClassFolders(root, split, config.train_split)
-    readers = {"voc": Voc, "cityscapes": Cityscapes, "cifar10": Cifar10, "records": Records}
+    if name in ("cifar10", "cifar100"):
+        classes = {"cifar10": 10, "cifar100": 20 if config.num_classes == 20 else 100}[name]
+        return Cifar(root, split, classes)
+    readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
+    readers["records"] = Records
     return readers[name](root, split)

@@ -7,7 +7,8 @@ Sample ids and pixels stay the same, so a run on the packed set gives the same b
 files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
 With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
 which is faster to read.
-After a kill, the next pack into OUT removes the leftovers. `python -m hvdkit.data.check` verifies a pack.
+After a kill, the next pack of that split into OUT removes the leftovers. `python -m hvdkit.data.check`
+verifies a pack.
 """
 
 import hvdkit.ranks.quiet  # noqa: F401
@@ -21,6 +22,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +32,7 @@ import tensorflow as tf
 from hvdkit.data import pipeline, unfinished
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import records
-from hvdkit.data.readers.cifar10 import Cifar10
-from hvdkit.data.readers.cifar100 import Cifar100
+from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
@@ -45,8 +46,8 @@ READERS: dict[str, Callable[[Path, str], Source]] = {
     "voc": Voc,
     "cityscapes": Cityscapes,
     "class_folders": ClassFolders,
-    "cifar10": Cifar10,
-    "cifar100": Cifar100,
+    "cifar10": partial(Cifar, classes=10),
+    "cifar100": partial(Cifar, classes=100),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdkit import whole_files
 from hvdkit.evaluate import metrics
 
 
@@ -20,12 +21,11 @@ def class_names(source: Any, count: int) -> list[str]:
 
 def write(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
     """As CSV; confusion: integer [n, n], row: label, column: prediction."""
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
+    how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with whole_files.written(file) as partial, partial.open("w", **how) as opened:
         writer = csv.writer(opened)
         writer.writerow(["label \\ prediction", *names])
         writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
-    partial.replace(file)
 
 
 def read(file: Path) -> tuple[list[str], np.ndarray]:

@@ -43,7 +43,7 @@ def read(folder: str) -> Ended:
     try:
         lines = [json.loads(line) for line in records.read_text().splitlines()]
         about = json.loads(summary.read_text())
-        if not {"step", "weights_sha256", "exit_reason"} <= set(about):
+        if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= set(about):
             raise ValueError(f"{summary} is no summary of a run")
         if not all(isinstance(line, dict) and "step" in line for line in lines):
             raise ValueError(f"{records} has lines that no run writes")
@@ -60,9 +60,7 @@ def verdict(one: Ended, other: Ended) -> tuple[int, str]:
     both = f"{one.folder} and {other.folder}"
     if Path(one.folder).resolve() == Path(other.folder).resolve():
         return 2, f"{both} are one folder: give those of two runs"
-    kinds = [run.summary.get("fingerprint") for run in (one, other)]
-    if not all(isinstance(kind, dict) for kind in kinds):
-        return 2, f"{both} cannot be compared: an older version left no fingerprint"
+    kinds = [run.summary["fingerprint"] for run in (one, other)]
     unlike = differences(*kinds)
     if unlike:
         return 2, f"{both} were not computed alike, so bits tell nothing: {', '.join(unlike)}"

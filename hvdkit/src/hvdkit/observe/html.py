@@ -7,6 +7,8 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdkit import whole_files
+
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f5f7fa; --text: #1b2430;
         --soft: #5c6878; --line: #d5dbe3; --link: #1c62b0; }
@@ -99,9 +101,8 @@ def picture(file: Path, caption: str) -> str:
 
 def write(file: Path, text: str) -> None:
     """At once: who opens it finds the old page or the new one."""
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    with whole_files.written(file) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _row(cells: Sequence[object], first: str, others: str) -> str:

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hvdkit.evaluate import confusion, trackers
+from hvdkit import whole_files
+from hvdkit.evaluate import confusion
+from hvdkit.observe import trackers
 from hvdkit.ranks import live
 from hvdkit.ranks.world import World, say
 from hvdkit.settings.config import Config, tracker_names
@@ -69,7 +70,7 @@ class Telemetry:
             with self._told_once("metrics.jsonl"):
                 self._lines.close()
         for tracker in self._trackers:
-            with self._told_once(tracker.name):
+            with self._told_once(type(tracker).__name__):
                 tracker.close()
 
     def started(self, step: int, about: Mapping[str, Any]) -> None:
@@ -148,7 +149,8 @@ class Telemetry:
             return
         names = ("sum", "norm", "nonfinite")
         record = {
-            path: _finite(dict(zip(names, map(float, row)))) for path, row in zip(layers, figures)
+            path: whole_files.without_nan(dict(zip(names, map(float, row))))
+            for path, row in zip(layers, figures)
         }
         norm = float(np.linalg.norm(figures[:, 1]))
         line = json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n"
@@ -175,9 +177,6 @@ class Telemetry:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
-        for tracker in self._trackers:
-            with self._told_once(tracker.name):
-                tracker.flush()
         if pictures is not None:
             with self._told_once("predictions.png"):
                 self._pictures(step, pictures)
@@ -200,11 +199,8 @@ class Telemetry:
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
-            text = json.dumps(_finite(record), indent=1) + "\n"
-            partial = self._dir / ".summary.json.partial"
             with self._told_once("summary.json"):
-                partial.write_text(text)
-                partial.rename(self._dir / "summary.json")
+                whole_files.write_json(self._dir / "summary.json", record)
 
     def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
         """What the newest evaluation took for what, integer [n, n], row: label."""
@@ -216,7 +212,7 @@ class Telemetry:
         with self._told_once("metrics.jsonl"):
             if not Path(self._lines.name).exists():
                 self._begin_anew()
-            self._lines.write(json.dumps(_finite(record) | {"time": _now()}) + "\n")
+            self._lines.write(json.dumps(whole_files.without_nan(record) | {"time": _now()}) + "\n")
             self._lines.flush()
 
     def _begin_anew(self) -> None:
@@ -235,7 +231,7 @@ class Telemetry:
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:
-            with self._told_once(tracker.name):
+            with self._told_once(type(tracker).__name__):
                 tracker.scalars(step, scalars)
 
     @contextlib.contextmanager
@@ -267,14 +263,6 @@ class _Clock:
         steps, seconds = max(step - self._step, 1), max(now - self._time, 1e-9)
         self._step, self._time = step, now
         return steps, seconds
-
-
-def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: null stands for it."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
 
 
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:

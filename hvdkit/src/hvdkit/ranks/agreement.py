@@ -135,12 +135,10 @@ def check_same_state(
       what: stands in the message, and names the exchange.
     """
     digests = {name: _digest(raw(variable)) for name, variable in named.items()}
-    whole = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
-    # One short digest a rank where all is well; each variable's only where it is not.
-    if len(set(world.gather_alike(whole, f"agreement.state.{what}"))) == 1:
-        return
-    everyone = world.gather_objects(digests, f"agreement.variables.{what}")
+    everyone = world.gather_alike(digests, f"agreement.state.{what}")
     first = everyone[0]
+    if all(theirs == first for theirs in everyone):
+        return
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     odd = [n for n in names if any(theirs.get(n) != first.get(n) for theirs in everyone)]
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]

@@ -5,13 +5,14 @@ Two runs that differ here may round differently, so comparing their bits tells n
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hvdkit import whole_files
 
 # Choose other kernels for the same operations; newest last.
 _INSTRUCTIONS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -52,7 +53,7 @@ def code(project: Path, engine: Path) -> dict[str, str]:
     # An editor's lock is a link that leads nowhere, .#train.py.
     names = {str(file.relative_to(project)): file for file in files if file.is_file()}
     names |= {str(f.relative_to(engine.parent)): f for f in engine.rglob("*.py") if f.is_file()}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
+    return {name: whole_files.sha256(file) for name, file in names.items()}
 
 
 def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

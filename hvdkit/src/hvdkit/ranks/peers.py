@@ -10,7 +10,6 @@ moves, for over Gloo Horovod's own check did not end a run (0.28.1).
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import json
 import math
 import os
@@ -52,25 +51,22 @@ class Peers:
     """The ranks' answering threads. Every rank makes one, at the same place.
 
     For `with`: where the block ends because Horovod was shut down, the lowest rank that is left
-    says who ended or hangs, and the process exits with BUG. In an elastic run it does not: there
-    the ranks that are left go on, and a silent one is ended by its guard.
+    says who ended or hangs, and the process exits with BUG.
     """
 
-    def __init__(self, world: World, stall_seconds: int, elastic: bool = False) -> None:
+    def __init__(self, world: World, stall_seconds: int) -> None:
         """Opens this rank's port and starts to watch the neighbour.
 
         Args:
           stall_seconds: how long a rank may stay at one place before this process ends, and a
             neighbour be silent, if that is less than _SILENT; 0: for ever.
         """
-        self._rank, self._elastic = world.rank, elastic
-        self._asking = self._closed = False
-        self._server: socket.socket | None = None
+        self._rank, self._asking = world.rank, False
         self._main = threading.main_thread().ident
         if world.size == 1:  # nobody asks
             self._run, self._places = "", [_Place(hostname(), [], 0)]
             return
-        self._server = server = socket.create_server(("", 0), backlog=128)
+        server = socket.create_server(("", 0), backlog=128)
         own = (hostname(), _addresses(), server.getsockname()[1])
         everyone = world.gather_objects((os.urandom(8).hex(), own), "peers.places")
         self._run = everyone[0][0]
@@ -84,20 +80,10 @@ class Peers:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._elastic:
-            self._close()
-        elif isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
+        if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
             self._explain()
             # Not Python's own way out: MPI would wait there for who comes no more.
             os._exit(BUG)
-
-    def _close(self) -> None:
-        """Both threads end; the next world has others."""
-        self._closed = True
-        if self._server:
-            with contextlib.suppress(OSError):  # nothing else wakes the thread that waits at it
-                self._server.shutdown(socket.SHUT_RDWR)
-            self._server.close()
 
     def _explain(self) -> None:
         self._asking = True
@@ -152,7 +138,7 @@ class Peers:
 
     # What a rank says of itself. Nothing is read, so nobody can keep it from answering.
     def _answer(self, server: socket.socket) -> None:
-        while not self._closed:
+        while True:
             try:
                 link, _ = server.accept()
                 with link:
@@ -205,7 +191,7 @@ class Peers:
         heard = 0.0  # where a firewall is between, it never is
         clock = time.pthread_getcpuclockid(self._main)
         stuck, computed = "", 0.0
-        while not (self._asking or self._closed):
+        while not self._asking:
             before, nap = time.monotonic(), min(patience / 8, 30)
             time.sleep(nap)
             if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
@@ -222,11 +208,6 @@ class Peers:
             if stuck and before_that:
                 complain(stuck)
                 os._exit(BUG)
-            if self._elastic:
-                # Rank 0 has named this rank and ended; the others wait for its end, to go on.
-                if self._rank and heartbeat.still() > seconds and self._ask(0).how == "gone":
-                    os._exit(BUG)
-                continue
             how = self._ask(neighbour).how
             if not how:
                 heard = time.monotonic()

@@ -158,20 +158,18 @@ class World:
                 BUG, f"rank {odd[0]} is at {names[odd[0]]!r} while rank 0 is at {names[0]!r}"
             )
 
-    def broadcast_variables(
-        self, variables: Sequence[keras.Variable | tf.Variable], root: int = 0
-    ) -> None:
-        """Overwrites the variables with those of rank `root`; same ones and order on all ranks."""
+    def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
+        """Overwrites the variables with those of rank 0; same ones and order on all ranks."""
         if self.size == 1:
             return
         values = [raw(v) for v in variables]
         with unoptimized():
             sent = [v for v in values if v.dtype not in _NOT_SENT]
-            hvd.broadcast_variables(sent, root_rank=root)
+            hvd.broadcast_variables(sent, root_rank=0)
         others = [v for v in values if v.dtype in _NOT_SENT]
         if others:
-            own = [v.numpy() for v in others] if self.rank == root else None
-            known = self.broadcast_object(own, "broadcast.others", root)
+            own = [v.numpy() for v in others] if self.is_chief else None
+            known = self.broadcast_object(own, "broadcast.others")
             for variable, value in zip(others, known):
                 variable.assign(value)
 

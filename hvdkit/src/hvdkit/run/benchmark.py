@@ -6,7 +6,6 @@ The figures are printed as a table and written to RUN_DIR/benchmark.json.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.observe import flops
 from hvdkit.observe.speed import FEWEST, WINDOWS, spread, table, window_ends
 from hvdkit.ranks import world as world_lib
@@ -79,7 +79,7 @@ class Benchmark:
         path = Path(self._run.config.run_dir) / "benchmark.json"
         with world.together("writing benchmark.json"):
             if world.is_chief:
-                path.write_text(json.dumps(record, indent=1) + "\n")
+                whole_files.write_json(path, record)
                 say(world, f"{table(record)}\nwritten: {path}")
 
     def _own(self) -> dict[str, Any]:

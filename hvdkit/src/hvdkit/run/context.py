@@ -7,7 +7,6 @@ from pathlib import Path
 
 import keras
 
-from hvdkit.checkpoint import parts as checkpoint_parts
 from hvdkit.checkpoint.checkpoints import Checkpoints, check_types, measure
 from hvdkit.data import shared_listing
 from hvdkit.data.open import trained_on_too
@@ -81,8 +80,7 @@ def prepare(config: Config, world: World) -> RunContext:
     with world.together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
-    writers = checkpoint_parts.choose(world, config.checkpoint_parts)
-    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured, writers)
+    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
     data = (train_source, val_source, train_reader)
     return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
@@ -139,12 +137,6 @@ def notes(run: RunContext) -> list[str]:
         found.append(
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
-        )
-    parts = run.checkpoints.writers.parts
-    if parts < config.checkpoint_parts:
-        found.append(
-            f"--checkpoint_parts={config.checkpoint_parts} is more than there are ranks: "
-            f"checkpoints are of {parts} file(s)"
         )
     others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import locks
 from hvdkit.checkpoint import files, run_folder
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
@@ -74,8 +74,7 @@ def throwaway(config: Config, world: World) -> Iterator[Config]:
 def _clear(parent: Path) -> None:
     """Removes what dry runs left that were killed; one that goes on holds its lock."""
     for lock in parent.glob(f"{_PREFIX}*/.lock"):
-        with contextlib.suppress(OSError), lock.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), locks.take(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 

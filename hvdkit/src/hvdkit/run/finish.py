@@ -14,7 +14,6 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE, PREEMPTED, GoBack, Stop
-from hvdkit.train import reduction
 
 
 def go_back(run: RunContext, ending: Ending) -> None:
@@ -70,9 +69,6 @@ def finish(
         raise Stop(ending.code, ending.message + before + saved)
     if ending:
         say(world, ending.message)
-    if config.autotune and world.is_chief:
-        best = reduction.write_autotuned(config)
-        print(f"best setting found: {best}" if best else "note: too few steps for --autotune")
 
 
 def write_report(world: World, run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
-from hvdkit.run import main
+from hvdkit.run import launched
 from hvdkit.run.context import RunContext, prepare
 from hvdkit.settings import config as config_lib
 from hvdkit.settings.config import Config
@@ -75,14 +75,14 @@ def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
       own: what `parser` found, the same on every rank but for paths.
     """
 
-    def checked(world: World, stop_signal: StopSignal) -> None:
+    def on_each(world: World, stop_signal: StopSignal) -> None:
         agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
         agreement.check_code(world)
         with world.together("reading the settings"):
-            whole = config_lib.for_ranks(config, world.size)
-        work(whole, world, stop_signal)
+            resolved = config_lib.for_ranks(config, world.size)
+        work(resolved, world, stop_signal)
 
-    return main.on_ranks(config, checked)
+    return launched.run(config, on_each)
 
 
 def restored(config: Config, world: World, which: str) -> tuple[RunContext, Path]:

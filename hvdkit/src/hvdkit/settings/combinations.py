@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from hvdkit.settings.config import Config
 
 _LARGEST_SCALE = 8  # of an evaluation: 64 times the pixels
-TRACKERS = ("tensorboard", "csv", "mlflow", "wandb")
-_MOST_RECORDED = 100  # steps: a profile is held in memory until its last one
 
 
 def implied(config: Config) -> Config:
@@ -26,7 +24,7 @@ def implied(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raises ValueError for settings that contradict each other."""
-    parts = (_check_virtual, _check_elastic, _check_batch, _check_reduction, _check_schedule)
+    parts = (_check_virtual, _check_batch, _check_reduction, _check_schedule)
     for part in (*parts, _check_start):
         part(config)
     if config.jit and config.bn_sync == "full":
@@ -40,7 +38,6 @@ def check(config: Config) -> None:
     class_weights(config)
     _check_evaluation(config)
     scale_range(config)
-    timeline_steps(config)
     tracker_names(config)
 
 
@@ -63,14 +60,11 @@ def check_ranks(config: Config, size: int) -> None:
 
 
 def tracker_names(config: Config) -> list[str]:
-    """Of --trackers, in order. Raises ValueError for one that there is not."""
+    """Of --trackers, in order. Raises ValueError for one that cannot be a name."""
     names = [name.strip() for name in config.trackers.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in TRACKERS]:
-        raise ValueError(
-            f"--trackers={config.trackers}: {unknown[0]} is none of {', '.join(TRACKERS)}"
-        )
-    if len({*names}) < len(names):
-        raise ValueError(f"--trackers={config.trackers} names one twice")
+    for name in names:
+        if name != "tensorboard" and not re.fullmatch(r"[\w.]+:\w+", name):
+            raise ValueError(f"--trackers={name} is neither tensorboard nor MODULE:CLASS of yours")
     return names
 
 
@@ -78,13 +72,18 @@ def _check_virtual(config: Config) -> None:
     if not config.virtual_ranks:
         return
     flag = f"--virtual_ranks={config.virtual_ranks}"
-    own_messages = ("compression", "pack_bytes", "gradient_groups", "autotune")
+    own_messages = ("compression", "pack_bytes", "gradient_groups")
     for name in own_messages:
         if getattr(config, name) not in ("none", 0, False):
             raise ValueError(
                 f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
             )
-    _check_same_run(config, flag)
+    for name in ("batch_per_rank", "lr_scaling"):
+        if getattr(config, name) not in ("none", 0):
+            raise ValueError(
+                f"{flag} makes the same run on any number of ranks, but --{name} makes it depend "
+                "on their number: leave it out"
+            )
     if config.bn_sync not in ("mean", "full"):
         raise ValueError(
             f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean instead "
@@ -95,35 +94,6 @@ def _check_virtual(config: Config) -> None:
         raise ValueError(
             f"{flag}: every virtual rank needs a sample, and a micro-batch (--global_batch_size / "
             f"--accumulation_steps) has {micro}: make it larger or give fewer virtual ranks"
-        )
-
-
-def _check_same_run(config: Config, flag: str) -> None:
-    for name in ("batch_per_rank", "lr_scaling"):
-        if getattr(config, name) not in ("none", 0):
-            raise ValueError(
-                f"{flag} makes the same run on any number of ranks, but --{name} makes it depend "
-                "on their number: leave it out"
-            )
-
-
-def _check_elastic(config: Config) -> None:
-    if not config.elastic:
-        return
-    _check_same_run(config, "--elastic")
-    for name in ("benchmark", "timeline", "autotune", "dry_run", "find_lr"):
-        if getattr(config, name):
-            raise ValueError(
-                f"--{name} looks at one number of ranks, which --elastic changes: leave one out"
-            )
-    if config.checkpoint_parts > 1:
-        raise ValueError(
-            f"--checkpoint_parts={config.checkpoint_parts} is written by ranks that --elastic may "
-            "lose: leave one out"
-        )
-    if config.reduce_backend in ("mpi", "nccl"):
-        raise ValueError(
-            f"--elastic is for Gloo: leave out --reduce_backend={config.reduce_backend}"
         )
 
 
@@ -146,13 +116,6 @@ def _check_reduction(config: Config) -> None:
             "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
             "--gradient_groups"
         )
-    if config.deterministic and config.autotune:
-        raise ValueError(
-            "--autotune changes how gradients are added up while it measures: leave it out with "
-            "--deterministic"
-        )
-    if -1 < config.cycle_time_ms < 0:
-        raise ValueError(f"--cycle_time_ms={config.cycle_time_ms}: must be from 0 up, or -1")
 
 
 def _check_schedule(config: Config) -> None:
@@ -192,10 +155,10 @@ def _check_start(config: Config) -> None:
     for name in ("init_ema", "init_skip_mismatched"):
         if getattr(config, name) and not config.init_from:
             raise ValueError(f"--{name} says what to take from --init_from: name one")
-    if config.backbone_preprocessing and not config.backbone_weights:
+    if bool(config.backbone_weights) != bool(config.backbone_preprocessing):
         raise ValueError(
-            f"--backbone_preprocessing={config.backbone_preprocessing} says what "
-            "--backbone_weights was trained on: name a file"
+            f"--backbone_weights={config.backbone_weights} and --backbone_preprocessing="
+            f"{config.backbone_preprocessing} (what these weights were trained on) need each other"
         )
     if config.backbone_weights and config.init_from:
         raise ValueError(
@@ -285,30 +248,6 @@ def boundaries(config: Config) -> list[int]:
     return [round(f * config.num_steps) for f in fractions]
 
 
-def timeline_steps(config: Config) -> range:
-    """The steps whose timeline is recorded; empty without --timeline."""
-    if not config.timeline:
-        return range(0)
-    flag = f"--timeline={config.timeline}"
-    found = re.fullmatch(r"(\d+):(\d+)", config.timeline, re.ASCII)
-    first, last = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(
-            f"{flag} must be two steps from 1 up, the first one first, with a colon between them: "
-            "100:104"
-        )
-    if config.benchmark:
-        raise ValueError(f"{flag} slows the steps that --benchmark measures: leave one of them out")
-    if last > config.num_steps:
-        raise ValueError(f"{flag} ends after the last step: --num_steps={config.num_steps}")
-    if last - first >= _MOST_RECORDED:
-        raise ValueError(
-            f"{flag} are {last - first + 1:,} steps, and a profile is held in memory until the "
-            f"last of them: name {_MOST_RECORDED} at most"
-        )
-    return range(first, last + 1)
-
-
 def notes(config: Config) -> list[str]:
     """What a person may not expect of these settings, a sentence each; most runs have none."""
     found = []
@@ -321,12 +260,6 @@ def notes(config: Config) -> list[str]:
         found.append(
             f"--virtual_ranks={config.virtual_ranks} runs with --deterministic and "
             f"--cpu_threads={config.cpu_threads}"
-        )
-    if config.timeline:
-        cached = "" if config.cache_capacity > 0 else " and renegotiates each tensor"
-        found.append(
-            f"--timeline: Horovod keeps a thread of rank 0 busy{cached} until the run ends, so "
-            "speeds are lower than without it"
         )
     if config.train_split == config.val_split and not config.synthetic_data:
         found.append(
@@ -344,7 +277,6 @@ def notes(config: Config) -> list[str]:
         "val_split": config.synthetic_data and "--synthetic_data",
         "warmup_from": not config.warmup_steps and "--warmup_steps=0",
         "pack_count": not config.pack_bytes and "--pack_bytes=0",
-        "elastic_commit_every": not config.elastic and "--noelastic",
         "bn_sync_every": (
             (config.deterministic and "--deterministic")
             or (config.bn_sync in ("full", "none") and f"--bn_sync={config.bn_sync}")

@@ -25,7 +25,6 @@ from hvdkit.settings.combinations import (
     notes,
     scale_factor,
     scale_range,
-    timeline_steps,
     tracker_names,
 )
 from hvdkit.settings.fields import setting
@@ -43,7 +42,6 @@ __all__ = [
     "parse",
     "scale_factor",
     "scale_range",
-    "timeline_steps",
     "tracker_names",
     "write",
 ]
@@ -214,14 +212,6 @@ class Config:
     )
     pack_bytes: int = setting(0, "pack gradients of up to this many bytes together; 0: off", low=0)
     pack_count: int = setting(16, "largest number of gradients in one pack", low=1)
-    fusion_threshold_mb: int = setting(-1, "Horovod's fusion buffer, MiB; -1: its default", low=-1)
-    cycle_time_ms: float = setting(-1.0, "Horovod's cycle time, ms; -1: its default", low=-1)
-    cache_capacity: int = setting(-1, "Horovod's response cache; -1: 8192 tensors", low=-1)
-    hierarchical_allreduce: bool = setting(False, "reduce within hosts first (GPU builds)")
-    hierarchical_allgather: bool = setting(False, "gather within hosts first (GPU builds)")
-    autotune: bool = setting(
-        False, "search for the best of these settings; writes RUN_DIR/autotune.cfg"
-    )
     stall_shutdown_s: int = setting(
         1800, "end the run after waiting this many seconds for a rank that hangs; 0: never", low=0
     )
@@ -253,26 +243,16 @@ class Config:
         "log sum and norm of each layer's gradient to gradients.jsonl",
         heading="Logging, evaluation, checkpoints, resuming",
     )
-    timeline: str = setting(
-        "",
-        "FIRST:LAST: record Horovod's timeline and TensorFlow's profile of these steps, on rank 0",
-    )
     trackers: str = setting(
         "tensorboard",
-        "where figures go besides metrics.jsonl, comma-separated: tensorboard, csv (a table at the "
-        "end), mlflow, wandb (if installed); empty: nowhere",
+        "where figures go besides metrics.jsonl, comma-separated: tensorboard, or MODULE:CLASS of "
+        "your own (docs/trackers.md); empty: nowhere",
     )
     log_every: int = setting(20, "steps between log lines", low=1)
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
     checkpoint_every: int = setting(200, "steps between checkpoints; 0: only at the end", low=0)
     checkpoint_minutes: float = setting(
         0.0, "also save when the newest checkpoint is older than this; 0: off", low=0
-    )
-    checkpoint_parts: int = setting(
-        1,
-        "files of a checkpoint, each written by another rank, spread over the hosts; more than 1 "
-        "needs a run_dir that the hosts share",
-        low=1,
     )
     max_failed_saves: int = setting(3, "end after this many failed saves in a row", low=1)
     max_bad_steps: int = setting(
@@ -300,15 +280,6 @@ class Config:
         path=True,
         words=("auto", "never"),
     )
-    elastic: bool = setting(
-        False,
-        "continue when ranks are lost or hosts join; needs launch/hosts.sh --discover",
-    )
-    elastic_commit_every: int = setting(
-        10,
-        "with --elastic: steps between copies of the state in memory, to go back to after a loss",
-        low=1,
-    )
     init_from: str = setting(
         "",
         "start a new run from these weights: a run's folder, a checkpoint's, or a .keras file",
@@ -322,13 +293,11 @@ class Config:
         "with --init_from: keep the initial values of variables that do not fit, and list them",
     )
     backbone_weights: str = setting(
-        "",
-        "load layers of a new run, by name, from a .h5, .weights.h5 or .keras file of Keras",
-        path=True,
+        "", "fill a new model's backbone from a .h5 file of keras.applications", path=True
     )
     backbone_preprocessing: str = setting(
         "",
-        "preprocessing that --backbone_weights was trained with; empty: recognized from the file",
+        "preprocessing that --backbone_weights was trained with (its ResNet-50: caffe)",
         choices=("", "tf", "caffe", "torch"),
     )
 

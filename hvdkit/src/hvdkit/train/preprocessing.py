@@ -16,7 +16,6 @@ MEANING = {
     "caffe": "BGR in [0, 255] less ImageNet's mean",
     "torch": "RGB in [0, 1] less ImageNet's mean, over its deviation",
 }
-_SCALED = "scaled"  # the name of the layer of that function
 _ORDERS = np.array([[0, 1, 2], [2, 1, 0], [0, 1, 2]])
 _DEVIATION = np.array([0.229, 0.224, 0.225])
 _SCALES = np.array([[1.0 / 127.5] * 3, [1.0] * 3, 1.0 / (255.0 * _DEVIATION)])
@@ -37,7 +36,7 @@ def wide() -> str:
 def scaled(image):
     """A model's pictures, 0 to 255, as [-1, 1]; on the device, where this joins what follows."""
     # In float16 a pixel of 150 would be rounded by up to 0.06.
-    return keras.layers.Rescaling(1.0 / 127.5, -1.0, dtype=wide(), name=_SCALED)(image)
+    return keras.layers.Rescaling(1.0 / 127.5, -1.0, dtype=wide(), name="scaled")(image)
 
 
 @keras.saving.register_keras_serializable(package="engine")
@@ -80,15 +79,3 @@ def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
     parts = tf.nest.flatten(inputs)
     pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)
     return pictures and not any(isinstance(x, known) for x in model._flatten_layers())
-
-
-def takes_pictures(model: keras.Model) -> bool:
-    """Whether an input of the model may be a picture; where Keras does not know them, it may."""
-    inputs = model.inputs or ()
-    return not inputs or any(len(x.shape) == 4 and x.shape[-1] in (3, None) for x in inputs)
-
-
-def is_scaled(model: keras.Model) -> bool:
-    """Whether the model has the layer of `scaled`."""
-    found = (x for x in model._flatten_layers() if isinstance(x, keras.layers.Rescaling))
-    return any(layer.name == _SCALED for layer in found)

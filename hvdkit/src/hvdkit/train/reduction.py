@@ -1,17 +1,13 @@
-"""How gradients travel: grouping and packing, and the knobs of Horovod that flags turn.
+"""How gradients travel: backend, grouping and packing.
 
 docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
-Knobs are environment variables that Horovod reads when it starts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,60 +15,24 @@ import keras
 import tensorflow as tf
 
 from hvdkit.settings.config import Config
-from hvdkit.stop import WRONG_USE, Stop
 
 _MIB = 1 << 20
 _BUFFER = 128 * _MIB  # of gradients that travel as bfloat16, as Horovod's own for others
 _CACHED = 8192  # tensors; Horovod's 1,024 are too few for some models: each is negotiated anew
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-_LATER = "DYNAMIC"  # as HOROVOD_TIMELINE: a timeline may be started in mid-run
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Horovod's environment variables for the flags that were set; read by hvd.init.
-
-    Raises:
-      Stop: --timeline, where HOROVOD_TIMELINE asks for another one already.
-    """
-    knobs = _timeline(config) if config.timeline else {}
-    if config.fusion_threshold_mb >= 0:
-        knobs["HOROVOD_FUSION_THRESHOLD"] = str(config.fusion_threshold_mb * _MIB)
-    if config.cycle_time_ms >= 0:
-        knobs["HOROVOD_CYCLE_TIME"] = str(config.cycle_time_ms)
-    if config.cache_capacity >= 0:
-        knobs["HOROVOD_CACHE_CAPACITY"] = str(config.cache_capacity)
-    elif "HOROVOD_CACHE_CAPACITY" not in os.environ:
-        knobs.setdefault("HOROVOD_CACHE_CAPACITY", str(_CACHED))
-    if config.hierarchical_allreduce:
-        knobs["HOROVOD_HIERARCHICAL_ALLREDUCE"] = "1"
-    if config.hierarchical_allgather:
-        knobs["HOROVOD_HIERARCHICAL_ALLGATHER"] = "1"
-    # Who started the run may have told Horovod; horovodrun says 0 where nobody did.
+    """What hvd.init reads; HOROVOD_* that whoever started the run has set come first."""
+    knobs = {}
+    if "HOROVOD_CACHE_CAPACITY" not in os.environ:
+        knobs["HOROVOD_CACHE_CAPACITY"] = str(_CACHED)
+    # horovodrun says 0 where nobody told it.
     if config.stall_shutdown_s and os.environ.get(_STALL_SHUTDOWN, "0") == "0":
         knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
         if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
             knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
-    if config.autotune:
-        # Horovod opens its log when it starts; a folder that cannot be made is reported later.
-        with contextlib.suppress(OSError):
-            autotune_log(config).parent.mkdir(parents=True, exist_ok=True)
-        knobs["HOROVOD_AUTOTUNE"] = "1"
-        knobs["HOROVOD_AUTOTUNE_LOG"] = str(autotune_log(config))
     return knobs
-
-
-def _timeline(config: Config) -> dict[str, str]:
-    """Knobs that let `hvdkit.observe.timeline` record: started without them, Horovod refuses to."""
-    told = os.environ.get("HOROVOD_TIMELINE", _LATER)
-    if told != _LATER:
-        raise Stop(
-            WRONG_USE,
-            f"--timeline={config.timeline} and HOROVOD_TIMELINE={told} (horovodrun "
-            "--timeline-filename) are two timelines: leave one out",
-        )
-    # Of a tensor in its cache Horovod does not tell which rank was ready when.
-    capacity = os.environ.get("HOROVOD_CACHE_CAPACITY", "0")
-    return {"HOROVOD_TIMELINE": _LATER, "HOROVOD_CACHE_CAPACITY": capacity}
 
 
 def stall_seconds(config: Config) -> int:
@@ -271,39 +231,6 @@ def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]
     """
     small = [i for i, size in enumerate(sizes) if size <= max_bytes]
     return [small[i : i + max_count] for i in range(0, len(small), max_count)]
-
-
-def autotune_log(config: Config) -> Path:
-    return Path(config.run_dir).absolute() / "autotune.csv"
-
-
-def write_autotuned(config: Config) -> Path | None:
-    """Writes the best setting that Horovod's autotuner logged as a flagfile; None if it has none.
-
-    The log's columns are those of Horovod's ParameterManager: switches, cycle time (ms), fusion
-    threshold (MiB), score (bytes a microsecond, higher is better).
-    """
-    log = autotune_log(config)
-    if not log.exists():
-        return None
-    rows = [row for row in csv.DictReader(log.open()) if row.get("score")]
-    if not rows:
-        return None
-    best = max(rows, key=lambda row: float(row["score"]))
-    path = Path(config.run_dir) / "autotune.cfg"
-    path.write_text(
-        "# Found by --autotune; use it: train.py --flagfile=... --flagfile=THIS_FILE\n"
-        "--noautotune\n"
-        f"--fusion_threshold_mb={round(float(best['tensor_fusion_threshold']))}\n"
-        f"--cycle_time_ms={best['cycle_time_ms']}\n"
-        f"--{_switch(best['hierarchical_allreduce'])}hierarchical_allreduce\n"
-        f"--{_switch(best['hierarchical_allgather'])}hierarchical_allgather\n"
-    )
-    return path
-
-
-def _switch(value: str) -> str:
-    return "" if float(value) else "no"
 
 
 def _bytes(variable: keras.Variable) -> int:

@@ -1,10 +1,10 @@
-"""What CIFAR-10's and CIFAR-100's binary versions have in common: records of one length.
+"""CIFAR-10 and CIFAR-100, binary versions (https://www.cs.toronto.edu/~kriz/cifar.html).
 
-A record is a label of one byte or two, then 32 x 32 red, green and blue values.
+The folder is what the archive unpacks to, or the one that holds it. A record is a byte for each
+label (of CIFAR-100 the coarse one first), then 32 x 32 red, green and blue values.
 """
 
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,108 +13,77 @@ import tensorflow as tf
 
 from hvdkit.data import source
 
-SIDE = 32  # pixels, height and width
-_PIXELS = 3 * SIDE * SIDE  # bytes
+_PIXELS = 3 * 32 * 32  # bytes
 
 
-class Layout(NamedTuple):
-    """The files of one of the two."""
-
-    name: str
-    archive: str
+class _Layout(NamedTuple):
     folder: str  # what the archive unpacks to
-    files: Mapping[str, tuple[str, ...]]  # of each split
-    classes: tuple[int, ...]  # how many each label byte tells apart
-    shares: Mapping[str, int]  # records of each file are to each other as these
+    splits: dict[str, list[str]]
+    labels: dict[int, str]  # how many classes each label byte tells apart, and their names' file
 
-    @property
-    def record(self) -> int:
-        """Bytes of a record."""
-        return len(self.classes) + _PIXELS
+
+_CIFAR10 = _Layout(
+    "cifar-10-batches-bin",
+    {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "val": ["test_batch.bin"]},
+    {10: "batches.meta.txt"},
+)
+_CIFAR100 = _Layout(
+    "cifar-100-binary",
+    {"train": ["train.bin"], "val": ["test.bin"]},
+    {20: "coarse_label_names.txt", 100: "fine_label_names.txt"},
+)
 
 
 class Cifar:
-    """One split, as a `source.Source`.
+    """One split, as a `source.Source`, of CIFAR-10 (10 `classes`) or CIFAR-100 (20 or 100).
 
     Reads to {"image": uint8 [32, 32, 3], "label": int32 scalar}. The files are read once, here,
     and kept in memory: 154 MB for train, 31 MB for val. So no read fails later.
 
-    Args:
-      root: the folder of the .bin files, or one with the archive's folder in it.
-      label: which of the label bytes is read.
-
-    Raises ValueError, naming the file, when one is missing, has a size that is no whole number of
-    records or does not go with the others', or holds a label that is no class.
+    Raises ValueError, naming the file, when one is missing, cut, or holds a label that is no class.
     """
 
-    def __init__(self, root: Path, split: str, layout: Layout, label: int):
-        root = Path(root)
-        if (root / layout.folder).is_dir():
-            root = root / layout.folder
-        if split not in layout.files:
-            raise ValueError(f"{layout.name} has no split {split!r}; there are {[*layout.files]}")
-        self.num_classes, self._label, self._record = layout.classes[label], label, layout.record
-        counts = _counts(root, layout)
-        parts = [_load(root / name, counts[name], layout) for name in layout.files[split]]
-        self._listing = [(n, zlib.crc32(p)) for n, p in zip(layout.files[split], parts)]
+    def __init__(self, root: Path, split: str, classes: int):
+        layout = _CIFAR10 if classes in _CIFAR10.labels else _CIFAR100
+        if split not in layout.splits:
+            raise ValueError(f"{layout.folder} has no split {split!r}, only {[*layout.splits]}")
+        root = Path(root, layout.folder) if Path(root, layout.folder).is_dir() else Path(root)
+        for name in (*layout.splits["train"], *layout.splits["val"], *layout.labels.values()):
+            if not (root / name).is_file():
+                raise ValueError(f"{root / name} is missing: unpack the archive again")
+        whole = (root / layout.splits["val"][0]).stat().st_size * 5 // len(layout.splits["train"])
+        for path in (root / name for name in layout.splits["train"]):
+            # The archives have five times as many records to train on.
+            if path.stat().st_size != whole or whole % (len(layout.labels) + _PIXELS) or not whole:
+                raise ValueError(f"{path} or the val split was cut: unpack the archive again")
+        self.num_classes, self._label = classes, [*layout.labels].index(classes)
+        self.class_names = (root / layout.labels[classes]).read_text().split()
+        parts = {name: _load(root / name, layout) for name in layout.splits[split]}
+        self._listing = [(name, zlib.crc32(part)) for name, part in parts.items()]
         with tf.device("CPU:0"):  # where it is read; it must not fill a GPU
-            self._records = tf.constant(np.concatenate(parts))
+            self._records = tf.constant(np.concatenate([*parts.values()]))
 
     def __len__(self) -> int:
         return int(self._records.shape[0])
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads {"image": uint8 [32, 32, 3], "label": int32 scalar}; index: int64 scalar."""
+        """One sample, see the class; index: int64 scalar."""
         record = self._records[index]
-        planes = tf.reshape(record[self._record - _PIXELS :], [3, SIDE, SIDE])
-        label = tf.cast(record[self._label], tf.int32)
-        return {"image": tf.transpose(planes, [1, 2, 0]), "label": label}
+        planes, label = tf.reshape(record[-_PIXELS:], [3, 32, 32]), record[self._label]
+        return {"image": tf.transpose(planes, [1, 2, 0]), "label": tf.cast(label, tf.int32)}
 
     def explain(self, index: int) -> str | None:
         """None: all that can be wrong is found when the files are opened."""
-        return None
 
     def fingerprint(self) -> str:
-        """SHA-256 over names and checksums of the split's files; their sizes tell nothing."""
+        """SHA-256 over names and checksums of the split's files."""
         return source.digest([*self._listing, ("label", self._label)])
 
 
-def _counts(root: Path, layout: Layout) -> dict[str, int]:
-    """Records of each file, of all splits."""
-    counts = {}
-    for name in layout.shares:
-        if not (root / name).is_file():
-            raise ValueError(
-                f"{root / name} is missing; unpack {layout.archive} and give the folder of its "
-                ".bin files"
-            )
-        size = (root / name).stat().st_size
-        if size == 0 or size % layout.record:
-            raise ValueError(
-                f"{root / name} has {size} bytes, which is no whole number of records of "
-                f"{layout.record} bytes; it was cut or changed, so unpack it again"
-            )
-        counts[name] = size // layout.record
-    usual = max(counts[name] // share for name, share in layout.shares.items())
-    for name, share in layout.shares.items():
-        if counts[name] != usual * share:
-            raise ValueError(
-                f"{root / name} has {counts[name]} records, by the other files there should be "
-                f"{usual * share}; it was cut, so unpack it again (the original has "
-                f"{10000 * share})"
-            )
-    return counts
-
-
-def _load(path: Path, count: int, layout: Layout) -> np.ndarray:
+def _load(path: Path, layout: _Layout) -> np.ndarray:
     """The file's records, uint8 [n, bytes of a record]."""
-    records = np.fromfile(path, np.uint8, count * layout.record).reshape(-1, layout.record)
-    for place, classes in enumerate(layout.classes):
-        wrong = np.flatnonzero(records[:, place] >= classes)
-        if len(wrong):
-            raise ValueError(
-                f"{path}, record {wrong[0]} (byte {wrong[0] * layout.record + place}): label "
-                f"{records[wrong[0], place]} is above {classes - 1} ({len(wrong)} such records); "
-                "unpack it again"
-            )
+    records = np.fromfile(path, np.uint8).reshape(-1, len(layout.labels) + _PIXELS)
+    for place, classes in enumerate(layout.labels):
+        if len(wrong := np.flatnonzero(records[:, place] >= classes)):
+            raise ValueError(f"{path}, record {wrong[0]}: its label is above {classes - 1}")
     return records

@@ -1,7 +1,7 @@
 """A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
 
 ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too; splits may have other names
-ROOT/val/CLASS/*.jpg            the same classes; or flat, as the archive has it: flat.py
+ROOT/val/CLASS/*.jpg            the same classes
 
 Labels are the places of the classes in their sorted order. A class is a folder's name.
 """
@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdkit.data import shared_listing, source
 from hvdkit.data.packed_strings import Names, packed
 from hvdkit.data.pipeline import said
-from hvdkit.data.readers import flat, listing, pictures
+from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.words import some
 
@@ -26,7 +26,6 @@ class _Listed(NamedTuple):
     """The pictures of a split, class by class."""
 
     classes: list[str]
-    folders: list[str]  # of each class, below the split's; "" where the split is flat
     files: Names  # without their folders
     starts: np.ndarray  # int64 [classes + 1]: place of each class's first picture, and the end
 
@@ -38,23 +37,19 @@ class ClassFolders:
     folders are listed once, here; no file is opened. Whether two splits hold the same classes, who
     opens both can tell.
 
-    Args:
-      train_split: the split whose folders are the classes of a flat one.
-
-    Raises ValueError, naming the folder, when a split is missing, or flat without a list of its
-    classes, a class is empty, or something in it would be left out, or a file has another size on
-    this host.
+    Raises ValueError, naming the folder, when a split is missing, a class is empty, or something in
+    it would be left out, or a file has another size on this host.
     """
 
-    def __init__(self, root: Path, split: str, train_split: str = "train"):
+    def __init__(self, root: Path, split: str):
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
-        listed = shared_listing.found(key, lambda: _list(self.root, split, train_split))
+        listed = shared_listing.found(key, lambda: _list(self.root, split))
         self.class_names = listed.classes
         self.num_classes = len(listed.classes)
         self._files, self._count = listed.files, len(listed.files)
         self._starts = listed.starts
-        self._folders = [self.root / split / name for name in listed.folders]
+        self._folders = [self.root / split / name for name in listed.classes]
         with tf.device("CPU:0"):  # where files are read
             self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
             self._start_tensor = tf.constant(listed.starts, tf.int64)
@@ -105,18 +100,15 @@ class ClassFolders:
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
-def _list(root: Path, split: str, train_split: str) -> _Listed:
+def _list(root: Path, split: str) -> _Listed:
     classes = _classes(root, split)
-    if not classes:
-        classes, by_class = flat.by_class(root, split, train_split)
-        return _Listed(classes, [""] * len(classes), *Names.joined(map(packed, by_class)))
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
-        return _Listed(classes, classes, *Names.joined(pool.map(_pictures, folders)))
+        return _Listed(classes, *Names.joined(pool.map(_pictures, folders)))
 
 
 def _classes(root: Path, split: str) -> list[str]:
-    """Names of the split's class folders, sorted; none where it is flat."""
+    """Names of the split's class folders, sorted."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -126,7 +118,12 @@ def _classes(root: Path, split: str) -> list[str]:
             f"{there or 'none'})"
         )
     classes = listing.folder_names(root / split)
-    loose = listing.file_names(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES) if classes else []
+    loose = listing.file_names(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)
+    if not classes:
+        raise ValueError(
+            f"{root / split} holds no folder; put one folder a class there (ImageNet's val comes "
+            "without: sort its pictures into folders by their synsets)"
+        )
     if loose:
         raise ValueError(
             f"{root / split} holds class folders, and pictures beside them, which are of no class: "

@@ -1,0 +1,29 @@
+"""A lock that ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+
+class NoLocks(OSError):
+    """The file system has none."""
+
+
+def take(path: Path) -> IO[str]:
+    """Locks the file, made if need be, until what is returned is closed or the process ends.
+
+    Raises:
+      BlockingIOError: another process has it.
+      NoLocks, OSError: the file cannot be locked, or not be made.
+    """
+    file = path.open("a")  # NFS locks only what may be written
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            raise
+        raise NoLocks(*error.args) from None
+    return file
