@@ -4,7 +4,7 @@
 
 Sets, all made here: "photos" are 500 x 375 JPEG of about 66 KB in class folders, cropped at random
 to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo" the
-demo's, to 64. "packed" are the same from `python -m hvdkit.data.pack`, photos with --short_side=256
+demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
 --quality=90. Printed are medians over rounds and the ratio of ours to each other one, with the
 smallest and largest of a round. --torch is the Python of an environment with
 requirements-peers.txt; without it PyTorch's column is left out. Pipelines are in input_runs.py.
@@ -86,9 +86,10 @@ def rate(python: str, name: str, kind: str, data: Path, cores: int, seconds: flo
 
 def make(kind: str, root: Path) -> None:
     """The set's files in `root`, and the set packed beside it."""
-    from hvdkit.data import pack
     from hvdkit.data.demo import scenes
     from hvdkit.data.smaller import Smaller
+
+    from hvdkit.data import pack
 
     if kind == "demo":
         scenes.make(root, scenes.Settings(train=320, val=4))

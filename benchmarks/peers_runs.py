@@ -80,7 +80,6 @@ def bare(clock: Clock, with_input: bool) -> None:
 def template(clock: Clock, run_dir: str, with_input: bool) -> None:
     """train.py with flags; only its feed is another: it tells the clock where a step begins."""
     import hvdkit
-
     import train
 
     class Feed(hvdkit.run.loop.TrainingFeed):
@@ -185,8 +184,7 @@ def _keras_parts():
     """Model, optimizer with its slots, and the function of (logits, labels) to losses."""
     import keras
     import tensorflow as tf
-
-    from tasks.classification_models import resnet50
+    from hvdkit.models.resnet import resnet50
 
     model = resnet50(SIZE, CLASSES, dropout=0.0)
     optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
@@ -210,8 +208,8 @@ def _feed(steps: int, rank: int, size: int):
     """What train.py makes of the same flags."""
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-    from hvdkit.settings import config as config_lib
 
+    from hvdkit.settings import config as config_lib
     from tasks import classification
 
     config = config_lib.parse(["peers", *_flags(steps)])

@@ -1,13 +1,54 @@
-"""Prints what the sweeps counted, at the end, whichever process ran them."""
+"""The demo's layout with little data, for runs of a few steps; a folder of checkpoints."""
 
 from __future__ import annotations
 
-import textwrap
+from pathlib import Path
+
+import pytest
+from summary_of_sweeps import pytest_terminal_summary
+
+from hvdkit.settings import project
+from ranks import PROJECT
+
+__all__ = ["pytest_terminal_summary"]
+project.use(PROJECT)
+
+from hvdkit.data.demo import scenes  # noqa: E402
+
+# A run of a few seconds; flags after these win.
+TINY_FLAGS = (
+    "--model=tiny",
+    "--image_size=32",
+    "--eval_crop=32",
+    "--global_batch_size=7",
+    "--eval_batch_size=4",
+    "--num_steps=4",
+    "--warmup_steps=0",
+    "--log_every=1",
+    "--eval_every=0",
+    "--checkpoint_every=0",
+)
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    reports = [r for found in terminalreporter.stats.values() for r in found]
-    for report in reports:
-        if getattr(report, "when", "") == "call":
-            for title, lines in report.user_properties:
-                terminalreporter.write_line(f"{title}:\n{textwrap.indent(lines.strip(), '  ')}")
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """26 training and 10 validation scenes of 32 pixels; 10 is no multiple of 3 batches of 4."""
+    root = tmp_path_factory.mktemp("tiny") / "data"
+    scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+    return root
+
+
+@pytest.fixture
+def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
+    """Flags of a tiny run with a run folder of its own."""
+    return [*TINY_FLAGS, f"--data_dir={tiny_data}", f"--run_dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture
+def kept(tmp_path: Path):
+    """`Checkpoints` that keep the two newest ones of a run on one rank."""
+    # TensorFlow takes seconds, and prints lines where hvdkit.ranks.quiet does not come first.
+    from hvdkit.checkpoint.checkpoints import Checkpoints
+    from small_checkpoints import ALONE
+
+    return Checkpoints(tmp_path / "checkpoints", keep=2, world=ALONE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,13 +11,21 @@ from hvdkit.data import crops
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
+from hvdkit.models import resnet
 from hvdkit.settings.config import Config, class_weights
 from hvdkit.train import losses
 from hvdkit.train.task import Example
 from PIL import Image, ImageDraw
 
-from tasks.classification_models import MODELS
+import models
 
+MODELS = {
+    "small": models.classifier,
+    "resnet20": partial(resnet.cifar_resnet, 20),
+    "resnet56": partial(resnet.cifar_resnet, 56),
+    "resnet50": resnet.resnet50,
+    "resnet50_keras": resnet.resnet50_keras,
+}
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
 MOST_CONFUSED = 1000  # classes: of more, no confusion matrix is counted
 LARGE = 64  # pixels: pictures from this size on are augmented as photographs

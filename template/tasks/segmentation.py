@@ -16,13 +16,17 @@ from hvdkit.data.open import open_sources
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics, whole_pictures
+from hvdkit.models.deeplab import deeplabv3plus
 from hvdkit.settings.config import PROJECT, Config, class_weights, eval_scales, scale_range
 from hvdkit.train import losses
 from hvdkit.train.task import Example
 from PIL import Image
 
-from tasks.segmentation_models import MODELS, STRIDES
+import models
 
+MODELS = {"small": models.small, "tiny": models.tiny, "deeplabv3plus": deeplabv3plus}
+# Of what the height and the width of a model's input must be multiples.
+STRIDES = {"small": 8, "tiny": 2, "deeplabv3plus": 16}
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
 DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
@@ -65,7 +69,7 @@ class Task:
                 f"{_name(self)}: stride = {self.stride!r} must be a whole number from 1 up"
             )
         if self.stride is None and self.model_name not in STRIDES:
-            raise ValueError(f"tasks/segmentation_models.py: STRIDES lacks {self.model_name}")
+            raise ValueError(f"tasks/segmentation.py: STRIDES lacks {self.model_name}")
         return self.stride or STRIDES[self.model_name]
 
     def prepare(self) -> None:

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         refuse(f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no trace, until a run listens
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nor where `| head` has read enough
+    if name == "compare":  # the others outlive who reads what they print
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.path.insert(0, str(project.folder()))
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")

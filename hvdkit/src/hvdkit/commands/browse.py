@@ -1,6 +1,6 @@
 """A sheet of training samples as the model gets them: read, cropped, mirrored, coloured.
 
-    python browse.py --flagfile=configs/demo.cfg --out=sheet.png [--count=32]
+    hvdkit browse --flagfile=configs/demo.cfg --out=sheet.png [--count=32]
 
 They are the first samples of the run that `train.py` would make with the same flags. Labels of
 pixels stand beside their picture, in colours; a class below it. Needs a task whose inputs hold
@@ -10,14 +10,10 @@ pictures, uint8 or float32 of 0 to 255.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
@@ -136,7 +132,3 @@ def main(argv: list[str]) -> int:
         return WRONG_USE
     print(f"{len(examples)} samples: {own.out}")
     return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

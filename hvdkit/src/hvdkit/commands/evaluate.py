@@ -1,7 +1,7 @@
 """Evaluates a checkpoint of a run: overall scores, scores of each class, and the worst samples.
 
-    python evaluate.py --run_dir=runs/demo                    the best checkpoint, one rank
-    horovodrun -np 2 python evaluate.py --run_dir=runs/demo --checkpoint=last --split=train
+    hvdkit evaluate --run_dir=runs/demo                    the best checkpoint, one rank
+    horovodrun -np 2 hvdkit evaluate --run_dir=runs/demo --checkpoint=last --split=train
 
 The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
 --data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
@@ -15,19 +15,10 @@ import argparse
 import contextlib
 import csv
 import heapq
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.ranks import interrupt
-
-if __name__ == "__main__":
-    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
-
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import numpy as np
 import tensorflow as tf
 from PIL import Image
@@ -182,7 +173,3 @@ def main(argv: list[str]) -> int:
     flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]
     config = load_run.settings(own.run_dir, flags)
     return load_run.on_ranks(config, own, lambda *world: evaluate(*world, own))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

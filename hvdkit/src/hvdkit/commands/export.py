@@ -1,6 +1,6 @@
 """Exports the model of a trained run as a SavedModel, which needs none of this code, and as .keras.
 
-    python export.py --run_dir=runs/demo --out=exported [--check=photo.jpg]
+    hvdkit export --run_dir=runs/demo --out=exported [--check=photo.jpg]
 
 OUT/saved_model has two signatures, for any number of pictures of one size:
     serving_default   "image": JPEG or PNG files, text [B]
@@ -20,14 +20,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvdkit.ranks import interrupt
-
-if __name__ == "__main__":
-    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
-
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import keras
 import numpy as np
 import tensorflow as tf
@@ -164,7 +156,3 @@ def main(argv: list[str]) -> int:
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, lambda *world: export(*world, own))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -1,6 +1,6 @@
 """Predicts on pictures with the model of a trained run.
 
-    python predict.py --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
+    hvdkit predict --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
 
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
@@ -15,19 +15,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.ranks import interrupt
-
-if __name__ == "__main__":
-    interrupt.end_at_once()  # Ctrl-C leaves no trace, while TensorFlow is imported
-
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
@@ -222,7 +213,3 @@ def main(argv: list[str]) -> int:
 
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, lambda *world: predict(*world, own))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -1,7 +1,7 @@
 """Reads all of a data set and lists what is wrong with it.
 
-    python -m hvdkit.data.check --data_dir=VOCdevkit/VOC2012 --data_format=voc
-    python -m hvdkit.data.check --data_dir=datasets/voc                             a packed one
+    hvdkit check --data_dir=VOCdevkit/VOC2012 --data_format=voc
+    hvdkit check --data_dir=datasets/voc                             a packed one
 
 Every sample goes through the reader that training uses. Its label must be a class, and a label
 picture must have the size of its picture. Of a packed set the shards' SHA-256 are compared first,
@@ -12,14 +12,6 @@ occurs and how large the pictures are; for the split to train on, if it has no f
 
 from __future__ import annotations
 
-from hvdkit.ranks import interrupt
-
-if __name__ == "__main__":
-    interrupt.end_at_once()
-
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import argparse
 import sys
 from collections.abc import Callable, Iterator
@@ -194,14 +186,14 @@ def _splits(root: Path, layout: str) -> list[str]:
     return sorted(path.parent.name for path in packed) or ["train", "val"]
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=argv[0], description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
-    args = parser.parse_args()
+    args = parser.parse_args(argv[1:])
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
     faults: list[str] = []
 
@@ -227,7 +219,3 @@ def main() -> int:
         if counted and counted.samples and not wrong and split == trained:
             print(f"{split}: to balance classes: {counted.weights()}", flush=True)
     return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,17 @@
 """Packs a data set into a few large files (TFRecord shards), which records.py reads.
 
-    python -m hvdkit.data.pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
+    hvdkit pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
     python train.py --data_format=records --data_dir=datasets/voc ...
 
 Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
 files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
 With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
 which is faster to read.
-After a kill, the next pack of that split into OUT removes the leftovers. `python -m hvdkit.data.check`
+After a kill, the next pack of that split into OUT removes the leftovers. `hvdkit check`
 verifies a pack.
 """
 
-import hvdkit.ranks.quiet  # noqa: F401
 
-# isort: split
 import argparse
 import hashlib
 import os
@@ -202,8 +200,10 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half done goes too
+    parser = argparse.ArgumentParser(prog=argv[0], description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=READERS, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--split", required=True, help="which split to pack")
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=16, help="number of files (default: 16)")
     parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
     parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv[1:])
     if args.quality is not None and args.short_side is None:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
@@ -233,8 +233,4 @@ def main() -> None:
         f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, read back "
         "and found the same"
     )
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done goes too
-    main()
+    return 0

@@ -1,7 +1,7 @@
 """Compares runs side by side, and says whether they are the same to the last bit.
 
-    python compare.py runs/one runs/other ...
-    python compare.py runs/one runs/other --html=compared.html --score=0.8
+    hvdkit compare runs/one runs/other ...
+    hvdkit compare runs/one runs/other --html=compared.html --score=0.8
 
 It prints a table: how each run ended, its scores, the time to a score, the settings that differ.
 --html also writes the table and the curves of all runs as one page that needs no other file.
@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -187,7 +186,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--score", type=float, help="also show each run's time to this score")
     own = made.parse_args(argv[1:])
     if len(own.folders) < 2:
-        complain("give two runs or more: python compare.py runs/one runs/other")
+        complain("give two runs or more: hvdkit compare runs/one runs/other")
         return WRONG_USE
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
     try:
@@ -209,8 +208,3 @@ def main(argv: list[str]) -> int:
     found = [verdict(ended[0], run) for run in ended[1:]]
     print("\n".join(sentence for _, sentence in found))
     return max(code for code, _ in found)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no trace where `| head` has read enough
-    sys.exit(main(sys.argv))

@@ -1,6 +1,6 @@
 """Writes a run's report.html: what was trained, where, the curves, the scores, the predictions.
 
-    python report.py runs/demo          rewrites runs/demo/report.html from the run's files
+    hvdkit report runs/demo          rewrites runs/demo/report.html from the run's files
 
 train.py writes it at the end and when it is stopped. It is one file and needs no network.
 """
@@ -220,7 +220,3 @@ def main(argv: list[str]) -> int:
             complain(str(error))
             return WRONG_USE
     return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

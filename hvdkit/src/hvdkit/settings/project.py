@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]  # this package
 
 
-@functools.cache
+_folder: list[Path] = []  # once it is known
+
+
+def use(path: Path) -> None:
+    """Names the fork's folder, for programs that neither lie nor run in it (tests)."""
+    _folder[:] = [path]
+
+
 def folder() -> Path:
     """The nearest folder with train.py and tasks/, from the script's or working folder upward.
 
     Where there is none, the working folder.
     """
+    if not _folder:
+        use(_find())
+    return _folder[0]
+
+
+def _find() -> Path:
     script = getattr(sys.modules["__main__"], "__file__", None)
     starts = [Path(script).resolve().parent] if script else []
     for start in [*starts, Path.cwd()]:

@@ -1,6 +1,6 @@
 """The demo data set: scanned handwritten digits lying on photographs, to be segmented.
 
-    python -m hvdkit.data.demo.scenes datasets/demo [--train N] [--val N] [--size S] [--seed K]
+    hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
         [--preview PNG]
 
 It is made once, without a network, from real data that scikit-learn ships: 1,797 scans of
@@ -283,13 +283,14 @@ def _already_made(root: Path, settings: Settings) -> bool:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the demo data set.")
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog=argv[0], description="Makes the demo data set.")
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
     parser.add_argument("--preview", type=Path, metavar="PNG", help="write a contact sheet")
-    args = parser.parse_args()
+    args = parser.parse_args(argv[1:])
     try:
         settings = Settings(train=args.train, val=args.val, size=args.size, seed=args.seed)
         make(args.root, settings)
@@ -298,7 +299,4 @@ def main() -> None:
     if args.preview:
         preview(args.root, args.preview)
     print(f"{args.root}: {settings.train} training and {settings.val} validation scenes")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -4,7 +4,7 @@ ROOT/SPLIT/pack.json                    what is packed, and the shards with thei
 ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
-`python -m hvdkit.data.pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
+`hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
 JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed. The
 last record of a shard is its mark: text that names the pack and the shard, so that a shard of
 another pack shows when a set is opened, whatever its size.
@@ -64,7 +64,7 @@ class Records:
 
     Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
     as sizes, the shards' marks, and the checksums of pack.json and the index tell. A record's own
-    checksum is looked at when it is read; `python -m hvdkit.data.check` looks at all of it.
+    checksum is looked at when it is read; `hvdkit check` looks at all of it.
     """
 
     def __init__(self, root: Path, split: str):
@@ -189,7 +189,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
         raise ValueError(
-            f"{path} is missing; pack the split with python -m hvdkit.data.pack, or choose another "
+            f"{path} is missing; pack the split with hvdkit pack, or choose another "
             f"(packed in {folder.parent}: {some(there) or 'none'})"
         )
     try:

@@ -1,0 +1,1 @@
+"""Networks of papers, to train from scratch or from published weights."""

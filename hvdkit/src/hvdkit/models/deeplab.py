@@ -1,0 +1,109 @@
+"""DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
+
+H and W are any multiples of 16, other ones in evaluation than in training. Inputs are a dict:
+"image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
+"""
+
+from __future__ import annotations
+
+import keras
+from keras import layers
+
+from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.preprocessing import Preprocess, wide
+
+STRIDE = 16  # pixels of the picture to one of the encoder's output; sizes are multiples of it
+_GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units
+_RATES = (6, 12, 18)  # of the pyramid's 3 x 3 convolutions
+# As in keras.applications' ResNet-50, so that all batch norms of the network are alike. The papers
+# have a momentum of 0.9997, which forgets its start after some 10,000 steps only.
+_BATCH_NORM = {"epsilon": 1.001e-5, "momentum": 0.99}
+
+
+def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
+    """Encoder and decoder of Chen et al. 2018 (arXiv:1802.02611, section 3.1), output stride 16.
+
+    Multi-grid and pyramid are those of Chen et al. 2017 (arXiv:1706.05587, sections 3.2 and 3.3).
+    Dropout is where the authors' code has it: after the pyramid. Sizes are even here and upsampling
+    takes pixel centres at one half; the papers' sizes are odd (513) and their corners are aligned.
+
+    Raises:
+      ValueError: `size`, of a training crop, is no multiple of 16.
+    """
+    if size % STRIDE:
+        raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}")
+    backbone = _atrous_resnet50()
+    inputs = {"image": backbone.inputs[0]}
+    low = backbone.get_layer("conv2_block3_out").output  # the last features of stride 4
+    x = _pyramid(backbone.output)
+    if dropout:
+        inputs["key"] = keras.Input((2,), dtype="int32", name="key")
+        x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
+    x = layers.UpSampling2D(4, interpolation="bilinear")(x)
+    x = layers.Concatenate()([x, _conv(low, 48, 1, "decoder_low")])
+    x = _conv(_conv(x, 256, 3, "decoder_1"), 256, 3, "decoder_2")
+    # In float32 at least, whatever came before.
+    x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
+    x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
+    model = keras.Model(inputs, x, name="deeplabv3plus")
+    model.backbone = backbone.layers[-1].name  # the last layer that --backbone_weights fills
+    return model
+
+
+@keras.saving.register_keras_serializable(package="tasks")
+class SpreadOver(layers.Layer):
+    """[B, 1, 1, C] and [B, H, W, any] -> [B, H, W, C], the same everywhere."""
+
+    def call(self, inputs):
+        x, like = inputs
+        batch, height, width, _ = keras.ops.shape(like)
+        return keras.ops.broadcast_to(x, (batch, height, width, x.shape[-1]))
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[1][:3], input_shape[0][-1])
+
+
+def _pyramid(x):
+    """Atrous spatial pyramid pooling: 1 x 1, three rates, and the picture's mean."""
+    branches = [_conv(x, 256, 1, "aspp_1x1")]
+    branches += [_conv(x, 256, 3, f"aspp_rate{rate}", rate) for rate in _RATES]
+    pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
+    branches.append(SpreadOver()([_conv(pooled, 256, 1, "aspp_picture"), x]))
+    return _conv(layers.Concatenate()(branches), 256, 1, "aspp_project")
+
+
+def _conv(x, filters: int, kernel: int, name: str, rate: int = 1):
+    """Convolution, batch norm, ReLU."""
+    x = layers.Conv2D(
+        filters,
+        kernel,
+        padding="same",
+        dilation_rate=rate,
+        use_bias=False,
+        kernel_initializer="he_normal",
+        name=f"{name}_conv",
+    )(x)
+    x = layers.BatchNormalization(**_BATCH_NORM, name=f"{name}_bn")(x)
+    return layers.ReLU()(x)
+
+
+def _atrous_resnet50() -> keras.Model:
+    """keras.applications' ResNet-50, its last block with rates 2, 4 and 8 in place of its stride.
+
+    Names and shapes of its layers are unchanged, so its published weights fit. A rate is the
+    multi-grid's factor times 2, for the stride that is left out.
+    """
+    rates = {f"conv5_block{unit}_2_conv": 2 * factor for unit, factor in enumerate(_GRID, 1)}
+
+    def dilated(layer: layers.Layer) -> layers.Layer:
+        settings = layer.get_config()
+        if layer.name in ("conv5_block1_0_conv", "conv5_block1_1_conv"):
+            settings["strides"] = (1, 1)
+        elif layer.name in rates:
+            settings["dilation_rate"] = (rates[layer.name],) * 2
+        return layer.__class__.from_config(settings)
+
+    image = keras.Input((None, None, 3), name="image")
+    pixels = Preprocess(name="preprocess")(image)
+    plain = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
+    return keras.models.clone_model(plain, clone_function=dilated)

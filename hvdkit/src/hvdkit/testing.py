@@ -1,0 +1,191 @@
+"""What a fork's tests use: real ranks that never hang, and two promises of a task.
+
+    from hvdkit import testing
+
+    def test_same_weights_on_any_number_of_ranks():
+        testing.assert_same_weights("--flagfile=configs/mine.cfg", ranks=(1, 2))
+
+    def test_it_learns_one_batch():
+        testing.assert_learns_one_batch("--flagfile=configs/mine.cfg")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.settings import project
+
+_LAST_LINES = 25  # of each rank, shown when a launch times out or fails unexpectedly
+
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+_HORUN = (
+    "from horovod.runner import launch; launch.gloo_built = lambda verbose=False: True; "
+    "launch.run_commandline()"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """How a launch ended: the launcher's exit code, and everything that was printed."""
+
+    code: int
+    output: str
+    seconds: float
+
+    def errors(self) -> list[str]:
+        """The lines that start with `error:`, whatever rank they come from."""
+        return re.findall(r"^(?:\[[\d,]+\]<\w+>:)?error: (.*)$", self.output, re.MULTILINE)
+
+
+def launch(
+    ranks: int,
+    command: list[str],
+    backend: str = "",
+    timeout: float = 400,
+    env: dict[str, str] | None = None,
+    launcher_flags: list[str] | None = None,
+    kill_when: Callable[[], bool] | None = None,
+    python: str = sys.executable,
+) -> Launch:
+    """Runs `python COMMAND` in the project on `ranks` ranks and waits for its end.
+
+    Args:
+      backend: gloo, horovodrun (over Gloo) or mpi (through horovodrun), mpirun, or alone (no
+        launcher, one rank). gloo is horovodrun without its import of TensorFlow, which only asks
+        whether there is Gloo. By default what starts soonest: MPI's ranks get in each other's way
+        where they are more than cores.
+      kill_when: SIGKILL everything as soon as this is true; the code is then -9.
+    Raises:
+      AssertionError: it did not end in `timeout` seconds; it was killed, and the message holds
+        each rank's last lines.
+    """
+    backend = backend or {1: "alone", 2: "mpirun"}.get(ranks, "gloo")
+    prefix = {
+        "alone": [],
+        "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--tag-output"],
+        "gloo": [sys.executable, "-c", _HORUN, "--gloo", "--disable-cache", "-np", str(ranks)],
+        "horovodrun": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
+        "mpi": ["horovodrun", "--mpi", "--disable-cache", "-np", str(ranks)],
+    }[backend]
+    words = [*prefix, *(launcher_flags or []), python, *map(str, command)]
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            words,
+            cwd=project.folder(),
+            env=os.environ | ENVIRONMENT | (env or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = _wait(process, timeout, kill_when)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_session(process.pid)
+        log.seek(0)
+        output = log.read()
+    if code is None:
+        raise AssertionError(f"{words} hung: killed after {timeout} s\n{last_lines(output)}")
+    return Launch(code, output, time.monotonic() - start)
+
+
+def assert_same_weights(*flags: str, ranks: Sequence[int] = (1, 2), steps: int = 3) -> None:
+    """Trains a few steps in float64 on each number of ranks: the weights differ by rounding alone.
+
+    Raises:
+      AssertionError: a run did not end well, or a weight differs by more than 1e-9 of the largest
+        of its array; the message names it.
+    """
+    found = {count: _weights(flags, count, steps) for count in ranks}
+    first, *others = ranks
+    for count in others:
+        for name, value in found[first].items():
+            scale = max(float(np.max(np.abs(value), initial=0.0)), 1e-30)
+            apart = float(np.max(np.abs(found[count][name] - value), initial=0.0)) / scale
+            assert apart < 1e-9, f"{name} on {count} ranks differs from {first}: {apart:.1e}"
+
+
+def assert_learns_one_batch(*flags: str, steps: int = 50, factor: float = 0.5) -> None:
+    """Trains on the same few samples again and again: the loss falls to `factor` of its start.
+
+    Raises:
+      AssertionError: the run did not end well, or the loss did not fall enough.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"--num_steps={steps}", "--log_every=1", "--eval_every=0", "--checkpoint_every=0"]
+        own += [f"--run_dir={folder}/run", "--resume=never", "--warmup_steps=0"]
+        ended = launch(1, ["train.py", *flags, *own])
+        assert ended.code == 0, last_lines(ended.output)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    start, end = np.mean(losses[:3]), np.mean(losses[-3:])
+    assert end < factor * start, f"the loss went from {start:.4g} to {end:.4g} in {steps} steps"
+
+
+def _weights(flags: Sequence[str], ranks: int, steps: int) -> dict[str, np.ndarray]:
+    """Variables of the model after a short run, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--precision=float64", "--deterministic", f"--num_steps={steps}", "--eval_every=0"]
+        own += [f"--run_dir={folder}/run", "--resume=never", "--warmup_steps=0"]
+        ended = launch(ranks, ["train.py", *flags, *own])
+        assert ended.code == 0, last_lines(ended.output)
+        path = Path(folder) / "run" / "checkpoints" / f"step-{steps:08d}" / "state.npz"
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files if name.startswith("model/")}
+
+
+def last_lines(output: str) -> str:
+    """The last lines of each rank, by the tags that the launchers put before them."""
+    by_rank: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        tag = re.match(r"\[(?:\d+,)?(\d+)\]<", line)
+        by_rank.setdefault(f"rank {tag[1]}" if tag else "launcher", []).append(line)
+    parts = [f"--- {who}\n" + "\n".join(ls[-_LAST_LINES:]) for who, ls in sorted(by_rank.items())]
+    return "\n".join(parts)
+
+
+def _wait(process: subprocess.Popen, timeout: float, kill_when: Callable[[], bool] | None) -> int:
+    if kill_when is None:
+        return process.wait(timeout)
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            return process.returncode
+        if kill_when():
+            kill_session(process.pid)
+            return process.wait()
+        time.sleep(0.05)
+    raise subprocess.TimeoutExpired(process.args, timeout)
+
+
+def kill_session(session: int) -> None:
+    """Kills whatever is left of a launch, also ranks that have process groups of their own."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == session:
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+        except (OSError, ProcessLookupError):
+            continue  # it ended by itself

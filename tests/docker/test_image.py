@@ -1,0 +1,285 @@
+"""The image's files: lint, and what it must not hold. It is built by image_build.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from hosts import ENVIRONMENT, LEAVES_NO_TRACE, ROOT, Host, Hosts, require, run
+from projects import GIT, shell
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=ENVIRONMENT["PATH"])
+    assert found, f"no {name}: pip install -r requirements-dev.txt"
+    return found
+
+
+def test_hadolint_finds_nothing():
+    ended = run([tool("hadolint"), ROOT / "Dockerfile"], timeout=60)
+    assert ended.code == 0, ended.output
+
+
+def test_shellcheck_finds_nothing():
+    scripts = [*(ROOT / "docker").glob("*.sh"), *(ROOT / "launch").glob("*.sh")]
+    ended = run([tool("shellcheck"), *scripts, ROOT / "launch/slurm.sbatch"], timeout=60)
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.parametrize(
+    "pattern, what",
+    [
+        (r"<<", "heredocs"),
+        (r"^\s*FROM\s+\S*stage-\$", "stages named by an argument"),
+        (r"COPY\s[^\n]*--(link|exclude|parents)", "COPY --link, --exclude, --parents"),
+        (r"^#\s*syntax=", "a syntax line"),
+        (r"--mount=type=(?!secret,id=[\w.]+(,mode=0444)? )", "mounts of other kinds than secrets"),
+    ],
+)
+def test_only_what_all_builders_know(pattern: str, what: str):
+    assert not re.search(pattern, DOCKERFILE, re.MULTILINE), what
+
+
+def test_it_runs_as_an_ordinary_user_by_number():
+    """By number, so that Kubernetes can tell that it is not root."""
+    last = re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1]
+    assert last == "${UID}:${GID}"
+    assert "\nARG UID=1000\nARG GID=1000\n" in DOCKERFILE
+
+
+def test_every_source_of_a_copy_is_let_through():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    sources = re.findall(r"^COPY (?:--chown=\S+ )?([^-\s]\S*) ", DOCKERFILE, re.MULTILINE)
+    for source in sources:
+        top = source.replace("${PROJECT}", "template").split("/")[0]
+        assert f"!{top}" in ignored, source
+        assert (ROOT / source.replace("${PROJECT}", "template")).exists(), source
+
+
+@pytest.mark.parametrize("folder", ["", "template"])
+def test_passwords_and_keys_stay_outside(folder: str):
+    """A pattern after the last ! counts whatever was let through."""
+    ignored = (ROOT / folder / ".dockerignore").read_text().rpartition("\n!")[2].splitlines()
+    assert {"**/pip.conf", "**/.netrc", "**/.env*", "**/*.pem", "**/id_rsa*"} <= set(ignored)
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Path:
+    """A checkout, and a stand-in for docker that shows what it was told."""
+    checkout = tmp_path / "checkout"
+    (checkout / "docker").mkdir(parents=True)
+    shutil.copy(ROOT / "docker/build.sh", checkout / "docker")
+    shutil.copy(ROOT / "Dockerfile", checkout)
+    where = "https://ada:geheim@git.example.com/train.git"
+    shell(f"git init -q; git add -A; git commit -qm 1; git remote add origin {where}", checkout)
+    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "BUILDKIT $DOCKER_BUILDKIT" "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    return checkout / "docker/build.sh"
+
+
+@pytest.mark.parametrize("device, driver", [("cpu", True), ("gpu", False)])
+def test_what_the_builder_is_told(builder: Path, tmp_path: Path, device: str, driver: bool):
+    base = "ubuntu@sha256:" + "ab" * 32
+    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "BUILDER": "docker", "DEVICE": device}
+    env |= {"RUNTIME_IMAGE": base, "SOURCE_DATE_EPOCH": "0", **GIT}
+    ended = run([builder, "--build-arg", "UID=7"], 20, env)
+    assert ended.code == 0, ended.output
+    told = ended.output.splitlines()
+    assert told[:2] == ["BUILDKIT 1", "build"] and told[-4:-1] == ["--build-arg", "UID=7", "."]
+    labels = {
+        "created": "1970-01-01T00:00:00Z", "source": "https://git.example.com/train.git",
+        "base.name": base, "base.digest": base.split("@")[1],
+        "revision": shell("git rev-parse HEAD", builder.parent).strip(),
+    }  # fmt: skip
+    for name, text in labels.items():
+        assert f"org.opencontainers.image.{name}={text}" in told
+    assert "geheim" not in ended.output
+    assert ("NVIDIA_VISIBLE_DEVICES=void" in told) == driver
+
+
+def test_the_list_of_packages_is_sound(tmp_path: Path):
+    """Of this machine, where the script runs as it does in an image; image_build.py has that."""
+    require("dpkg-query")
+    ended = run([sys.executable, ROOT / "docker/sbom.py", "train:cpu"], 60)
+    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(ended.output) is None
+    kinds = {part["purl"].split("/")[0] for part in json.loads(ended.output)["components"]}
+    assert {"pkg:pypi", "pkg:deb"} <= kinds
+
+
+def test_ssh_is_by_key_only_on_a_high_port():
+    settings = (ROOT / "docker" / "sshd_config").read_text()
+    assert "PasswordAuthentication no" in settings
+    assert int(re.search(r"^Port (\d+)", settings, re.MULTILINE)[1]) > 1024
+    assert "HostKey " not in settings  # made at start
+
+
+def test_nothing_secret_is_in_the_repository():
+    marker = b"PRIVATE KEY" + b"-----"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in listed.split():
+        path = ROOT / name
+        if path.is_file() and path.stat().st_size < 1 << 20:
+            assert marker not in path.read_bytes(), name
+
+
+def test_compose_describes_two_nodes_of_one_image():
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    services = compose["services"]
+    assert set(services) == {"keys", "node1", "node2"}
+    assert {s["image"] for s in services.values()} == {"${IMAGE:-train:cpu}"}
+    for name in ("node1", "node2"):
+        assert services[name]["hostname"] == name
+        for volume in services[name]["volumes"]:
+            assert volume.split(":")[0] in compose["volumes"]
+    command = services["node1"]["command"]
+    assert "node1:1,node2:1" in command
+    assert (ROOT / command[0]).exists()
+
+
+_RANK = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(75)
+signal.signal(signal.SIGUSR1, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+ENTRYPOINT = str(ROOT / "docker/entrypoint.sh")
+SERVER = Path("/tmp/.sshd-0")  # where the entrypoint keeps what its ssh server needs
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """One, on which nothing has the entrypoint's port, 2222."""
+    hosts = Hosts(tmp_path, 1, ssh_port=2200)
+    yield hosts[1]
+    hosts.end()
+    shutil.rmtree(SERVER, ignore_errors=True)
+
+
+def serve(host: Host, home: Path, **env: str) -> subprocess.Popen:
+    """The entrypoint's ssh server, once it answers."""
+    env = os.environ | ENVIRONMENT | {"HOME": str(home)} | env
+    server = subprocess.Popen(host.words(ENTRYPOINT, "sshd"), env=env)
+    for _ in range(100):
+        if (SERVER / "pid").exists() and host.run(ENTRYPOINT, "healthy", timeout=20).code == 0:
+            return server
+        time.sleep(0.1)
+    raise AssertionError("the ssh server does not answer")
+
+
+def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_path: Path):
+    """entrypoint.sh sshd: healthy while it serves, and SIGTERM waits for a rank."""
+    saved, env = tmp_path / "saved", os.environ | ENVIRONMENT | {"HOROVOD_RANK": "0"}
+    server = serve(host, tmp_path)
+    words = host.words(sys.executable, "-c", _RANK, str(saved))
+    rank = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
+    assert rank.stdout.readline() == b"ready\n"
+    [child] = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGTERM)
+    assert server.wait(30) == 0
+    assert saved.exists(), "ended without waiting for the rank"
+    assert rank.wait(10) == 75
+    assert host.run(ENTRYPOINT, "healthy", timeout=20).code != 0
+
+
+def test_a_killed_ssh_server_is_no_success(host: Host, tmp_path: Path):
+    server = serve(host, tmp_path)
+    host.sh(f"kill -KILL $(cat {SERVER}/pid)")
+    assert server.wait(30) == 137
+
+
+# Of services, as Kubernetes puts them into every container; MY_PORT is a name like any other.
+_SERVICES = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443",
+    "KUBERNETES_SERVICE_PORT_HTTPS": "443", "KUBERNETES_PORT": "tcp://10.0.0.1:443",
+    "KUBERNETES_PORT_443_TCP": "tcp://10.0.0.1:443", "KUBERNETES_PORT_443_TCP_ADDR": "10.0.0.1",
+    "MY_PORT_SERVICE_HOST": "10.0.0.2", "MY_PORT_PORT": "udp://10.0.0.2:7",
+}  # fmt: skip
+_KEPT = {
+    "MASTER_PORT": "29500", "MASTER_ADDR": "node1", "DB_SERVICE_HOST": "db", "DB_PORT": "5432",
+    "PROXY_PORT_RANGE": "1-2", "QUOTED": 'a "b" \'c\' # d', "SLASHES": r"C:\\a\b \"x\\",
+    "EMPTY": "", "SPACES": "  a  b  ", "DOLLAR": "$HOME %h `id` *",
+}  # fmt: skip
+
+
+@pytest.fixture
+def ordinary(host: Host) -> Iterator[Path]:
+    """The home of user 4321, there only; with what the image has in /app."""
+    home = Path(tempfile.mkdtemp())
+    for folder in ("docker", "launch"):
+        shutil.copytree(ROOT / folder, home / folder)
+    (home / ".ssh").mkdir()
+    (home / "passwd").write_text(
+        f"root:x:0:0::/root:/bin/sh\ntrainer:x:4321:4321::{home}:/bin/sh\n"
+    )
+    for path in (home, *home.rglob("*")):
+        os.chown(path, 4321, 4321)
+    host.sh(f"mount --bind {home}/passwd /etc/passwd")
+    yield home
+    shutil.rmtree(home)
+    shutil.rmtree("/tmp/.sshd-4321", ignore_errors=True)
+
+
+def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
+    host: Host, ordinary: Path, tmp_path: Path
+):
+    own = Path("/tmp/.sshd-4321")
+    own.mkdir(mode=0o777)
+    os.chown(own, 4321, 4321)
+    shutil.copy(tmp_path / "key.pub", ordinary / ".ssh/authorized_keys")
+    env = {**ENVIRONMENT, "HOME": str(ordinary), **_SERVICES, **_KEPT, "LINES": "a\nb"}
+    words = ["setpriv", "--reuid=4321", "--regid=4321", "--clear-groups"]
+    words = host.words(*words, ordinary / "docker/entrypoint.sh", "sshd")
+    server = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    said = list(iter(server.stderr.readline, "Server listening on :: port 2222.\n"))
+    assert said[0].startswith("ssh sessions do not get LINES"), said
+    modes = {path.name: path.stat().st_mode & 0o777 for path in own.iterdir()}
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert modes["sshd_config"] == modes["host_key"] == 0o600
+    assert not [name for name in modes if name.startswith("sshd_config.")]
+    words = ["ssh", "-p", "2222", "-i", tmp_path / "key", *LEAVES_NO_TRACE, "trainer@node1"]
+    assert host.run(*words, "umask").output == host.run("sh", "-c", "umask").output
+    output = host.run(*words, "env -0").output
+    seen = dict(variable.split("=", 1) for variable in output.rstrip("\0").split("\0"))
+    assert {name: seen.get(name) for name in _KEPT} == _KEPT
+    assert not seen.keys() & {*_SERVICES, "LINES"}
+
+
+def test_a_folder_of_somebody_elses_is_not_used(host: Host, tmp_path: Path):
+    """In /tmp anybody may have made it, to read what is written there."""
+    SERVER.mkdir()
+    os.chown(SERVER, 4321, 4321)
+    ended = host.run(ENTRYPOINT, "sshd", timeout=20)
+    assert ended.code == 1 and f"{SERVER} is there and not this user's" in ended.output
+    assert not list(SERVER.iterdir())
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_exit_codes_pass_the_entrypoint(code: int):
+    assert run([ENTRYPOINT, "sh", "-c", f"exit {code}"], 20).code == code
+    assert run([ENTRYPOINT], 20).code == 2
+
+
+def test_compose_hands_on_the_runs_exit_code():
+    head = (ROOT / "docker" / "compose.yaml").read_text().split("services:")[0]
+    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head

@@ -1,0 +1,93 @@
+"""A newcomer's walk: the README's commands, as written, in a fresh clone. `make slow-test` runs it.
+
+The set-up alone is there already: tests/setup_real.py does it from nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from projects import ROOT, repository, shell
+
+README = (ROOT / "README.md").read_text()
+
+
+def block(section: str, language: str = "sh") -> str:
+    """The first code block of a section."""
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.search(rf"^```{language}\n(.*?)^```", text, re.M | re.S)[1]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    folder = repository(tmp_path_factory.mktemp("walk") / "clone")
+    (folder / ".venv").symlink_to(os.path.realpath(ROOT / ".venv"))
+    return folder
+
+
+def own_pictures(folder: Path, count: int = 12) -> None:
+    """As the README says: a bright square is class 1, a dark one class 2, the edge is ignored."""
+    for part in ("images", "labels", "splits"):
+        (folder / part).mkdir(parents=True)
+    draws, names = np.random.default_rng(3), [f"street{n}" for n in range(count)]
+    for name in names:
+        image = draws.integers(90, 160, (150, 200, 3)).astype(np.uint8)
+        label = np.zeros((150, 200), np.uint8)
+        for kind, colour in ((1, 250), (2, 5)):
+            top, left = draws.integers(10, 80), draws.integers(10, 120)
+            image[top : top + 50, left : left + 50] = colour
+            label[top : top + 50, left : left + 50] = kind
+        label[:2] = 255
+        Image.fromarray(image).save(folder / "images" / f"{name}.jpg", quality=95)
+        Image.fromarray(label).save(folder / "labels" / f"{name}.png")
+    (folder / "splits" / "train.txt").write_text("\n".join(names[3:]) + "\n")
+    (folder / "splits" / "val.txt").write_text("\n".join(names[:3]) + "\n")
+
+
+@pytest.mark.slow
+def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
+    first = block("Two commands").splitlines()[0]
+    assert first.startswith("make train ")
+    printed = shell(first, clone, timeout=1200)
+    assert "report: runs/demo/report.html" in printed, printed[-3000:]
+    assert float(re.findall(r"miou ([\d.]+)", printed)[-1]) > 0.8
+    project = clone / "template"
+    report = (project / "runs/demo/report.html").read_text()
+    assert "IoU of each class" in report
+    # Names of XML's namespaces are no addresses that a browser opens.
+    assert not re.search(r"""(src|href)=["']?https?:|url\(["']?https?:""", report)
+
+    own = block("Your own pictures")
+    own_pictures(project / "mine")
+    printed = shell(f"cd {clone}\n{own}", clone, timeout=600)
+    assert "all is well" in printed and "dry run: it works" in printed
+    assert "try --base_lr=" in printed and "--batch_per_rank=" in printed
+    assert (project / "sheet.png").exists()
+    assert "report: runs/mine/report.html" in printed.splitlines()[-1]
+
+    (project / "folder_of_photos").mkdir()
+    photo = Image.fromarray(np.random.default_rng(1).integers(0, 255, (90, 130, 3), np.uint8))
+    photo.save(project / "photo.jpg")
+    photo.save(project / "folder_of_photos" / "one.webp")
+    (project / "runs" / "other").symlink_to(project / "runs" / "mine")
+    for line in block("After training").splitlines():
+        ending = " || [ $? -le 2 ]" if line.startswith("hvdkit compare") else ""
+        shell(f"PATH={clone}/.venv/bin:$PATH\n{line.split('  #')[0]}{ending}", project)
+    assert (project / "predicted/overlays/photo.jpg.png").exists()
+    assert (project / "predicted/overlays/one.webp.png").exists()
+    assert (project / "compared.html").exists() and list(
+        project.glob("runs/demo/evaluation/*/*.csv")
+    )
+
+    served = block("After training", "python").replace("exported/", f"{project}/exported/")
+    (tmp_path / "serve.py").write_text(served.replace("photo.jpg", f"{project}/photo.jpg"))
+    printed = shell(f"{clone}/.venv/bin/python -I serve.py", tmp_path)
+    assert "(1, 90, 130)" in printed
+
+    shell(block("Fork it").strip() + " ARGS=--defaults", clone)
+    assert (clone / "../my-model/train.py").exists()

@@ -1,0 +1,264 @@
+"""Hosts on one machine: each has its own network, name, processes, mounts and sshd.
+
+A host is a process in namespaces of its own (its sshd, number 1 there) on a bridge that all
+share. When that process ends, so does everything on the host and so does its network: nothing
+is left behind, whatever a test did.
+
+They help nobody: a command over ssh finds what Debian's sshd gives it, no PATH to the project and
+no variables; each host has a home of its own, with the user's key and nothing else in it, and a
+umask that keeps files to their owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 2222
+_LAST_LINES = 60
+# No host key is left behind that the product would have to learn by itself.
+LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
+
+# Where a command is typed the environment is active, as the README says; that root may run MPI
+# stands for the ordinary user that a cluster has.
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def require(*programs: str) -> None:
+    """Skips a test that needs root and these programs; in CI it fails instead."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [p for p in programs if not shutil.which(p, path=path)]
+    reason = f"needs {', '.join(missing)}: see .ci/run" if missing else ""
+    if os.geteuid() != 0:
+        reason = "needs root, for namespaces"
+    if reason and os.environ.get("CI"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str
+    seconds: float
+
+
+def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Ended:
+    """Runs a command to its end, in a session of its own.
+
+    Raises:
+      AssertionError: it did not end in `timeout` seconds; it was killed, the message has its
+        last lines.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(
+        list(map(str, words)),
+        env=os.environ | ENVIRONMENT | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        **how,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        output, _ = process.communicate()
+        lines = "\n".join(output.splitlines()[-_LAST_LINES:])
+        raise AssertionError(f"{words} hung: killed after {timeout} s\n{lines}") from None
+    return Ended(process.returncode, output, time.monotonic() - start)
+
+
+class Host:
+    """One of them; `pid` is its sshd as the machine sees it."""
+
+    def __init__(
+        self, folder: Path, number: int, count: int, switch: int, key: Path, ssh_port: int
+    ) -> None:
+        self.name, self.address = f"node{number}", f"10.77.0.{number}"
+        self._folder = folder / self.name
+        self.home = self._folder / "home"
+        (self.home / ".ssh").mkdir(parents=True, mode=0o700)
+        self._write_settings(key, count, ssh_port)
+        script = f"""
+            set -e
+            hostname {self.name}
+            mount --bind {self._folder}/hosts /etc/hosts
+            mount --bind {self._folder}/passwd /etc/passwd
+            read -r _ # until its network is there
+            umask 077
+            exec env --ignore-environment /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
+        """
+        namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc"]
+        self._outer = subprocess.Popen(
+            ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.pid = _only_child(self._outer.pid)
+        self._connect(switch, number)
+        self._outer.stdin.write(b"\n")
+        self._outer.stdin.flush()
+
+    def _write_settings(self, key: Path, count: int, ssh_port: int) -> None:
+        names = "".join(f"10.77.0.{n} node{n}\n" for n in range(1, count + 1))
+        self.hosts_file = self._folder / "hosts"
+        self.hosts_file.write_text(f"127.0.0.1 localhost\n{names}")
+        host_key = self._folder / "host_key"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key], check=True)
+        (self._folder / "sshd_config").write_text(
+            f"Port {ssh_port}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nPidFile none\n"
+            "UsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
+            "MaxStartups 100\n"
+        )
+        users = Path("/etc/passwd").read_text()
+        users = re.sub(r"^(root(?::[^:\n]*){4}):[^:\n]*", rf"\1:{self.home}", users, flags=re.M)
+        (self._folder / "passwd").write_text(users)
+        shutil.copy(key, self.home / ".ssh" / "id_ed25519")
+
+    def _connect(self, switch: int, number: int) -> None:
+        port = f"port{number}"
+        _in_network(switch, f"ip link add {port} type veth peer name eth0 netns {self.pid}")
+        _in_network(switch, f"ip link set {port} master bridge0 up")
+        for command in (
+            "ip link set lo up",
+            f"ip address add {self.address}/24 dev eth0",
+            "ip link set eth0 up",
+        ):
+            _in_network(self.pid, command)
+
+    def words(self, *command: str) -> list[str]:
+        """The command that runs `command` on this host."""
+        enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc"]
+        home = ["--", "env", f"HOME={self.home}"]
+        return [*enter, "--pid", f"--wd={ROOT / 'template'}", *home, *map(str, command)]
+
+    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Ended:
+        return run(self.words(*command), timeout, env)
+
+    def sh(self, script: str) -> str:
+        """A few quick commands; an error is raised if one fails."""
+        ended = self.run("sh", "-ec", script, timeout=30)
+        assert ended.code == 0, ended.output
+        return ended.output
+
+    def shape(self, megabits: int, switch: int) -> None:
+        """Limits what the host sends and receives."""
+        shaper = f"root tbf rate {megabits}mbit burst 64kb latency 100ms"
+        _in_network(self.pid, f"tc qdisc replace dev eth0 {shaper}")
+        _in_network(switch, f"tc qdisc replace dev port{self.name[4:]} {shaper}")
+
+    def end(self) -> None:
+        """As if its power were cut."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._outer.stdin.close()
+        self._outer.wait(10)
+
+
+class Hosts:
+    """`count` hosts named node1, node2, ... and the bridge between them."""
+
+    def __init__(self, folder: Path, count: int, ssh_port: int = PORT) -> None:
+        require("sshd", "ssh", "ip", "tc", "unshare", "nsenter")
+        Path("/run/sshd").mkdir(exist_ok=True)
+        self._port, self._key = ssh_port, folder / "key"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._key], check=True)
+        self._bridge = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        self.switch = self._bridge.pid
+        _wait_for_own_network(self.switch)
+        _in_network(self.switch, "ip link add bridge0 type bridge")
+        _in_network(self.switch, "ip link set bridge0 up")
+        self._hosts: list[Host] = []
+        try:
+            for number in range(1, count + 1):
+                self._hosts.append(Host(folder, number, count, self.switch, self._key, ssh_port))
+            for host in self._hosts:
+                self._wait_for_ssh(host)
+                # Slower than this machine can copy, so that it shows when one is slower still.
+                host.shape(400, self.switch)
+        except BaseException:
+            self.end()
+            raise
+
+    def __getitem__(self, number: int) -> Host:
+        """By its number, from 1."""
+        return self._hosts[number - 1]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
+
+    def cut(self, host: Host, back: bool = False) -> None:
+        """Off the network, as if its cable were pulled, or back on it; what runs there runs on."""
+        _in_network(self.switch, f"ip link set port{host.name[4:]} {'up' if back else 'down'}")
+
+    def end(self) -> None:
+        for host in self._hosts:
+            host.end()
+        self._bridge.kill()
+        self._bridge.wait(10)
+
+    def _wait_for_ssh(self, host: Host) -> None:
+        for _ in range(50):
+            words = ["ssh", "-p", str(self._port), *LEAVES_NO_TRACE, host.name, "hostname"]
+            ended = self[1].run(*words, timeout=10)
+            if ended.output.strip() == host.name:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"no ssh from node1 to {host.name}: {ended.output}")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Three hosts."""
+    three = Hosts(tmp_path_factory.mktemp("hosts"), 3)
+    yield three
+    three.end()
+
+
+def _in_network(pid: int, command: str) -> None:
+    words = ["nsenter", "--target", str(pid), "--net", *command.split()]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{command}: {ended.stderr}"
+
+
+def _only_child(pid: int) -> int:
+    for _ in range(100):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        time.sleep(0.02)
+    raise AssertionError("unshare started nothing")
+
+
+def _wait_for_own_network(pid: int) -> None:
+    for _ in range(100):
+        if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+            return
+        time.sleep(0.02)
+    raise AssertionError("no network namespace")

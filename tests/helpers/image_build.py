@@ -1,0 +1,369 @@
+"""Builds the CPU image for real, and trains in it: alone, and from two containers over ssh.
+
+    make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
+
+Not collected by `make test`. Both bases are a Debian made here by debootstrap. The image that was
+built is run as two roots, each with a network, a name and processes of its own (hosts.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from hosts import ROOT, Hosts, require, run
+from projects import make, repository
+
+BASE, IMAGE = "localhost/bookworm:base", "localhost/train:cpu"
+MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
+# Settings of the machine that builds, without which packages cannot be fetched in some networks.
+_LENT = "etc/apt/apt.conf.d/*proxy*"
+_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_WHEELS = os.environ.get("IMAGE_WHEELS", "")  # a folder that keeps them between builds
+_TINY = (
+    *("--image_size=32", "--global_batch_size=4", "--num_steps=3", "--warmup_steps=0"),
+    *("--log_every=1", "--eval_every=0", "--checkpoint_every=0", "--run_dir=/runs/test"),
+)
+
+pytestmark = pytest.mark.timeout(3000)
+
+
+def buildah(*words: str, timeout: float = 300) -> str:
+    ended = run(["buildah", *words], timeout, env={"BUILDAH_ISOLATION": "chroot"})
+    assert ended.code == 0, ended.output[-5000:]
+    return ended.output.strip()
+
+
+def make_base(folder: Path) -> None:
+    """A plain Debian as an image."""
+    require("buildah", "debootstrap")
+    if run(["buildah", "inspect", BASE], 60).code == 0:
+        return
+    root = folder / "root"
+    ended = run(["debootstrap", "--variant=minbase", "bookworm", root, MIRROR], 900)
+    assert ended.code == 0, ended.output[-3000:]
+    for path in Path("/").glob(_LENT):
+        target = root / path.relative_to("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    container = buildah("from", "scratch")
+    buildah("add", container, str(root), "/")
+    buildah("config", "--cmd", "bash", container)
+    buildah("commit", "--rm", container, BASE)
+
+
+@pytest.fixture(scope="module")
+def sbom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the image, which is built here."""
+    folder = tmp_path_factory.mktemp("base")
+    make_base(folder)
+    build(ROOT, IMAGE, SBOM=str(folder / "sbom.json"))
+    return folder / "sbom.json"
+
+
+@pytest.fixture(scope="module")
+def image(sbom: Path) -> str:
+    return IMAGE
+
+
+def build(project: Path, image: str, *flags: str, **settings: str) -> None:
+    """By docker/build.sh. Layers are kept: a second project compiles nothing."""
+    env = {"DEVICE": "cpu", "BASE_IMAGE": BASE, "RUNTIME_IMAGE": BASE, "IMAGE": image}
+    env |= {"BUILDER": "buildah", "BUILDAH_ISOLATION": "chroot", "BUILDAH_LAYERS": "true"}
+    words = ["nice", "-n", "5", str(project / "docker/build.sh"), *flags]
+    words += ["--secret", f"id=ca,src={_CERTIFICATES}"]  # PyPI's, or this network's own
+    if _WHEELS:  # Horovod is compiled once
+        Path(_WHEELS).mkdir(parents=True, exist_ok=True)
+        words += ["--volume", f"{_WHEELS}:/tmp/wheels"]
+    ended = run(words, 2400, env=env | settings)
+    print(ended.output[-3000:], f"\n{image} built in {ended.seconds:.0f} s")
+    assert ended.code == 0, ended.output[-8000:]
+
+
+def config(image: str) -> dict:
+    return json.loads(buildah("inspect", "--type", "image", image))["Docker"]["config"]
+
+
+@pytest.fixture(scope="module")
+def roots(image: str) -> Iterator[list[Path]]:
+    """Two containers' file systems."""
+    containers = [buildah("from", image) for _ in range(2)]
+    yield [Path(buildah("mount", container)) for container in containers]
+    for container in containers:
+        buildah("rm", container)
+
+
+def inside(root: Path, *command: str, image: str = IMAGE, user: str = "") -> list[str]:
+    """What a container does that is given `command`: entrypoint, user, variables: the image's.
+
+    Without a user's line in /etc/passwd, as on some clusters, where `user` says so.
+    """
+    about = config(image)
+    variables = " ".join(map(shlex.quote, [*about["Env"], "PROOF=seen"]))
+    script = (
+        f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; "
+        f"mount --bind /etc/hosts {root}/etc/hosts; mount -t tmpfs -o mode=1777 tmpfs {root}/tmp; "
+        f"exec chroot --userspec={user or about['User']} {root} env -i {variables} "
+        f'sh -c \'cd {about["WorkingDir"]} && exec "$@"\' sh "$@"'
+    )
+    words = [*about["Entrypoint"], *map(str, command)]
+    return ["unshare", "--mount", "sh", "-c", script, "sh", *words]
+
+
+def test_what_is_in_it(roots: list[Path]):
+    root = roots[0]
+    assert not list((root / "etc/ssh").glob("ssh_host_*")), "host keys baked in"
+    assert not list((root / "home/trainer/.ssh").iterdir()), "keys baked in"
+    assert not list((root / "var/lib/apt/lists").glob("*_Packages*"))
+    for tool in ("gcc", "c++", "make", "nvcc"):
+        assert run(inside(root, "sh", "-c", f"command -v {tool}"), 20).code == 127, tool
+    assert run(inside(root, "id", "-u"), 20).output.splitlines()[-1] == "1000"
+    built = run(inside(root, "horovodrun", "--check-build"), 400).output
+    assert "[X] MPI" in built and "[X] Gloo" in built
+    about = buildah("inspect", "--type", "image", IMAGE)
+    for part in ("Healthcheck", "/usr/bin/tini", "1000:1000"):
+        assert part in about, part
+    labels = config(IMAGE)["Labels"]
+    own = {name.removeprefix("org.opencontainers.image."): text for name, text in labels.items()}
+    assert own.keys() >= {"title", "description", "licenses", "created", "revision", "version"}
+    assert own["base.name"] == BASE
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", own["created"])
+
+
+_WRITABLE = (
+    "/home/trainer",
+    "/runs",
+    "/app/runs",
+    "/app/datasets",
+    "/tmp",
+    "/var/tmp",
+    "/run/lock",
+)
+
+
+@pytest.mark.parametrize("user", ["", "54321:0"])
+def test_only_what_a_run_writes_is_writable(roots: list[Path], user: str):
+    """For its own user, and for one whom the image does not know (Debian's group 0 may log)."""
+    script = r"find / -xdev \( -path /proc -o -path /dev \) -prune -o ! -type l -writable -print"
+    listed = run(inside(roots[0], "sh", "-c", f"{script} 2>/dev/null; true", user=user), 100)
+    paths = [line for line in listed.output.splitlines() if line.startswith("/")]
+    allowed = (*_WRITABLE, "/var/log/", "/var/mail", "/var/local") if user else _WRITABLE
+    assert not [path for path in paths if not path.startswith(allowed)]
+    assert {"/home/trainer", "/runs", "/app/runs", "/app/datasets"} <= set(paths)
+
+
+def test_the_list_of_what_is_in_it(sbom: Path):
+    text = sbom.read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(text) is None
+    found = {part["name"]: part for part in json.loads(text)["components"]}
+    for name in ("tensorflow-cpu", "horovod", "keras", "openssh-server", "openmpi-bin", "debian"):
+        assert found[name]["version"], name
+    assert found["horovod"]["purl"] == f"pkg:pypi/horovod@{found['horovod']['version']}"
+    assert found["tini"]["purl"].startswith("pkg:deb/debian/tini@")
+
+
+@pytest.mark.parametrize("user", ["", "54321:0"])
+def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
+    command = ["horovodrun", "-np", "2", "python", "train.py", "--flagfile=configs/demo.cfg"]
+    flags = [flag.replace("/runs/", f"/runs/as-{user[:5]}") for flag in _TINY]
+    ended = run(inside(roots[0], *command, *flags, user=user), 400)
+    assert ended.code == 0, ended.output[-4000:]
+    assert "2 ranks on 1 host(s)" in ended.output
+    assert "step 3/3" in ended.output
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_exit_codes_arrive(roots: list[Path], code: int):
+    assert run(inside(roots[0], "sh", "-c", f"exit {code}"), 20).code == code
+
+
+def test_ssh_wants_a_user_that_is_known(roots: list[Path]):
+    ended = run(inside(roots[0], "sshd", user="54321:0"), 20)
+    assert ended.code == 2 and "--build-arg UID=54321" in ended.output
+
+
+def test_a_wrong_flag_ends_with_2_and_a_stop_with_75(roots: list[Path]):
+    assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
+    flags = [*_TINY, "--num_steps=100000", "--run_dir=/runs/stopped"]
+    command = ["python", "train.py", "--flagfile=configs/demo.cfg", *flags]
+    words = inside(roots[0], *command)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            for line in running.stdout:
+                if line.startswith("step 1/"):
+                    break
+            running.terminate()  # as docker stop: to the first process
+            assert running.wait(60) == 75
+        finally:
+            running.kill()
+
+
+def test_mirrors_and_certificates(image: str, tmp_path: Path):
+    """The real lines of the Dockerfile, up to where pip would be used. Without secrets too."""
+    text, layers = (ROOT / "Dockerfile").read_text(), {"BUILDAH_LAYERS": "true"}
+    start = text.index(" \\\n    && PYTHON=/opt/venv/bin/python DEVICE=")
+    end = text.index("\n\n", start)
+    shown = ' && echo "certificates ${PIP_CERT:-the usual}" && python -m pip config list'
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://secret.example.com/simple\n")
+    secrets = [
+        f"--secret=id=pip.conf,src={tmp_path}/pip.conf",
+        f"--secret=id=ca,src={_CERTIFICATES}",
+    ]
+    for number, (flags, certificates, index) in enumerate(
+        [
+            ([], "the usual", ""),
+            (secrets, "/run/secrets/ca", "global.index-url='https://secret.example.com/simple'"),
+            (["--build-arg=PIP_INDEX_URL=https://open.example.com"], "the usual", "https://open."),
+        ]
+    ):
+        # Of other words each time: a layer that is kept shows nothing.
+        changed = f"{text[:start]}{shown} && : {number}{text[end:]}"
+        (tmp_path / "Dockerfile").write_text(changed)
+        words = ["buildah", "build", "-f", tmp_path / "Dockerfile", "--target=build", *flags]
+        words += [f"--build-arg=BASE_IMAGE={BASE}", "--build-arg=DEVICE=cpu", ROOT]
+        ended = run(words, 300, env=layers | {"BUILDAH_ISOLATION": "chroot"})
+        assert ended.code == 0, ended.output[-3000:]
+        said = ended.output.split("\ncertificates ")[1]
+        assert said.startswith(f"{certificates}\n")
+        assert index in said and ("index-url" in said) == bool(index)
+
+
+def test_system_packages_come_from_a_mirror(image: str):
+    """The base names a server that there is not; the mirror stands in for it."""
+    container = buildah("from", BASE)
+    try:
+        buildah("copy", container, str(ROOT / "docker/apt-install.sh"), "/tmp/apt-install")
+        server, path = re.fullmatch(r"(https?://[^/]+.*)(/debian)/?", MIRROR).groups()
+        lost = f"echo 'deb http://archive.ubuntu.com{path} bookworm main' >/etc/apt/sources.list"
+        script = f"{lost}; APT_MIRROR={server} /tmp/apt-install file && file --version"
+        assert "file-5" in buildah("run", container, "--", "sh", "-ec", script)
+        assert "archive.ubuntu.com" in buildah(
+            "run", container, "--", "cat", "/etc/apt/sources.list"
+        )
+    finally:
+        buildah("rm", container)
+
+
+def test_a_project_made_from_the_template_builds_its_own(image: str, tmp_path: Path):
+    """Its Dockerfile is at the project's root, and so is what it copies; for a user of its own."""
+    project, own = (
+        make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank"),
+        "my-model:cpu",
+    )
+    for path in project.rglob("*.py"):
+        path.chmod(0o600)  # another umask
+    arguments = {"UID": "1234", "GID": "4321", "EXTRA_PACKAGES": "file less"}
+    build(project, own, *(f"--build-arg={name}={text}" for name, text in arguments.items()))
+    assert config(own)["Labels"]["org.opencontainers.image.title"] == "my-model"
+    container = buildah("from", own)
+    try:
+        root = Path(buildah("mount", container))
+        command = ["horovodrun", "-np", "2", "python", "train.py", "--num_steps=20"]
+        ended = run(inside(root, *command, image=own), 400)
+        assert ended.code == 0, ended.output[-4000:]
+        assert "2 ranks on 1 host(s)" in ended.output and "step 20/20" in ended.output
+        [left] = (root / "app/runs").iterdir()
+        assert (left.stat().st_uid, left.stat().st_gid) == (1234, 4321)
+        assert run(inside(root, "file", "--version", image=own), 20).code == 0
+    finally:
+        buildah("rm", container)
+
+
+def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
+    """As docker/compose.yaml starts them: node2 serves ssh, node1 launches."""
+    hosts = Hosts(tmp_path, 2, ssh_port=2200)  # the image's own server has 2222
+    try:
+        key = tmp_path / "id_ed25519"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        for root in roots:
+            own = root / "home/trainer/.ssh"
+            for name, source in (("id_ed25519", key), ("authorized_keys", f"{key}.pub")):
+                shutil.copy(source, own / name)
+                os.chown(own / name, 1000, 1000)
+        server = subprocess.Popen(hosts[2].words(*inside(roots[1], "sshd")))
+        launched = hosts[1].words(*inside(roots[0], "sh", "-c", _LAUNCH))
+        ended = run(launched, 400)
+        assert ended.code == 0, ended.output[-4000:]
+        assert "PROOF=seen" in ended.output, "ssh sessions do not see the environment"
+        assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
+        assert "step 3/3" in ended.output
+        server.terminate()
+        assert server.wait(20) is not None
+    finally:
+        hosts.end()
+
+
+@pytest.fixture
+def compose(image: str, tmp_path: Path) -> Iterator[Callable[[list[str]], list[str]]]:
+    """docker/compose.yaml as it is, but for what node1 runs: the words before compose's own."""
+    if not shutil.which("docker-compose") or run(["docker", "info"], 20).code != 0:
+        pytest.skip("needs docker-compose and Docker's service")
+    buildah("push", IMAGE, f"docker-daemon:{IMAGE}", timeout=600)
+    # Docker raises no limit that its own service may not.
+    locked = {"ulimits": {"memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]}}
+
+    def words(command: list[str]) -> list[str]:
+        services = {"keys": locked, "node2": locked, "node1": {"command": command, **locked}}
+        changed = tmp_path / "changed.yaml"
+        changed.write_text(json.dumps({"services": services}))  # JSON is YAML
+        files = ["-f", ROOT / "docker/compose.yaml", "-f", changed]
+        return ["env", f"IMAGE={IMAGE}", "docker-compose", "-p", "imagetest", *map(str, files)]
+
+    yield words
+    run([*words([]), "down", "--volumes"], 100)
+
+
+_UP = ["up", "--exit-code-from", "node1"]
+_TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
+_TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
+
+
+@pytest.mark.parametrize(
+    "code, flags, said",
+    [
+        (0, [], "step 3/3"),
+        (2, ["--no_such_flag=1"], "no_such_flag"),
+        (
+            3,
+            ["--optimizer=sgd", "--base_lr=1e30", "--num_steps=9", "--run_dir=/runs/3"],
+            "diverged",
+        ),
+    ],
+)
+def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], said: str):
+    ended = run([*compose([*_TRAIN, *flags]), *_UP], 500)
+    assert ended.code == code and said in ended.output, ended.output[-5000:]
+    if code != 2:
+        assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
+
+
+def test_a_stop_reaches_both_nodes_and_arrives_as_75(compose):
+    words = compose([*_TRAIN, "--num_steps=100000", "--run_dir=/runs/stopped"])
+    with subprocess.Popen([*words, *_UP], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            for line in running.stdout:
+                if "step 1/" in line:
+                    break
+            run([*words, "kill", "-s", "TERM", "node1"], 60)
+            assert "saved at step" in running.stdout.read()
+            assert running.wait(60) == 75
+        finally:
+            running.kill()
+
+
+_LAUNCH = (
+    "for i in 1 2 3 4 5 6 7 8 9; do ssh node2 true && break; sleep 1; done; "
+    "ssh node2 env | grep PROOF && "
+    "launch/hosts.sh -H node1:1,node2:1 --interface eth0 python train.py "
+    f"--flagfile=configs/demo.cfg {' '.join(_TINY)}"
+)

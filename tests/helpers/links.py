@@ -1,0 +1,63 @@
+"""Says which links in the project's pages lead nowhere: files, and headings in them. No network.
+
+    python tests/links.py [FILE.md ...]         by default all pages in the repository; make lint
+
+Exit code: 0 none, 1 some. A heading's anchor is made as GitHub makes it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
+
+
+def anchors(page: str) -> set[str]:
+    """Those of a page's headings; the second of one name gets -1, and so on."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", _CODE.sub("", page), re.M):
+        text = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        number, name = 0, text
+        while name in found:
+            number += 1
+            name = f"{text}-{number}"
+        found.add(name)
+    return found
+
+
+def broken(file: Path) -> Iterator[str]:
+    """A sentence for each link of the page that leads nowhere."""
+    page = file.read_text()
+    for link in _LINK.findall(_CODE.sub("", page)):
+        if re.match(r"[a-z]+:", link):  # https: and the like
+            continue
+        name, _, anchor = link.partition("#")
+        target = file.parent / name if name else file
+        if not (target.exists() or target.with_name(f"{target.name}.jinja").exists()):
+            yield f"{file}: {link}: there is no {target}"
+        elif anchor and anchor not in anchors(target.read_text()):
+            yield f"{file}: {link}: {target} has no such heading"
+
+
+def pages() -> list[Path]:
+    words = ["git", "ls-files", "-z", "*.md", "*.md.jinja"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def main(names: list[str]) -> int:
+    files = [Path(name) for name in names] or pages()
+    found = [fault for file in files for fault in broken(file)]
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

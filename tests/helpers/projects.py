@@ -1,0 +1,58 @@
+"""Projects made from the template, in repositories of their own, for tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import copier
+
+import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+GIT = {
+    f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+}
+GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
+
+def shell(command: str, folder: Path, timeout: float = 300) -> str:
+    """What a command prints; it must end well, and in time. Nothing it started outlives it."""
+    process = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=folder, env=os.environ | ranks.ENVIRONMENT | GIT, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        ranks._kill_session(process.pid)
+    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{output[-6000:]}"
+    return output
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [f for f in listed.stdout.split("\0") if f and os.path.lexists(ROOT / f)]
+
+
+def repository(folder: Path) -> Path:
+    """A repository of the files as they are here, tagged v1.0.0."""
+    for file in tracked():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, folder / file, follow_symlinks=False)
+    shell("git init -q && git add -A && git commit -qm 1 && git tag v1.0.0", folder)
+    return folder
+
+
+def make(source: Path, to: Path, task: str, **answers: str) -> Path:
+    """A project in a repository of its own, everything committed."""
+    data = {"task": task, "author": "Ada", "license": "MIT", **answers}
+    copier.run_copy(str(source), to, data=data, defaults=True, quiet=True)
+    shell("git init -q && git add -A && git commit -qm 'A new project'", to)
+    return to

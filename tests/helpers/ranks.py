@@ -1,0 +1,90 @@
+"""Runs checks_*.py files on real ranks, in one launch for many checks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.testing import ENVIRONMENT, Launch, last_lines, launch
+
+from hvdkit import testing
+
+__all__ = ["CHECKS", "ENVIRONMENT", "PROJECT", "Launch", "last_lines", "launch", "train"]
+
+HELPERS = Path(__file__).resolve().parent
+CHECKS = HELPERS.parent / "ranks"
+ROOT = HELPERS.parents[1]
+PROJECT = ROOT / "template"
+_kill_session = testing.kill_session
+
+
+def train(ranks: int, *flags: str, **how) -> Launch:
+    """Runs train.py with the demo's settings and `flags`."""
+    return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)
+
+
+def names_of_checks(*files: Path) -> list[str]:
+    """Names of all `check_*` functions that are written in the files."""
+    return [
+        node.name
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+    ]
+
+
+def run_checks(
+    files: Sequence[Path], ranks: int, backend: str = "", **how
+) -> dict[str, str | None]:
+    """Runs every `check_*` function of the files on `ranks` ranks, in one launch.
+
+    Returns:
+      By name: None where it passed on every rank, else the first failing rank's traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        ended = launch(ranks, [Path(__file__), results, *files], backend, **how)
+        if not results.exists():
+            raise AssertionError(f"exit code {ended.code}\n{last_lines(ended.output)}")
+        return json.loads(results.read_text())
+
+
+def _main(results: str, *files: str) -> None:
+    """On each rank: run the checks, tell rank 0 what failed."""
+    import importlib
+    import traceback
+
+    folders = dict.fromkeys(str(Path(file).parent) for file in files)
+    sys.path[:0] = [str(PROJECT), str(HELPERS), *folders]
+    import hvdkit.ranks.quiet  # noqa: F401
+
+    # isort: split
+    import horovod.tensorflow as hvd
+
+    from hvdkit.ranks import world as world_lib
+
+    world = world_lib.connect()
+    checks = {}
+    for file in files:
+        found = vars(importlib.import_module(Path(file).stem))
+        checks |= {name: check for name, check in found.items() if name.startswith("check_")}
+    outcomes = {}
+    for name, check in checks.items():
+        try:
+            check(world)
+            failure = None
+        except Exception:
+            failure = f"rank {world.rank}:\n{traceback.format_exc()}"
+        everyone = hvd.allgather_object(failure, name=f"outcome.{name}")
+        outcomes[name] = next((f for f in everyone if f), None)
+    if world.is_chief:
+        Path(results).write_text(json.dumps(outcomes))
+    world_lib.finish(world)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

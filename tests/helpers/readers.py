@@ -1,0 +1,152 @@
+"""Files of data sets in their own formats, and what tests of readers ask of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.data.source import Source
+from PIL import Image
+
+from hvdkit.data import pipeline
+
+
+def save(path: Path, pixels: np.ndarray, palette: bytes | None = None) -> None:
+    """Writes a picture file; with a palette, pixels (uint8 [H, W]) are its indices."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.fromarray(pixels)
+    if palette is not None:
+        picture.putpalette(palette)
+    picture.save(path)
+
+
+def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
+    """A picture, uint8 [height, width, 3]."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def fails(make: Callable[[], object], *parts: object) -> None:
+    """It raises ValueError, in one line that holds the parts."""
+    with pytest.raises(ValueError) as error:
+        make()
+    said = str(error.value)
+    assert "\n" not in said
+    assert all(str(part) in said for part in parts), said
+
+
+def explained(source: Source, index: int, *parts: object) -> None:
+    """The sample fails to read, in tf.data too, and the explanation holds the parts."""
+    with pytest.raises(tf.errors.OpError):
+        source.read(tf.constant(index, tf.int64))
+    with pytest.raises(tf.errors.OpError):
+        list(tf.data.Dataset.range(index, index + 1).map(pipeline.as_written(source.read)))
+    said = source.explain(index)
+    assert said is not None and "\n" not in said and "{{" not in said, said
+    assert all(str(part) in said for part in parts), said
+
+
+def read_all(source: Source) -> list[dict[str, np.ndarray]]:
+    """All samples, read on two threads; none has an explanation."""
+    assert all(source.explain(index) is None for index in range(len(source)))
+    samples = tf.data.Dataset.range(len(source)).map(
+        pipeline.as_written(source.read), num_parallel_calls=2
+    )
+    return list(samples.as_numpy_iterator())
+
+
+def same(one: Source, other: Source) -> bool:
+    """Both hold the same samples under the same ids, to the last pixel."""
+    pairs = list(zip(read_all(one), read_all(other), strict=True))
+    return bool(pairs) and all(
+        np.array_equal(a[k], b[k]) for a, b in pairs for k in ("image", "label")
+    )
+
+
+def write_voc(root: Path) -> None:
+    """VOC's layout: 3 pictures in train, 1 in val; labels as palette PNGs."""
+    for number in range(4):
+        name = f"2007_00{number:04d}"
+        label = np.full((12, 16), number, np.uint8)
+        label[0], label[1, :3] = 255, 20
+        save(root / "JPEGImages" / f"{name}.jpg", noise(number))
+        palette = np.random.default_rng(9).integers(0, 256, 768, dtype=np.uint8).tobytes()
+        save(root / "SegmentationClass" / f"{name}.png", label, palette)
+    lists = root / "ImageSets" / "Segmentation"
+    lists.mkdir(parents=True)
+    (lists / "train.txt").write_text("2007_000002\n2007_000000\n2007_000001\n")
+    (lists / "val.txt").write_text("2007_000003\n")
+
+
+def write_cityscapes(root: Path) -> None:
+    """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; every id in each label."""
+    for split, city, name in (
+        ("train", "bochum", "bochum_000000_000313"),
+        ("train", "aachen", "aachen_000001_000019"),
+        ("train", "aachen", "aachen_000000_000019"),
+        ("val", "lindau", "lindau_000000_000019"),
+    ):
+        label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
+        save(root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", noise(len(name)))
+        save(root / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
+        write_beside(root / "gtFine" / split / city / f"{name}_gtFine")
+    write_unlabelled(root)
+
+
+def write_beside(start: Path) -> None:
+    """What lies beside a label of Cityscapes: 16-bit instance ids, RGBA colours, polygons."""
+    save(Path(f"{start}_instanceIds.png"), np.full((12, 16), 26001, np.uint16))
+    save(Path(f"{start}_color.png"), np.dstack([noise(0), np.full((12, 16), 255, np.uint8)]))
+    Path(f"{start}_polygons.json").write_text("{}")
+
+
+def write_unlabelled(root: Path) -> None:
+    """Cityscapes' test, whose labels hold regions to ignore, and train_extra with coarse ones."""
+    for split, kind, value in (("test", "gtFine", 1), ("train_extra", "gtCoarse", 26)):
+        name = f"{split}/berlin/berlin_000000_000019"
+        save(root / "leftImg8bit" / f"{name}_leftImg8bit.png", noise(7))
+        label = np.full((12, 16), value, np.uint8)
+        save(root / kind / f"{name}_{kind}_labelIds.png", label)
+        write_beside(root / kind / f"{name}_{kind}")
+
+
+def write_classes(root: Path) -> None:
+    """Class folders: 3 classes; 4 pictures in train (one of them wide), 3 in val."""
+    for path, pixels in (
+        ("train/n02/b.JPEG", noise(1)),
+        ("train/n02/a.png", noise(2, 9, 30)),
+        ("train/n01/z.jpg", noise(3)),
+        ("train/n10/c.jpeg", noise(4)),
+        *((f"val/{name}/v.png", noise(5)) for name in ("n10", "n01", "n02")),
+    ):
+        save(root / path, pixels)
+
+
+def write_cifar100(root: Path, count: int = 3) -> np.ndarray:
+    """CIFAR-100's two files, 5 * count + count records; their bytes, uint8 [6 * count, 3074]."""
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (6 * count, 3074), dtype=np.uint8)
+    records[:, 0] = rng.integers(0, 20, len(records))
+    records[:, 1] = rng.integers(0, 100, len(records))
+    root.mkdir(parents=True, exist_ok=True)
+    records[: 5 * count].tofile(root / "train.bin")
+    records[5 * count :].tofile(root / "test.bin")
+    for kind, names in (("coarse", 20), ("fine", 100)):
+        lines = (f"{kind}{number}" for number in range(names))
+        (root / f"{kind}_label_names.txt").write_text("\n".join(lines) + "\n")
+    return records
+
+
+def write_cifar10(root: Path, count: int = 3) -> np.ndarray:
+    """CIFAR-10's six files with `count` records each; their bytes, uint8 [6, count, 3073]."""
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (6, count, 3073), dtype=np.uint8)
+    records[..., 0] = rng.integers(0, 10, (6, count))
+    root.mkdir(parents=True, exist_ok=True)
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
+    for name, part in zip(names, records):
+        part.tofile(root / name)
+    (root / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
+    return records

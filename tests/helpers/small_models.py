@@ -1,0 +1,227 @@
+"""Builders of the models that kinds_of_models.py lists."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks_models import functional
+from hvdkit.train.dropout import SampleDropout
+from keras import layers
+
+IDS = 12  # what `of_ids` takes is below
+
+
+def dense(units=4, **named):
+    return layers.Dense(units, activation="tanh", **named)
+
+
+def bn(**named):
+    return layers.BatchNormalization(momentum=0.5, **named)
+
+
+class Called(keras.Model):
+    """Subclassed: `call` is the given function of (model, inputs, training)."""
+
+    def __init__(self, called, **parts):
+        super().__init__()
+        self.called = called
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def call(self, inputs, training=False):
+        return self.called(self, inputs, training)
+
+
+class Step(layers.Layer):
+    """A layer of one function: `make(layer)` in build, then `called(layer, x, training)`."""
+
+    def __init__(self, called, make=lambda layer: None, **named):
+        super().__init__(**named)
+        self.called, self.make = called, make
+
+    def build(self, shape):
+        self.make(self)
+
+    def call(self, x, training=False):
+        return self.called(self, x, training)
+
+
+def weight(name, shape=(), **named):
+    return lambda layer: setattr(layer, name, layer.add_weight(shape=shape, name=name, **named))
+
+
+# ---- How a model is put together ---------------------------------------------------------------
+
+
+def shared():
+    left, right = keras.Input((3,)), keras.Input((3,))
+    twice = keras.Sequential([dense(), bn()])
+    return keras.Model([left, right], layers.Concatenate()([twice(left), twice(right)]))
+
+
+def two_inputs(structure):
+    left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
+    y = layers.Dense(2)(layers.Concatenate()([dense()(left), dense()(right)]))
+    return keras.Model(structure(left, right), y)
+
+
+def outputs(structure):
+    x = keras.Input((6,))
+    y = bn()(dense()(x))
+    return keras.Model(x, structure(layers.Dense(2)(y), layers.Dense(3)(y)))
+
+
+def auxiliary(model, x, training):
+    y = model.body(x)
+    return (model.head(y), model.more(y)) if training else model.head(y)
+
+
+def made_in_call(model, x, training):
+    if not hasattr(model, "late"):
+        model.late = layers.Dense(3)
+    return model.late(model.body(x))
+
+
+def made_in_training(model, x, training):
+    if training and not hasattr(model, "late"):
+        model.late = layers.Dense(4)
+    y = model.body(x)
+    return model.head(model.late(y) if training else y)
+
+
+def in_lists():
+    parts = {"blocks": [[dense(), bn()], (dense(), bn())], "named": {"head": layers.Dense(2)}}
+
+    def called(model, x, training):
+        for first, second in model.blocks:
+            x = second(first(x), training=training)
+        return model.named["head"](x)
+
+    return Called(called, **parts)
+
+
+def tied():
+    table = layers.Embedding(IDS, 4)
+
+    def called(model, x, training):
+        y = tf.reduce_mean(model.table(x), axis=1)
+        return tf.matmul(model.body(y), model.table.embeddings, transpose_b=True)
+
+    return Called(called, table=table, body=dense())
+
+
+def frozen_inside():
+    inner = keras.Sequential([dense(name="fixed"), bn(name="fixed_bn")], name="inner")
+    inner.build((None, 6))
+    inner.trainable = False
+    return functional(inner, dense(), bn(), layers.Dense(2), shape=(6,))
+
+
+def adapts_low_rank():
+    layer = layers.Dense(4, name="base")
+    model = functional(layer, dense(), layers.Dense(2), shape=(6,))
+    layer.enable_lora(2)
+    return model
+
+
+def loaded():
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "m.keras"
+        functional(dense(), bn(), layers.Dense(2), shape=(6,)).save(path)
+        return keras.models.load_model(path)
+
+
+def standardized():
+    first = layers.Normalization()
+    first.adapt(np.arange(60.0).reshape(10, 6))
+    return functional(first, dense(), layers.Dense(2), shape=(6,))
+
+
+def half_precision():
+    last = layers.Activation("linear", dtype="float16")
+    return functional(dense(), layers.Dense(2), last, shape=(6,))
+
+
+def mixed_types():
+    return functional(
+        dense(dtype="float32"), bn(dtype="float32"), dense(), layers.Dense(2), shape=(6,)
+    )
+
+
+def regularized():
+    l2 = keras.regularizers.L2(0.05)
+    wide = dense(kernel_regularizer=l2, bias_regularizer=l2, activity_regularizer=l2)
+    # Moved by its regularizer alone.
+    own = Step(lambda s, x, t: x, weight("own", (3,), initializer="ones", regularizer=l2))
+    return functional(wide, bn(gamma_regularizer=l2), own, layers.Dense(2), shape=(6,))
+
+
+def adds_loss(model, x, training):
+    y = model.body(x)
+    model.add_loss(0.1 * tf.reduce_mean(tf.square(model.aside(y))))  # alone trains `aside`
+    return model.head(y)
+
+
+def transformer(**named):
+    x = keras.Input((4, 4))
+    y = layers.MultiHeadAttention(2, 3, **named)(x, x)
+    y = layers.LayerNormalization()(layers.Add()([x, y]))
+    return keras.Model(x, layers.Dense(2)(layers.Add()([y, layers.Dense(4)(dense()(y))])))
+
+
+def sample_dropout():
+    x, key = keras.Input((6,), name="x"), keras.Input((2,), dtype="int32", name="key")
+    y = SampleDropout(0.4, name="drop")([dense(8)(x), key])
+    return keras.Model({"x": x, "key": key}, layers.Dense(2)(y))
+
+
+# ---- State, weights and draws of one's own -----------------------------------------------------
+
+
+def anneal(layer, x, training):
+    """State that changes in the same way on every rank."""
+    if training:
+        layer.calls.assign_add(1)
+    return x / (1.0 + tf.cast(layer.calls, x.dtype))
+
+
+def remember(layer, x, training):
+    if training:
+        layer.seen.assign(tf.reduce_mean(x))
+    return x
+
+
+def raw_variable(trainable):
+    def make(layer):
+        layer.own = tf.Variable(1.5, trainable=trainable, dtype=tf.float64)
+
+    return functional(Step(lambda s, x, t: x * s.own, make), layers.Dense(2), shape=(6,))
+
+
+def hidden_layer():
+    hidden = {frozenset(): dense(name="hidden")}
+    called = lambda model, x, training: model.head(next(iter(hidden.values()))(x))  # noqa: E731
+    return Called(called, head=layers.Dense(2))
+
+
+def unseeded(layer, x, training):
+    return x + keras.random.normal((4,), dtype=x.dtype) if training else x
+
+
+def fail(*args):
+    raise RuntimeError("no such thing as this layer")
+
+
+def between(*parts, shape=(6,)):
+    return functional(*parts, layers.Dense(2), shape=shape)
+
+
+def of_ids(*parts):
+    x = y = keras.Input((4,), dtype="int32")
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, y)

@@ -1,0 +1,156 @@
+"""Whole runs in this process, by the run's own `fit`: for tests that make many of them.
+
+Used on real ranks by checks_*.py files (ranks.run_checks): every rank calls `fit` alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.ranks.world import World
+from hvdkit.run.main import run_on
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, Stop
+
+import train
+from hvdkit.ranks import world as world_lib
+from hvdkit.run import context as run_lib
+from hvdkit.train import losses, reduction
+
+# Small graphs run a few times: to optimize them takes longer than to run them as they are.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+FEATURES, CLASSES = 6, 3
+
+USUAL = {
+    "task": "small",
+    "num_classes": CLASSES,
+    "global_batch_size": 12,
+    "eval_batch_size": 8,
+    "num_steps": 3,
+    "base_lr": 0.05,
+    "log_every": 1,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+}
+
+
+class Small:
+    """A task of 60 + 20 samples; tests change one part of it."""
+
+    main_metric = "accuracy"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def sources(self):
+        return numbers(1, 60), numbers(2, 20)
+
+    def training_example(self, sample, key):
+        return {"inputs": sample["x"], "targets": sample["y"]}
+
+    def evaluation_example(self, sample):
+        return {"inputs": sample["x"], "targets": sample["y"]}
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.Dense(5, activation="tanh")(x)
+        return keras.Model(x, keras.layers.Dense(CLASSES)(y), name="small")
+
+    def loss(self, outputs, targets):
+        return losses.cross_entropy(outputs, targets)
+
+    def sums(self, outputs, targets):
+        hits = tf.argmax(outputs, -1) == tf.cast(targets, tf.int64)
+        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets)}
+
+    def metrics(self, sums):
+        return {"accuracy": float(sums["hits"] / sums["samples"])}
+
+
+def numbers(seed: int, size: int) -> Arrays:
+    x = np.random.default_rng(seed).normal(size=(size, FEATURES)).astype(np.float32)
+    return Arrays(x=x, y=np.argmax(x[:, :CLASSES], -1).astype(np.int32))
+
+
+class StopSignal:
+    """Stands in for the run's own where no signal is sent."""
+
+    asked = False
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a run ended on this rank."""
+
+    code: int
+    message: str  # of the Stop; empty when it ended well
+    folder: Path
+    model: keras.Model | None  # None where the run was refused before there was one
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(p.name for p in (self.folder / "checkpoints").glob("step-*"))
+
+    def weights(self) -> list[np.ndarray]:
+        return [v.numpy() for v in self.model.variables]
+
+
+def folder(world: World) -> Path:
+    """A new folder, the same one on every rank; it is left for the system to clear."""
+    # Threads are chosen before TensorFlow's first operation, which the exchange below may be.
+    world_lib.set_up(world, Config())
+    made = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
+    return Path(world.broadcast_object(made, "small_runs.folder"))
+
+
+def fit(world: World, task: type = Small, stop_signal: Any = None, **settings) -> Outcome:
+    """Trains `task` with USUAL and `settings`; on every rank alike. Exceptions but Stop get out."""
+    settings = {"run_dir": ""} | USUAL | settings
+    settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
+    return fit_config(dataclasses.replace(Config(), **settings), world, task, stop_signal)
+
+
+def fit_config(
+    config: Config, world: World, task: type = Small, stop_signal: Any = None
+) -> Outcome:
+    """As `fit`, with settings that are whole."""
+    built: list[keras.Model] = []
+
+    def watched(config: Config) -> task:
+        made = task(config)
+        build = made.build_model
+        made.build_model = lambda: built.append(build()) or built[-1]
+        return made
+
+    code, message, load = DONE, "", run_lib.tasks.load
+    run_lib.tasks.load = watched
+    try:
+        world_lib.set_up(world, config)  # as hvdkit.main does
+        reduction.check_backend(config)
+        run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
+    except Stop as stop:
+        code, message = stop.code, str(stop)
+    finally:
+        run_lib.tasks.load = load
+    return Outcome(code, message, Path(config.run_dir), built[-1] if built else None)

@@ -1,0 +1,51 @@
+"""Run on real ranks by test_hangs.py: ranks that add up until rank 1 comes no more.
+
+waits.py stop|hang|end [SECONDS]: it is stopped, hangs elsewhere or ends; --stall_shutdown_s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "template"))
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from hvdkit.ranks.peers import Peers
+
+from hvdkit.ranks import heartbeat
+from hvdkit.ranks import world as world_lib
+from hvdkit.settings import config as config_lib
+from hvdkit.train import reduction
+
+
+def fail(how: str) -> None:
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hang":
+        time.sleep(1000)
+    os._exit(9)
+
+
+def main() -> None:
+    config = config_lib.Config(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
+    world = world_lib.connect(reduction.environment(config))
+    world_lib.set_up(world, config)
+    with Peers(world, reduction.stall_seconds(config)):
+        for step in range(1_000_000):
+            if step == 5 and world.rank == 1:
+                time.sleep(3)  # each has heard its neighbour
+                fail(sys.argv[1])
+            hvd.allreduce(tf.zeros([2]), name="sum")
+            heartbeat.beat()
+
+
+if __name__ == "__main__":
+    main()

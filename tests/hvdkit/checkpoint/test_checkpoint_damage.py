@@ -1,0 +1,263 @@
+"""Checkpoints that something damaged: restored right, or passed over by name."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
+from small_checkpoints import restored, save, variables
+
+from hvdkit import whole_files
+from hvdkit.checkpoint import files, writing
+
+
+def test_200_random_mutations_restore_right_or_are_passed_over_by_name(
+    kept, capsys, record_property
+):
+    """One of them each, of a folder with checkpoints 1 to 4: what comes back is what was saved."""
+    kept = replace(kept, keep=4)
+    for step in range(1, 5):
+        save(kept, step, float(step), score=step / 10)
+    pristine = kept.folder.with_name("pristine")
+    shutil.copytree(kept.folder, pristine)
+    draw, counts, kinds, start = random.Random(9), Counter(), Counter(), time.process_time()
+    for _ in range(200):
+        shutil.rmtree(kept.folder)
+        shutil.copytree(pristine, kept.folder)
+        mutate = draw.choice(MUTATIONS)
+        victim = mutate(kept.folder, draw)
+        capsys.readouterr()
+        found = kept.find("auto", 10**9)
+        said = capsys.readouterr().out
+        into = variables(-1.0)
+        kept.restore(found, into, Config())
+        assert float(into["w/kernel"][1, 2]) == found.step, (mutate.__name__, found)
+        passed_over = found.step < 4
+        if passed_over:
+            assert victim in said and found.step == 3, (mutate.__name__, victim, said)
+        best = kept.best()
+        assert best is None or best.score == best.step / 10
+        with contextlib.suppress(Stop):  # by name it is refused, or restored right
+            assert restored(kept, str(kept.folder / "step-00000004")) == 4.0
+        counts["passed over" if passed_over else "restored"] += 1
+        kinds[mutate.__name__, "passed over" if passed_over else "restored"] += 1
+    seconds = time.process_time() - start
+    lines = [f"{kind}: {outcome} {count}" for (kind, outcome), count in sorted(kinds.items())]
+    record_property(f"200 mutations in {seconds:.0f} s: {dict(counts)}", "\n".join(lines))
+    assert counts["passed over"] > 100 and seconds < 30
+    assert {kind for kind, _ in kinds} == {mutate.__name__ for mutate in MUTATIONS}
+
+
+def newest(folder, draw, name=None):
+    return folder / "step-00000004" / (name or draw.choice(["state.npz", "manifest.json"]))
+
+
+def flip_a_bit(folder, draw):
+    file = newest(folder, draw)
+    content = bytearray(file.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
+    return "step-00000004"
+
+
+def cut_off(folder, draw):
+    file = newest(folder, draw)
+    file.write_bytes(file.read_bytes()[: draw.randrange(file.stat().st_size)])
+    return "step-00000004"
+
+
+def empty(folder, draw):
+    newest(folder, draw).write_bytes(b"")
+    return "step-00000004"
+
+
+def append(folder, draw):
+    file = newest(folder, draw)
+    file.write_bytes(file.read_bytes() + draw.randbytes(1 + draw.randrange(9)))
+    return "step-00000004"
+
+
+def overwrite_a_part(folder, draw):
+    file = newest(folder, draw)
+    content = bytearray(file.read_bytes())
+    at = draw.randrange(len(content))
+    content[at : at + 8] = draw.randbytes(8)
+    file.write_bytes(content)
+    return "step-00000004"
+
+
+def remove(folder, draw):
+    newest(folder, draw).unlink()
+    return "step-00000004"
+
+
+def rename_within(folder, draw):
+    file = newest(folder, draw)
+    file.rename(file.with_name(draw.choice(["state", "manifest", "x.json"])))
+    return "step-00000004"
+
+
+def rename_the_folder(folder, draw):
+    """The last one is gone under its name, so it is the new name that is passed over."""
+    name = f"step-{draw.choice([0, 5, 77]):08d}"
+    (folder / "step-00000004").rename(folder / name)
+    return name if name > "step-00000004" else ""
+
+
+def swap_a_file_with_another_steps(folder, draw):
+    file = newest(folder, draw)
+    other = folder / "step-00000002" / file.name
+    content = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    return "step-00000004"
+
+
+def copy_a_step_under_another_name(folder, draw):
+    step = draw.randrange(1, 4)
+    shutil.rmtree(folder / "step-00000004")
+    shutil.copytree(folder / f"step-{step:08d}", folder / "step-00000004")
+    return "step-00000004"
+
+
+def both_files_of_another_step(folder, draw):
+    shutil.copytree(folder / "step-00000002", folder / "step-00000004", dirs_exist_ok=True)
+    return "step-00000004"
+
+
+def json_of_another_type(folder, draw):
+    values = [[], 3, None, "text", {}, {"step": 4}, {"step": 4, "sha256": []}, True, 1e999]
+    newest(folder, draw, "manifest.json").write_text(json.dumps(draw.choice(values)))
+    return "step-00000004"
+
+
+def json_with_one_value_changed(folder, draw):
+    file = newest(folder, draw, "manifest.json")
+    record = json.loads(file.read_text())
+    record[draw.choice(list(record))] = draw.choice([0, None, [], {}, "x", 10**40, -1.5])
+    file.write_text(json.dumps(record))
+    return "step-00000004"
+
+
+def json_that_is_too_deep(folder, draw):
+    newest(folder, draw, "manifest.json").write_text("[" * 10**5)
+    return "step-00000004"
+
+
+def bytes_that_are_no_text(folder, draw):
+    newest(folder, draw, "manifest.json").write_bytes(b"\xff\xfe" + draw.randbytes(40))
+    return "step-00000004"
+
+
+def a_step_in_words(folder, draw):
+    """Right by its checksum, and yet not what this code writes."""
+    file = newest(folder, draw, "manifest.json")
+    record = json.loads(file.read_text())
+    number = record.pop("format")
+    del record["checksum"]
+    if draw.random() < 0.5:
+        record["step"] = "four"
+    else:
+        del record["ranks"]
+    checksum = files.checksum_of(record, number)
+    file.write_text(json.dumps({"format": number, **record, "checksum": checksum}))
+    return "step-00000004"
+
+
+def a_folder_instead_of_a_file(folder, draw):
+    file = newest(folder, draw)
+    file.unlink()
+    file.mkdir()
+    return "step-00000004"
+
+
+def a_file_instead_of_the_folder(folder, draw):
+    shutil.rmtree(folder / "step-00000004")
+    (folder / "step-00000004").write_bytes(draw.randbytes(10))
+    return "step-00000004"
+
+
+def a_pipe_instead_of_a_file(folder, draw):
+    """Reading it would wait for ever."""
+    file = newest(folder, draw)
+    file.unlink()
+    os.mkfifo(file)
+    return "step-00000004"
+
+
+def a_link_to_nowhere(folder, draw):
+    victim = draw.choice([newest(folder, draw), folder / "step-00000004"])
+    shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
+    victim.symlink_to(draw.choice([victim.name, "nowhere"]))  # to itself: a loop
+    return "step-00000004"
+
+
+def no_permission(folder, draw):
+    """Root reads it all the same."""
+    newest(folder, draw).chmod(0)
+    return "step-00000004"
+
+
+def leftovers_of_a_kill(folder, draw):
+    kind = draw.choice(["partial", "deleted", "old"])
+    shutil.copytree(folder / "step-00000002", folder / f".step-0000000{draw.randrange(9)}.{kind}")
+    return ".step-0000000"
+
+
+MUTATIONS = [
+    *(flip_a_bit, flip_a_bit, cut_off, empty, append, overwrite_a_part, remove, rename_within),
+    *(rename_the_folder, swap_a_file_with_another_steps, copy_a_step_under_another_name),
+    *(both_files_of_another_step, json_of_another_type, json_with_one_value_changed),
+    *(json_that_is_too_deep, bytes_that_are_no_text, a_step_in_words, a_link_to_nowhere),
+    *(a_folder_instead_of_a_file, a_file_instead_of_the_folder, a_pipe_instead_of_a_file),
+    *(no_permission, leftovers_of_a_kill),
+]
+
+
+def npz(**members):
+    content = io.BytesIO()
+    np.savez(content, **members)
+    return content.getvalue()
+
+
+def huge_header():
+    """An array of 16 TB, says its header."""
+    said, lie = b"(1000,), }".ljust(19), b"(2000000000000,), }"
+    whole = npz(w=np.zeros(1000))
+    assert said in whole
+    return whole.replace(said, lie)
+
+
+WHOLE = npz(w=np.zeros(9))
+UNREADABLE = {
+    "empty": b"",
+    "cut off": WHOLE[:-30],
+    "zeros": bytes(100),
+    "a beginning": WHOLE[:4],
+    "objects": npz(w=np.array([{}], object)),
+    "another key": WHOLE.replace(b"descr", b"xxxxx"),
+    "16 terabytes": huge_header(),
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content, kept):
+    """As if it had been written so: the sums say that it is sound."""
+    path = save(kept, 1)
+    (path / "state.npz").write_bytes(content)
+    about = replace(files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz"))
+    writing._write_manifest(path, about)
+    with pytest.raises(Stop) as stop:
+        kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Config())
+    assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), stop.value

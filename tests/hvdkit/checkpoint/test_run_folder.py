@@ -1,0 +1,340 @@
+"""A folder that was used before: what lies ahead of where a run begins is set aside, never mixed.
+
+By one rank, at the level of the functions that train.py calls in this order: find, restore,
+begin, then save and add_score.
+"""
+
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
+from kills import killed_at_each
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvdkit.checkpoint import files, run_folder, writing
+from hvdkit.settings import config as config_lib
+
+ALONE = World(0, 1, 0, 1)
+RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "predictions.png")
+
+
+def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
+    """What a run writes, with weights that say whose they are: 100 * seed + step."""
+    config = Config(seed=seed, num_steps=num_steps, keep=keep, run_dir=str(run_dir))
+    kept = Checkpoints(run_dir / "checkpoints", keep, ALONE)
+    found = kept.find(resume, num_steps)
+    weight = tf.Variable(100.0 * seed)
+    if found:
+        kept.restore(found, {"w": weight}, config)
+    note = run_folder.begin(run_dir, found, config, evaluates_first=False)
+    board = tf.summary.create_file_writer(str(run_dir / "tensorboard"))
+    for step in range(found.step + 1 if found else 1, (stop_at or num_steps) + 1):
+        weight.assign(float(100 * (weight.numpy() // 100) + step))
+        for name in ("metrics.jsonl", "gradients.jsonl"):
+            with (run_dir / name).open("a") as file:
+                file.write(json.dumps({"step": step, "seed": seed}) + "\n")
+        with board.as_default(step):
+            tf.summary.scalar("train/loss", step)
+        if step % every == 0:
+            kept.write(kept.copy(step, {"w": weight}, config))
+            kept.add_score(step, 0.9 if (seed, step) == (1, 8) else 0.1 + step / 100)
+            with (run_dir / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "eval_loss": 0, "seed": seed}) + "\n")
+            with board.as_default(step):
+                tf.summary.scalar("eval/loss", step)
+    board.close()
+    if not stop_at:
+        for name in ("summary.json", "report.html", "predictions.png"):
+            (run_dir / name).write_text(f"of seed {seed}")
+    return found, note
+
+
+def steps(folder):
+    return [files.read_manifest(p).step for p in files.candidates(folder)]
+
+
+def lines(path):
+    return [json.loads(x) for x in path.read_text().splitlines()]
+
+
+def seeds(path):
+    return {line["seed"] for line in lines(path)}
+
+
+def shown(run_dir, tag="train/loss"):
+    """Steps of the points that TensorBoard shows."""
+    board = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    return [e.step for e in board.Tensors(tag)]
+
+
+@pytest.fixture
+def used(tmp_path):
+    """8 steps of seed 1, checkpoints of all even ones, the last is the best."""
+    train(tmp_path, seed=1, num_steps=8, every=2, keep=9)
+    return tmp_path
+
+
+def test_starting_anew_in_a_used_folder_then_going_on(used):
+    """The new run keeps its checkpoints, and `auto` goes on from it and not from the old one."""
+    found, note = train(used, 2, 6, every=2, keep=2, resume="never", stop_at=4)
+    assert found is None
+    assert note == (
+        f"note: set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8) and 7 records "
+        "(metrics.jsonl, gradients.jsonl, summary.json, report.html, predictions.png, config.cfg, "
+        "tensorboard)"
+    )
+    assert steps(used / "checkpoints") == [2, 4]
+    assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8]
+    assert Checkpoints(used / "checkpoints", 2, ALONE).best() == (0.14, 4)
+    assert not (used / "summary.json").exists() and not (used / "predictions.png").exists()
+    assert seeds(used / "metrics.jsonl") == {2} and seeds(used / "aside-1/metrics.jsonl") == {1}
+    assert "--seed=1" in (used / "aside-1" / "config.cfg").read_text().splitlines()
+    assert "--seed=2" in (used / "config.cfg").read_text().splitlines()
+
+    found, note = train(used, 2, 6, every=2, keep=2)
+    assert found.step == 4 and note == "" and not (used / "aside-2").exists()
+    state = files.read(used / "checkpoints" / "step-00000006")
+    assert state["w"] == 206.0 and steps(used / "checkpoints") == [4, 6]
+    assert shown(used) == [1, 2, 3, 4, 5, 6] and shown(used / "aside-1") == list(range(1, 9))
+    # What was set aside can be gone on from: now it is the run of seed 2 that is set aside.
+    found, _ = train(used, 1, 9, every=1, resume=str(used / "aside-1"))
+    assert found.step == 8 and steps(used / "checkpoints") == [9]
+    assert files.read(used / "checkpoints" / "step-00000009")["w"] == 109.0
+    assert steps(used / "aside-2" / "checkpoints") == [4, 6] and shown(used) == [9]
+
+
+def test_going_back_to_a_checkpoint(used):
+    asked = used / "checkpoints" / "step-00000004"
+    found, note = train(used, 2, 8, every=2, keep=9, resume=str(asked), stop_at=6)
+    assert found == (asked, 4, True) and "2 checkpoints (of steps 6 to 8)" in note
+    assert steps(used / "checkpoints") == [2, 4, 6]
+    assert steps(used / "aside-1" / "checkpoints") == [6, 8]
+    assert Checkpoints(used / "checkpoints", 9, ALONE).best() == (0.16, 6), "not of step 8"
+    expected = [(1, s) for s in (1, 2, 2, 3, 4, 4)] + [(2, s) for s in (5, 6, 6)]
+    assert [(x["seed"], x["step"]) for x in lines(used / "metrics.jsonl")] == expected
+    assert len(lines(used / "aside-1" / "metrics.jsonl")) == 12
+    assert shown(used) == [1, 2, 3, 4, 5, 6] and shown(used, "eval/loss") == [2, 4, 6]
+    assert shown(used / "aside-1") == list(range(1, 9))
+    for name in ("summary.json", "report.html", "predictions.png"):
+        assert not (used / name).exists() and (used / "aside-1" / name).exists()
+
+
+def test_the_newest_checkpoint_by_its_path_is_no_way_back(used):
+    _, note = train(used, 1, 9, every=1, keep=9, resume=str(used / "checkpoints/step-00000008"))
+    assert note == "" and steps(used / "checkpoints") == [2, 4, 6, 8, 9]
+    assert shown(used) == list(range(1, 10))
+
+
+def test_from_a_checkpoint_of_another_run(used, tmp_path_factory):
+    """All that this folder holds lies ahead, earlier steps too; the other folder stays as it is."""
+    other = tmp_path_factory.mktemp("other")
+    train(other, seed=3, num_steps=4, every=2)
+    before = sorted(p for p in other.rglob("*"))
+    found, note = train(used, 3, 6, every=2, resume=str(other))
+    assert found.step == 4 and "4 checkpoints (of steps 2 to 8)" in note
+    assert steps(used / "checkpoints") == [6] and shown(used) == [5, 6]
+    assert files.read(used / "checkpoints" / "step-00000006")["w"] == 306.0
+    assert sorted(p for p in other.rglob("*")) == before
+
+
+def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
+    train(tmp_path, 1, 9, every=4, stop_at=7)  # killed: three steps were logged and not saved
+    (tmp_path / "summary.json").write_text("of an earlier attempt")
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 7, "lo\xff')
+    (cut,) = (tmp_path / "tensorboard").glob("*tfevents*")
+    cut.write_bytes(cut.read_bytes()[:-5])
+    found, note = train(tmp_path, 1, 9, every=4, stop_at=8)
+    assert found.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
+    expected = [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl")] == expected
+    assert shown(tmp_path) == [*range(1, 9)] and shown(tmp_path, "eval/loss") == [4, 8]
+    assert not list(tmp_path.glob("aside*")) and not list(tmp_path.glob("**/*.partial"))
+
+
+def test_an_evaluation_that_is_made_up_for_is_shown_once(tmp_path):
+    train(tmp_path, 1, 8, every=4)
+    found = Checkpoints(tmp_path / "checkpoints", 3, ALONE).find("auto", 8)
+    run_folder.begin(tmp_path, found, Config(), evaluates_first=True)
+    assert shown(tmp_path) == [*range(1, 9)] and shown(tmp_path, "eval/loss") == [4]
+    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl") if "eval_loss" in x] == [4]
+
+
+def test_what_is_no_event_file_is_kept(tmp_path):
+    train(tmp_path, 1, 8, every=4)
+    (events,) = (tmp_path / "tensorboard").glob("*tfevents*")
+    whole = events.read_bytes()
+    for content in (b"", b"no events", whole[:70] + b"\0\0\0" + whole[73:]):
+        events.write_bytes(content)
+        run_folder.drop_events(events, lambda event: event.step > 4)
+        assert events.read_bytes() == content
+    events.write_bytes(whole + b"rest")
+    run_folder.drop_events(events, lambda event: event.step > 4)
+    assert events.read_bytes().endswith(b"rest") and len(events.read_bytes()) < len(whole)
+    assert shown(tmp_path) == [1, 2, 3, 4]
+
+
+def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(used, capsys):
+    (used / "checkpoints" / "step-00000008" / "state.npz").write_bytes(b"damaged")
+    (used / "checkpoints" / "step-00000009").write_text("a file where a folder should be")
+    found, note = train(used, 1, 9, every=1, keep=9)
+    assert found.step == 6 and "2 checkpoints (of steps 8 to 9)" in note and "records" not in note
+    assert steps(used / "checkpoints") == [2, 4, 6, 7, 8, 9]
+    said = capsys.readouterr().out
+    assert "passed over" in said and "step-00000008/state.npz is damaged" in said
+    assert "step-00000009 is no checkpoint" in said
+    assert shown(used) == list(range(1, 10)), "on in the same run"
+
+
+def test_what_a_kill_left_is_put_right(used):
+    folder = used / "checkpoints"
+    (folder / ".step-00000009.partial").mkdir()
+    (folder / ".step-00000002.deleted").mkdir()
+    (folder / "step-00000008").rename(folder / ".step-00000008.old")
+    (folder / "notes").write_text("mine")
+    found, _ = train(used, 1, 9, every=1, keep=9)
+    assert (found.path.name, found.step) == (".step-00000008.old", 8)
+    expected = ["notes", *(f"step-0000000{n}" for n in (2, 4, 6, 8, 9))]
+    assert sorted(p.name for p in folder.iterdir()) == expected
+
+
+def test_of_two_of_one_step_the_sound_one_is_kept(used):
+    folder = used / "checkpoints"
+    (folder / "step-00000008").rename(folder / ".step-00000008.old")
+    (folder / "step-00000008").mkdir()
+    found, note = train(used, 1, 9, every=1, keep=9)
+    assert found.step == 8 and "1 checkpoints (of steps 8 to 8)" in note
+    assert steps(folder) == [2, 4, 6, 8, 9]
+
+
+def test_a_board_on_another_disk_is_emptied_and_stays_there(used, tmp_path):
+    disk = tmp_path / "disk"
+    (used / "tensorboard").rename(disk)
+    (used / "tensorboard").symlink_to(disk)
+    (disk / "plugins" / "profile").mkdir(parents=True)
+    old = {p.name for p in disk.iterdir()}
+    train(used, 2, 2, every=1, resume="never")
+    assert (used / "tensorboard").is_symlink()
+    assert not old & {p.name for p in disk.iterdir()}
+    assert old == {p.name for p in (used / "aside-1" / "tensorboard").iterdir()}
+
+
+def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(ValueError, match=r"tensorboard: .*Not a directory"):
+        Telemetry(Config(run_dir=str(tmp_path), num_steps=4), ALONE, 0, 50)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    program = (
+        f"import sys, pathlib; sys.path.insert(0, {str(config_lib.PROJECT)!r})\n"
+        "from hvdkit.settings.config import Config; from hvdkit.checkpoint import run_folder\n"
+        "run_folder.begin(pathlib.Path(sys.argv[1]), None, Config(), evaluates_first=False)\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    run_folder.begin(tmp_path, None, Config(), evaluates_first=False)
+    second = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert second.returncode != 0 and "is in use by another run" in second.stderr
+    run_folder._locks.popitem()[1].close()  # as when the first run ends
+    assert subprocess.run(words, timeout=120).returncode == 0
+
+
+def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
+    monkeypatch.chdir(config_lib.PROJECT)  # from elsewhere, its paths would read as absolute ones
+    run_dir = tmp_path / "runs" / "new"
+    for _ in range(2):  # and none is made of a start that logged nothing
+        assert run_folder.begin(run_dir, None, Config(), evaluates_first=False) == ""
+    assert sorted(p.name for p in run_dir.iterdir()) == [".lock", "checkpoints", "config.cfg"]
+    written = config_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
+    assert written == Config()
+
+
+def test_a_refused_start_changes_nothing(used):
+    before = {p: p.read_bytes() for p in used.rglob("*") if p.is_file()}
+    kept = Checkpoints(used / "checkpoints", 1, ALONE)
+    with pytest.raises(Stop, match="past --num_steps=6"):
+        kept.find("auto", 6)
+    with pytest.raises(Stop, match="'v' is missing"):
+        kept.restore(kept.find("auto", 8), {"v": tf.Variable(1.0)}, Config())
+    assert {p: p.read_bytes() for p in used.rglob("*") if p.is_file()} == before
+
+
+def old_run(folder):
+    """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
+    for step in (2, 4, 6):
+        arrays = {"w": np.float32(100 + step)}
+        writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
+    for name in RECORDS:
+        (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
+    config_lib.write(Config(seed=1), folder / "config.cfg")
+
+
+def asides(folder):
+    return Counter(p.name for p in folder.glob("aside-*/checkpoints/*"))
+
+
+@pytest.mark.parametrize("back_to", [None, 2])
+def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
+    def begin(folder):
+        path = folder / "checkpoints" / f"step-0000000{back_to}"
+        found = run_folder.Found(path, back_to, True) if back_to else None
+        run_folder.begin(folder, found, Config(seed=2), evaluates_first=False)
+
+    outcomes = Counter()
+    for folder in killed_at_each(tmp_path, old_run, begin):
+        there, _ = files.newest_sound(folder / "checkpoints")
+        step = files.read_manifest(there).step if there else 0
+        ahead = [s for s in (2, 4, 6) if s > step]
+        assert asides(folder) == {f"step-0000000{s}": 1 for s in ahead}
+        logged = [x["step"] for x in lines(folder / "metrics.jsonl")] if step else []
+        assert not step or logged == [*range(1, 8)] or (step == back_to and logged == [1, 2])
+        settings = folder / "config.cfg"
+        if settings.exists() and "--seed=2" in settings.read_text():
+            assert step == (back_to or 0) and not (folder / "summary.json").exists()
+        outcomes[step] += 1
+
+        begin(folder)  # the same command again
+        assert steps(folder / "checkpoints") == ([back_to] if back_to else [])
+        assert asides(folder) == {f"step-0000000{s}": 1 for s in (2, 4, 6) if s > (back_to or 0)}
+        kept = [x for p in folder.glob("aside-*/metrics.jsonl") for x in lines(p)]
+        assert {x["step"] for x in kept} == set(range(1, 8))
+        left = folder / "metrics.jsonl"
+        assert [x["step"] for x in lines(left)] == [1, 2] if back_to else not left.exists()
+        assert "--seed=2" in (folder / "config.cfg").read_text()
+        assert not (folder / "summary.json").exists()
+    print(f"killed at {sum(outcomes.values())} moments, newest left: {dict(outcomes)}")
+    assert set(outcomes) == {back_to or 0, *(s for s in (2, 4, 6) if s > (back_to or 0))}
+
+
+@pytest.mark.parametrize("name", ["gradients.jsonl", "events.out.tfevents.1"])
+def test_records_of_weeks_are_not_held_in_memory_to_be_cut(tmp_path, name):
+    """20 MB each, of which the last tenth goes."""
+    path, steps = tmp_path / name, 2000
+    if name.endswith("jsonl"):
+        lines = (json.dumps({"step": step, "x": "y" * 10_000}) + "\n" for step in range(steps))
+        path.write_text("".join(lines))
+    else:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for step in range(steps):
+                event = tf.compat.v1.Event(step=step, file_version="y" * 10_000)
+                writer.write(event.SerializeToString())
+    size, last = path.stat().st_size, steps * 9 // 10
+    tracemalloc.start()
+    if name.endswith("jsonl"):
+        run_folder._drop_lines(path, last, False)
+    else:
+        run_folder.drop_events(path, lambda event: event.step > last)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert abs(path.stat().st_size / size - 0.9) < 0.01 and most < 2e6
+    assert [p.name for p in tmp_path.iterdir()] == [name]

@@ -1,0 +1,321 @@
+"""Averages of weights, weights of other runs, and when to give up."""
+
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from hvdkit.train.state import State
+
+from hvdkit.checkpoint import checkpoints, warm_start, writing
+from hvdkit.evaluate import early_stop
+from hvdkit.train import ema
+from ranks import CHECKS, names_of_checks, run_checks
+
+WORLD = World(0, 1, 0, 1)
+
+
+def network(classes: int = 3, start: float = 0.0) -> keras.Model:
+    """Named layers and batch norm; every weight counts up from `start`."""
+    x = keras.Input((4,))
+    y = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(5, name="body")(x))
+    model = keras.Model(x, keras.layers.Dense(classes, name="head")(y))
+    for number, variable in enumerate(model.variables):
+        variable.assign(np.full(variable.shape, start + number, np.float32))
+    return model
+
+
+def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int) -> list:
+    """Plain steps with gradients 1, 2, 3, ...; the first weight after each of them."""
+    track = []
+    for number in range(count):
+        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+        track.append(float(model.trainable_variables[0].numpy()[0, 0]))
+    return track
+
+
+def test_averages_are_there_inside_and_gone_after():
+    model = network(start=1.0)
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    with ema.averaged(model, optimizer):  # no step yet: an average of nothing would be zeros
+        assert model.trainable_variables[0].numpy()[0, 0] == 1.0
+    track = steps(model, optimizer, 4)
+    average = track[0]
+    for weight in track[1:]:
+        average = 0.9 * average + 0.1 * weight
+    own = [v.numpy() for v in model.variables]
+    with pytest.raises(KeyError), ema.averaged(model, optimizer):
+        np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
+        raise KeyError
+    for variable, value in zip(model.variables, own):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_averages_are_part_of_the_state(tmp_path):
+    """So that a checkpoint holds them, and an evaluation after a restart is of the same weights."""
+    model, other = network(start=1.0), network()
+    optimizers = [keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5) for _ in range(2)]
+    for network_, optimizer in zip((model, other), optimizers):
+        optimizer.build(network_.trainable_variables)
+    steps(model, optimizers[0], 3)
+    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
+    kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Config()))
+    found = kept.find("auto", 3)
+    kept.restore(found, State(other, optimizers[1], "float32").variables, Config())
+    with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
+        for a, b in zip(model.variables, other.variables):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_without_an_average_nothing_happens():
+    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    steps(model, optimizer, 1)
+    weight = model.trainable_variables[0].numpy()
+    with ema.averaged(model, optimizer):
+        np.testing.assert_array_equal(model.trainable_variables[0].numpy(), weight)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
+    kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", 9, WORLD)
+    for step, score in ((1, 0.5), (2, 0.9), (3, None)):
+        model = network(start=float(step))
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+        kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Config()))
+        if score is not None:
+            kept.add_score(step, score)
+    return tmp_path / "run"
+
+
+def starts(model: keras.Model) -> set[float]:
+    return {float(v.numpy().flat[0]) - n for n, v in enumerate(model.variables)}
+
+
+def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
+    model = network(start=70.0)
+    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
+    warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
+    assert starts(model) == {3.0}
+    # Step 2 has the higher score, but of another measure than the newest that has one.
+    writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
+    writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
+    warm_start.load(model, run_dir, False)
+    assert starts(model) == {1.0}, "of an older version's: compared with all"
+    renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
+    warm_start.load(model, renamed, False)
+    assert starts(model) == {2.0}
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
+    (run_dir / "checkpoints" / "step-00000002" / "state.npz").write_bytes(b"damaged")
+    model = network()
+    warm_start.load(model, run_dir, False)
+    assert starts(model) == {1.0}
+    with pytest.raises(ValueError, match=r"step-00000002/state.npz is damaged"):
+        warm_start.load(model, run_dir / "checkpoints" / "step-00000002", False)
+
+
+def test_a_keras_file(tmp_path):
+    network(start=5.0).save(tmp_path / "model.keras")
+    model = network()
+    assert not warm_start.load(model, tmp_path / "model.keras", False) and starts(model) == {5.0}
+
+
+@pytest.mark.parametrize("kept", [0, 7, 0.3, 0.9])
+def test_a_keras_file_that_is_damaged_is_named_in_one_line(kept, tmp_path):
+    """Another file, and the beginning of a right one."""
+    file = tmp_path / "model.keras"
+    network().save(file)
+    whole = file.read_bytes()
+    content = whole[: kept if isinstance(kept, int) else int(kept * len(whole))]
+    file.write_bytes(content or b"damaged")
+    with pytest.raises(ValueError, match=r"--init_from=\S+model.keras cannot be read: .") as error:
+        warm_start.load(network(), file, False)
+    assert "\n" not in str(error.value)
+
+
+def unnamed(start: float, before: int = 0) -> keras.Model:
+    """Layers that Keras names; `before` others were made first, so it names them otherwise."""
+    for _ in range(before):
+        keras.layers.Dense(1), keras.layers.Conv1D(1, 1), keras.random.SeedGenerator()
+    x = keras.Input((4, 3))
+    y = keras.layers.TimeDistributed(keras.layers.Dense(3))(keras.layers.Conv1D(3, 1)(x))
+    y = keras.layers.Bidirectional(keras.layers.GRU(2))(keras.layers.Dropout(0.1)(y))
+    model = keras.Model(x, keras.layers.Dense(2)(keras.layers.Dense(2)(y)))
+    for number, variable in enumerate(model.variables):
+        if variable.trainable:
+            variable.assign(np.full(variable.shape, start + number, np.float32))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "keras"])
+def test_what_keras_counted_does_not_matter(kind, tmp_path):
+    there = unnamed(5.0)
+    if kind == "keras":
+        there.save(tmp_path / "model.keras")
+    else:
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(there.trainable_variables)
+        kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
+        kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Config()))
+    model = unnamed(70.0, before=3)
+    assert [v.path for v in model.variables] != [v.path for v in there.variables]
+    path = tmp_path / "model.keras" if kind == "keras" else tmp_path
+    assert not warm_start.load(model, path, False)
+    for here, other in zip(model.weights, there.weights):
+        np.testing.assert_array_equal(here.numpy(), other.numpy())
+
+
+def test_states_of_random_layers_are_the_new_runs_own(tmp_path):
+    unnamed(5.0).save(tmp_path / "model.keras")
+    model = unnamed(70.0)
+    state = next(v for v in model.variables if v.name == "seed_generator_state")
+    state.assign([3, 1])
+    assert not warm_start.load(model, tmp_path / "model.keras", False)
+    assert state.numpy().tolist() == [3, 1]
+
+
+def test_a_model_inside_another_is_taken_from_a_file_of_its_own(tmp_path):
+    unnamed(5.0).save(tmp_path / "model.keras")
+    inner = unnamed(70.0)
+    x = keras.Input((4, 3))
+    model = keras.Model(x, keras.layers.Dense(2, name="new")(inner(x)))
+    left = warm_start.load(model, tmp_path / "model.keras", True)
+    assert list(left) == ["new/kernel", "new/bias"]
+    assert inner.trainable_variables[0].numpy().flat[0] == 5.0
+
+
+def averaged_run(folder, count, **average):
+    """A run's checkpoint after so many steps; returns its weights, and those it evaluates."""
+    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1, **average)
+    optimizer.build(model.trainable_variables)
+    steps(model, optimizer, count)
+    kept = checkpoints.Checkpoints(folder / "checkpoints", 1, WORLD)
+    kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Config()))
+    own = [v.numpy() for v in model.variables]
+    with ema.averaged(model, optimizer):
+        return own, [v.numpy() for v in model.variables]
+
+
+def test_averages_of_another_run_on_request(tmp_path):
+    own, averages = averaged_run(tmp_path, 3, use_ema=True, ema_momentum=0.5)
+    assert not np.array_equal(own[0], averages[0])
+    for wanted, values in ((False, own), (True, averages)):
+        model = network(start=70.0)
+        assert not warm_start.load(model, tmp_path, False, averages=wanted)
+        for variable, value in zip(model.variables, values):
+            np.testing.assert_array_equal(variable.numpy(), value)
+
+
+@pytest.mark.parametrize(("count", "average"), [(3, {}), (0, {"use_ema": True})])
+def test_averages_that_there_are_none_of_are_refused(count, average, tmp_path):
+    """Where no step was made they are zeros."""
+    averaged_run(tmp_path, count, **average)
+    with pytest.raises(ValueError, match=r"holds no average .*--init_ema.*--ema_decay"):
+        warm_start.load(network(), tmp_path, False, averages=True)
+    network().save(tmp_path / "model.keras")
+    with pytest.raises(ValueError, match=r"a .keras file holds no average"):
+        warm_start.load(network(), tmp_path / "model.keras", False, averages=True)
+
+
+def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
+    model = network(classes=7, start=70.0)
+    with pytest.raises(ValueError) as error:
+        warm_start.load(model, run_dir, False)
+    words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
+    assert all(word in str(error.value) for word in words), error.value
+    assert starts(model) == {70.0}, "nothing is set unless all is"
+    assert list(warm_start.load(model, run_dir, True)) == ["head/kernel", "head/bias"]
+    assert starts(model) == {2.0, 70.0}
+
+
+def test_a_model_that_shares_nothing_is_an_error_even_so(run_dir):
+    x = keras.Input((4,))
+    with pytest.raises(ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"):
+        warm_start.load(keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True)
+
+
+@pytest.mark.parametrize("name", ["nothing", "model.h5"])
+def test_what_holds_no_weights_is_an_error(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"{name} is no .keras file"):
+        warm_start.load(network(), tmp_path / name, False)
+
+
+def test_weights_of_another_precision_are_cast(run_dir):
+    keras.config.set_floatx("float64")
+    try:
+        x = keras.Input((4,))
+        y = keras.layers.Dense(5, name="body", dtype="float64")(x)
+        model = keras.Model(x, y)
+    finally:
+        keras.config.set_floatx("float32")
+    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
+
+
+def test_giving_up():
+    """Evaluations every 10 steps, the best at step 20; 3 may pass."""
+    up = [s for s in range(10, 71) if early_stop.given_up(s, 20, 10, 3)]
+    assert up[0] == 50
+    assert not early_stop.given_up(10**6, 20, 10, 0)
+    assert not early_stop.given_up(10**6, None, 10, 3)
+    assert not early_stop.given_up(10**6, 20, 0, 3)
+
+
+# Real runs, of the skeleton: every project has it. What 1 rank begins, 2 and then 1 go on with.
+FILE = CHECKS / "checks_warm_start.py"
+LAUNCHES = {"begin": 1, "two": 2, "end": 1}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    found = {}
+    for launch, ranks in LAUNCHES.items():
+        env = {"WARM_RUNS": str(folder), "WARM_LAUNCH": launch}
+        found[launch] = run_checks([FILE], ranks, env=env)
+    return found
+
+
+@pytest.mark.parametrize("name", names_of_checks(FILE))
+def test_real_runs(name, outcomes):
+    failure = outcomes[name.split("_")[1]][name]
+    assert failure is None, failure
+
+
+def test_two_layers_of_one_path_each_get_their_own(tmp_path):
+    """Two models inside another may name their layers alike; order tells them apart."""
+
+    def twins(start: float) -> keras.Model:
+        parts = [
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="body")], name="part")
+            for _ in range(2)
+        ]
+
+        class Both(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.one, self.other = parts
+
+            def call(self, x):
+                return self.other(self.one(x))
+
+        model = Both()
+        model(np.zeros((1, 4), np.float32))
+        for number, variable in enumerate(model.variables):
+            variable.assign(np.full(variable.shape, start + number, np.float32))
+        return model
+
+    trained, fresh = twins(10.0), twins(0.0)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(trained.trainable_variables)
+    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
+    path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Config()))
+    warm_start.load(fresh, path, skip_mismatched=False)
+    assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]

@@ -1,0 +1,288 @@
+"""hvdkit check: everything that is wrong with a data set, by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.readers.class_folders import ClassFolders
+from PIL import Image
+
+from hvdkit.data import check, pack, pipeline
+from hvdkit.settings import config as config_lib
+from ranks import PROJECT
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch, capsys):
+    """(exit code, what was printed) of the command with these flags."""
+
+    def call(*flags: object) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["check", *map(str, flags)])
+        code = check.main()
+        return code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def run(whole):
+    """The same without what is counted: faults and verdicts."""
+    counted = re.compile(r"^[^:]+: (  |pictures: |the \d+ rarest|\d+ class\(es\) never|to balance)")
+
+    def call(*flags: object) -> tuple[int, str]:
+        code, printed = whole(*flags)
+        lines = printed.splitlines(keepends=True)
+        return code, "".join(line for line in lines if not counted.match(line))
+
+    return call
+
+
+def packed(root: Path, shards: int = 2) -> Path:
+    readers.write_classes(root / "raw")
+    return pack.pack(ClassFolders(root / "raw", "train"), root / "out", "train", shards, "")
+
+
+@pytest.mark.parametrize(
+    ("layout", "write", "highest"),
+    [
+        ("voc", readers.write_voc, 20),
+        ("cityscapes", readers.write_cityscapes, 18),
+        ("class_folders", readers.write_classes, 2),
+        ("cifar10", readers.write_cifar10, 9),
+        ("cifar100", readers.write_cifar100, 90),
+    ],
+)
+def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):
+    write(tmp_path)
+    code, said = run(f"--data_dir={tmp_path}")
+    assert code == 0, said
+    train = f"train: {len(pack.READERS[layout](tmp_path, 'train'))} samples, labels 0 to {highest}"
+    assert said.splitlines()[0] == f"{train} ({layout}): all is well"
+    assert said.splitlines()[1].startswith("val: ") and said.endswith(": all is well\n")
+
+
+def test_every_bad_sample_is_named(tmp_path: Path, run):
+    for number in range(9):
+        save = lambda kind, pixels, n=number: readers.save(tmp_path / kind / f"{n}.png", pixels)  # noqa: E731
+        save("images", readers.noise(number))
+        save("labels", np.full((12, 16), 255 if number == 8 else number % 3, np.uint8))
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.txt").write_text("\n".join(map(str, range(9))))
+    assert run(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")[0] == 0
+    (tmp_path / "images" / "2.png").write_bytes(b"no picture")
+    (tmp_path / "labels" / "5.png").write_bytes(b"")
+    readers.save(tmp_path / "labels" / "7.png", np.full((12, 16), 3, np.uint8))
+    code, said = run(f"--data_dir={tmp_path}", "--num_classes=3")
+    lines = said.splitlines()
+    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, said
+    assert "images/2.png is neither PNG nor JPEG" in lines[0]
+    assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
+    assert "labels/7.png: label value 3" in lines[2]
+    assert lines[3] == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
+    assert "splits/val.txt is missing" in lines[4] and lines[5].startswith("val: not read")
+    # Without the number of classes, only what no label can hold is wrong.
+    assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
+    for number in range(9):
+        (tmp_path / "images" / f"{number}.png").write_bytes(b"no picture")
+    said = run(f"--data_dir={tmp_path}", "--split=train")[1]
+    assert "9 samples, no label could be read (folders): 9 fault(s)" in said
+
+
+def test_pack_starts_without_tensorflows_lines():
+    words = [sys.executable, "-m", "hvdkit", "pack", "--help"]
+    told = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True)
+    assert told.returncode == 0 and not told.stderr
+
+
+def test_pictures_are_decoded(tmp_path: Path, run):
+    readers.write_classes(tmp_path)
+    bad = tmp_path / "train" / "n02" / "a.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    code, said = run(f"--data_dir={tmp_path}")
+    assert code == 1 and said.count("\n") == 3 and f"train: {bad} cannot be decoded" in said, said
+
+
+def test_a_single_class_is_a_fault(tmp_path: Path, run):
+    readers.save(tmp_path / "train" / "n01" / "a.png", readers.noise(0))
+    code, said = run(f"--data_dir={tmp_path}", "--split=train")
+    assert code == 1 and f"{tmp_path / 'train'} holds one class only" in said, said
+
+
+def test_the_command_ends_with_what_it_found(tmp_path: Path):
+    readers.write_classes(tmp_path)
+    command = [sys.executable, "-m", "hvdkit", "check", f"--data_dir={tmp_path}"]
+    for code, words in ((0, "train: 4 samples"), (1, "bad.png is neither PNG nor JPEG")):
+        ended = subprocess.run(command, cwd=config_lib.PROJECT, capture_output=True, text=True)
+        assert ended.returncode == code and words in ended.stdout, ended
+        assert f"samples: {4 + code}/{4 + code}" in ended.stderr, ended
+        (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
+
+
+def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
+    """Of those that are asked for: others beside them may have other ones."""
+    readers.write_classes(tmp_path)
+    for name in ("n03", "n04"):
+        readers.save(tmp_path / "val2" / name / "v.png", readers.noise(0))
+    assert run(f"--data_dir={tmp_path}")[0] == 0
+    for split in ("train", "val2"):
+        pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, 1, "")
+    for where in (tmp_path, tmp_path / "out"):
+        code, said = run(f"--data_dir={where}", "--split=train", "--split=val2")
+        assert code == 1 and said.count(f"{where / 'val2'} and {where / 'train'} hold") == 1, said
+        assert "has n01, n02, n03, n04, n10;" in said
+        assert "val2: 2 samples, labels 0 to 1" in said and "1 fault(s)" in said, said
+
+
+def test_shards_are_read_whole(tmp_path: Path, run):
+    folder = packed(tmp_path)
+    (tmp_path / "out" / "val").mkdir()  # no pack: not looked at
+    code, said = run(f"--data_dir={tmp_path / 'out'}")
+    assert (code, said) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
+    shard = folder / "train-00001-of-00002.tfrecord"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
+    code, said = run(f"--data_dir={tmp_path / 'out'}", "--data_format=records")
+    lines = said.splitlines()
+    assert code == 1 and len(lines) == 3, said
+    assert f"{shard} does not match its SHA-256" in lines[0]
+    assert f"{shard}, record of sample 2" in lines[1] and "checksum" in lines[1]
+    shard.write_bytes(whole[:-1])
+    (folder / "train-00000-of-00002.tfrecord").unlink()
+    code, said = run(f"--data_dir={tmp_path / 'out'}")
+    assert code == 1 and "00000-of-00002.tfrecord is missing" in said.splitlines()[0]
+    assert f"{shard} has" in said.splitlines()[1] and "train: not read" in said
+
+
+def test_labels_of_a_pack_are_classes(tmp_path: Path, run):
+    packed(tmp_path)
+    code, said = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
+    assert code == 1 and "record of sample 3" in said and "label 2 is no class" in said, said
+
+
+def test_wrong_flags(tmp_path: Path, run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(f"--data_dir={tmp_path}")
+    assert end.value.code == 2
+    assert f"--data_dir={tmp_path} does not show its layout" in capsys.readouterr().err
+    code, said = run(f"--data_dir={tmp_path}", "--data_format=cifar10")
+    assert code == 1 and "data_batch_1.bin is missing" in said
+
+
+@pytest.mark.parametrize("bad", [0, 13, 49])
+def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
+    asked = []
+
+    class Torn(Arrays):
+        def read(self, index):
+            fine = tf.debugging.Assert(index != bad, ["torn"])
+            with tf.control_dependencies([fine]):
+                return super().read(index)
+
+        def explain(self, index):
+            asked.append(index)
+            return f"sample {index} is torn" if index == bad else None
+
+    source = Torn(x=np.arange(50))
+    reader = pipeline.reader(source, lambda sample: sample, keyed=False)
+    feeds = [pipeline.EvaluationFeed(source, reader, 4, rank, 3) for rank in range(3)]
+    told = []
+    for feed in feeds:
+        try:
+            told.append(sum(len(batch["x"]) for batch in feed))
+        except ValueError as error:
+            told.append(str(error))
+    assert told.count(f"sample {bad} is torn") == 1 and len(set(told)) > 1
+    first = bad // 4 * 4
+    assert asked == list(range(first, bad + 1))
+
+
+def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
+    """Two pictures of 4 x 6: class 0 on 30 pixels, class 2 on 10, and 8 ignored."""
+    for part in ("images", "labels", "splits"):
+        (tmp_path / part).mkdir()
+    labels = np.zeros((2, 4, 6), np.uint8)
+    labels[0, :, :2], labels[1, :1, :2], labels[1, 3], labels[1, 2, :2] = 2, 2, 255, 255
+    for number, label in enumerate(labels):
+        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / f"images/{number}.png")
+        Image.fromarray(label).save(tmp_path / f"labels/{number}.png")
+    (tmp_path / "splits/train.txt").write_text("0\n1\n")
+    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")
+    assert code == 0, printed
+    assert re.search(r"  0 +30 pixels +75.000%", printed), printed
+    assert re.search(r"  2 +10 pixels +25.000%", printed), printed
+    assert re.search(r"  ignored +8 pixels", printed), printed
+    assert "1 class(es) never occur: 1" in printed and "all 4 x 6 (height x width)" in printed
+    flag = re.search(r"--class_weights=\S+", printed)[0]
+    weights = config_lib.class_weights(config_lib.parse(["", flag, "--num_classes=3"]))
+    assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)
+    assert (30 * weights[0] + 10 * weights[2]) / 40 == pytest.approx(1, rel=1e-3)
+    # Of several splits, those of the one to train on.
+    (tmp_path / "splits/a.txt").write_text("1\n")
+    for splits, balanced in ((("a", "train"), "train"), (("a",), "a")):
+        asked = [f"--split={split}" for split in splits]
+        code, printed = whole(f"--data_dir={tmp_path}", *asked, "--num_classes=3")
+        assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], printed
+
+
+def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
+    sizes = {"cat": [(5, 7), (9, 3)], "dog": [(20, 30)]}
+    for name, shapes in sizes.items():
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number, shape in enumerate(shapes):
+            picture = Image.fromarray(np.zeros((*shape, 3), np.uint8))
+            picture.save(tmp_path / "train" / name / f"{number}.png")
+    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--data_format=class_folders")
+    assert code == 0, printed
+    assert re.search(r"0 cat +2 samples +66.667%", printed), printed
+    assert "pictures: 9 x 3 to 20 x 30, median 5 x 7" in printed
+    assert "--class_weights=0.75,1.5" in printed
+
+
+def pairs(folder: Path, sizes: dict[str, tuple[tuple[int, int], int]]) -> Path:
+    """Folders of pictures of 4 x 6; of each label, by name, its size and class."""
+    for part in ("images", "labels", "splits"):
+        (folder / part).mkdir(parents=True)
+    for name, (size, number) in sizes.items():
+        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(folder / f"images/{name}.png")
+        Image.fromarray(np.full(size, number, np.uint8)).save(folder / f"labels/{name}.png")
+    for split in ("train", "val"):
+        (folder / "splits" / f"{split}.txt").write_text("\n".join(sizes) + "\n")
+    return folder
+
+
+def test_without_a_number_of_classes_those_that_occur_are_counted(tmp_path: Path, whole):
+    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 2)})
+    code, printed = whole(f"--data_dir={tmp_path}")
+    assert code == 0, printed
+    assert "1 class(es) never occur: 1" in printed and not re.search(r"^train: +3 ", printed, re.M)
+    # Only of the split to train on: weights of another one would not fit it.
+    (flag,) = re.findall(r"^train: .*--class_weights=(\S+)", printed, re.M)
+    assert flag == "1,1,1" and printed.count("--class_weights") == 1
+
+
+def test_faults_come_without_weights(tmp_path: Path, whole):
+    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 7)})
+    code, printed = whole(f"--data_dir={tmp_path}", "--num_classes=3")
+    assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
+
+
+def test_labels_of_another_size_than_their_pictures():
+    """As another tool may write it: pack itself refuses such pairs."""
+
+    class Odd(Arrays):
+        def read(self, index):
+            size = tf.where(index == 1, [4, 5], [4, 6])
+            return {"image": tf.zeros([4, 6, 3], tf.uint8), "label": tf.zeros(size, tf.uint8)}
+
+    told: list[str] = []
+    highest, counted = check.read_all(Odd(x=np.arange(3)), 2, "label {}".format, told.append)
+    assert told == ["label 1 is 4 x 5 pixels (height x width), its picture 4 x 6"]
+    assert highest == 0 and counted.samples == 2

@@ -1,0 +1,244 @@
+"""Folders of images and labels: what is read, and what is said when it cannot be."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.readers import folders
+from PIL import Image
+
+CLASSES = 5
+
+
+def write(root: Path, name: str, image: np.ndarray, label: np.ndarray, suffix: str = ".png"):
+    readers.save(root / "images" / f"{name}{suffix}", image)
+    readers.save(root / "labels" / f"{name}.png", label)
+
+
+def list_names(root: Path, *names: str, split: str = "train"):
+    (root / "splits").mkdir(exist_ok=True)
+    (root / "splits" / f"{split}.txt").write_text("\n".join(names))
+
+
+@pytest.fixture
+def pixels() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, CLASSES, (30, 40), dtype=np.uint8)
+    label[3, 4] = 255
+    return rng.integers(0, 256, (30, 40, 3), dtype=np.uint8), label
+
+
+@pytest.fixture
+def root(tmp_path: Path, pixels: tuple[np.ndarray, np.ndarray]) -> Path:
+    for name in ("a", "b", "c"):
+        write(tmp_path, name, *pixels)
+    list_names(tmp_path, "b", "", "a")
+    return tmp_path
+
+
+def opened(root: Path, split: str = "train") -> folders.ImageLabelFolder:
+    return folders.ImageLabelFolder(root, split, CLASSES)
+
+
+def fails(root: Path, *parts: object, split: str = "train"):
+    readers.fails(lambda: opened(root, split), *parts)
+
+
+def explained(root: Path, *parts: object):
+    """Sample 0 fails to read, and the explanation holds the parts."""
+    readers.explained(opened(root), 0, *parts)
+    assert opened(root).explain(1) is None
+
+
+def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    other = np.zeros((8, 9, 3), np.uint8), np.ones((8, 9), np.uint8)
+    write(root, "a", *other)
+    source = opened(root)
+    assert len(source) == 2
+    dataset = tf.data.Dataset.range(2).map(source.read, num_parallel_calls=2)
+    assert dataset.element_spec == {
+        "image": tf.TensorSpec([None, None, 3], tf.uint8),
+        "label": tf.TensorSpec([None, None, 1], tf.uint8),
+        "file": tf.TensorSpec([], tf.string),
+    }
+    for read, (image, label) in zip(dataset, (pixels, other), strict=True):
+        np.testing.assert_array_equal(read["image"], image)
+        np.testing.assert_array_equal(read["label"][..., 0], label)
+
+
+def test_reads_jpeg_grey_alpha_and_names_in_folders(tmp_path: Path):
+    flat, label = np.full((16, 16, 3), 200, np.uint8), np.zeros((16, 16), np.uint8)
+    write(tmp_path, "town/x.1", flat, label, ".jpg")
+    write(tmp_path, "y", flat, label, ".JPEG")
+    write(tmp_path, "grey", flat[..., 0], label)
+    write(tmp_path, "alpha", np.dstack([flat, label]), label)
+    list_names(tmp_path, "town/x.1", "y", "grey", "alpha")
+    source = opened(tmp_path)
+    for index in range(4):
+        image = source.read(tf.constant(index, tf.int64))["image"].numpy()
+        assert image.shape == (16, 16, 3) and np.abs(image.astype(int) - 200).max() <= 1
+        assert source.explain(index) is None
+
+
+@pytest.mark.parametrize("colours", [2, 4, 5, 16, 200, 256])
+@pytest.mark.parametrize("transparency", [None, 0, b"\x00\x80"])
+def test_reads_the_indices_of_palette_labels(
+    tmp_path: Path, colours: int, transparency: int | bytes | None
+):
+    rng = np.random.default_rng(colours)
+    ids = rng.integers(0, colours, (13, 17), dtype=np.uint8)
+    write(tmp_path, "a", np.zeros((13, 17, 3), np.uint8), ids)
+    picture = Image.fromarray(ids)
+    picture.putpalette(rng.integers(0, 256, 3 * colours, dtype=np.uint8).tobytes())
+    options = {} if transparency is None else {"transparency": transparency}
+    picture.save(tmp_path / "labels" / "a.png", **options)
+    assert (tmp_path / "labels" / "a.png").read_bytes()[25] == 3
+    list_names(tmp_path, "a")
+    source = folders.ImageLabelFolder(tmp_path, "train", 256)
+    np.testing.assert_array_equal(source.read(tf.constant(0, tf.int64))["label"][..., 0], ids)
+    assert source.explain(0) is None
+
+
+def test_palette_labels_are_checked_too(root: Path):
+    picture = Image.fromarray(np.full((30, 40), 9, np.uint8))
+    picture.putpalette(bytes(range(30)))
+    picture.save(root / "labels" / "b.png")
+    explained(root, "labels/b.png", "label value 9", "1200 such pixels")
+
+
+def test_fingerprint_tells_names_order_and_sizes(root: Path, tmp_path_factory):
+    first = opened(root).fingerprint()
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    copy = tmp_path_factory.mktemp("elsewhere")
+    for path in root.rglob("*.*"):
+        (copy / path.relative_to(root)).parent.mkdir(exist_ok=True)
+        (copy / path.relative_to(root)).write_bytes(path.read_bytes())
+    assert opened(copy).fingerprint() == first
+    with (copy / "labels" / "a.png").open("ab") as file:
+        file.write(b"x")
+    assert opened(copy).fingerprint() != first
+    list_names(root, "a", "b")
+    assert opened(root).fingerprint() != first
+
+
+def test_missing_or_empty_parts_are_named(root: Path):
+    fails(root / "nowhere", root / "nowhere", "images/")
+    fails(root, root / "splits" / "test.txt", "train", split="test")
+    list_names(root, "", " ", split="empty")
+    fails(root, root / "splits" / "empty.txt", "lists no name", split="empty")
+    (root / "splits" / "binary.txt").write_bytes(b"\xff\xfea\x00")
+    fails(root, root / "splits" / "binary.txt", "UTF-8", split="binary")
+    for name in ("images", "labels", "splits"):
+        (root / name).rename(root / "aside")
+        fails(root, root / name, "is missing")
+        (root / name).mkdir()
+        fails(root, root / name, "is empty")
+        (root / name).rmdir()
+        (root / "aside").rename(root / name)
+    opened(root)
+
+
+def test_names_without_files_are_named_and_counted(root: Path):
+    list_names(root, "a", *(f"lost{number}" for number in range(8)))
+    fails(root, root / "images", "lost0, lost1, lost2, lost3, lost4 and 3 more", "line 2")
+    list_names(root, "a", "c", "b")
+    (root / "labels" / "c.png").unlink()
+    fails(root, root / "labels", "for c ", "line 2")
+    list_names(root, "a", "b.png")
+    fails(root, root / "images", "for b.png ", "no ending")
+    list_names(root, "a", "nowhere/b")
+    fails(root, root / "images", "for nowhere/b ")
+
+
+def test_names_end_with_their_line_only(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    """`str.splitlines` would make the two other samples of it."""
+    write(root, "a\u2028b", *pixels)
+    (root / "splits" / "train.txt").write_bytes("a\u2028b\r\nc\n".encode())
+    source = opened(root)
+    assert len(source) == 2 and source.picture_file(0).name == "a\u2028b.png"
+
+
+def test_names_and_images_that_come_twice_are_named(root: Path):
+    list_names(root, "a", "b", "", "a")
+    fails(root, root / "splits" / "train.txt", "line 4", "a stands on line 1")
+    for again in ("./a", ".//a", "x/../a"):
+        list_names(root, "a", "b", again)
+        fails(root, "line 3", f"{again} stands on line 1")
+    list_names(root, "a", "b")
+    (root / "images" / "b.jpg").write_bytes((root / "images" / "b.png").read_bytes())
+    fails(root, root / "images", "b.jpg and b.png")
+
+
+@pytest.mark.parametrize(("classes", "ignore"), [(0, 255), (257, 255), (5, 256), (5, -1)])
+def test_numbers_of_classes_that_do_not_fit_are_named(root: Path, classes: int, ignore: int):
+    with pytest.raises(ValueError, match=f"num_classes={classes} and ignore_label={ignore}"):
+        folders.ImageLabelFolder(root, "train", classes, ignore)
+
+
+@pytest.mark.parametrize("folder", ["images", "labels"])
+def test_damaged_files_are_explained(root: Path, folder: str):
+    path = root / folder / "b.png"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    explained(root, path, "cannot be decoded")
+    path.write_bytes(whole[:200] + bytes([whole[200] ^ 255]) + whole[201:])
+    explained(root, path)
+    path.write_bytes(whole[:-12])  # Pillow reads it without its end, TensorFlow does not
+    explained(root, path, "cannot be read")
+    path.write_bytes(b"")
+    explained(root, path, "zero bytes")
+    path.write_bytes(b"<html>No such page</html> and some more of it")
+    explained(root, path, "neither PNG nor JPEG", "<html>")
+    source = opened(root)
+    path.unlink()
+    assert str(path) in (source.explain(0) or "")
+    with pytest.raises(tf.errors.NotFoundError):
+        source.read(tf.constant(0, tf.int64))
+
+
+def test_truncated_jpeg_is_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    (root / "images" / "b.png").unlink()
+    path = root / "images" / "b.jpg"
+    Image.fromarray(pixels[0]).save(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    explained(root, path, "cannot be decoded")
+
+
+def test_values_that_are_no_class_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    label = pixels[1].copy()
+    path = root / "labels" / "b.png"
+    label[7, 9:12] = 5
+    write(root, "b", pixels[0], label)
+    explained(root, path, "value 5 at row 7, column 9", "3 such pixels, values 5", "0..4")
+    label[20, 0] = 254
+    write(root, "b", pixels[0], label)
+    explained(root, path, "value 5 at row 7, column 9", "4 such pixels, values 5, 254", "0..4")
+
+
+def test_sizes_that_differ_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+    write(root, "b", pixels[0], pixels[1][:, :39])
+    explained(root, root / "images" / "b.png", "40x30", root / "labels" / "b.png", "39x30")
+    write(root, "b", pixels[0], pixels[1].T.copy())
+    explained(root, "40x30", "30x40")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("RGB", "3 channels"), ("RGBA", "4 channels"), ("I;16", "16 bits"), ("1", "1 bits")],
+)
+def test_labels_of_another_kind_are_explained(root: Path, mode: str, kind: str):
+    Image.new(mode, (40, 30)).save(root / "labels" / "b.png")
+    explained(root, root / "labels" / "b.png", kind, "8-bit grey PNG")
+
+
+def test_a_jpeg_that_is_called_png_is_no_label(root: Path):
+    path = root / "labels" / "b.png"
+    Image.new("L", (40, 30)).save(path, format="JPEG")
+    explained(root, path, "JPEG", "8-bit grey PNG")
+    # A comment that puts the bytes of an 8-bit grey PNG's header where they are looked for.
+    comment = b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
+    path.write_bytes(path.read_bytes()[:2] + comment + path.read_bytes()[2:])
+    explained(root, path, "JPEG", "8-bit grey PNG")

@@ -1,0 +1,170 @@
+"""A folder a class: samples, labels, and what is said when something is missing or wrong."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.readers import listing
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.pictures import OTHER_SUFFIXES
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    readers.write_classes(tmp_path)
+    (tmp_path / "train" / "n01" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "train" / "n01" / "notes.txt").write_bytes(b"x")
+    return tmp_path
+
+
+def test_samples_are_ordered_by_class_and_name(root: Path):
+    source = ClassFolders(root, "train")
+    assert source.class_names == ["n01", "n02", "n10"] and source.num_classes == 3
+    names = [str(source.picture_file(i).relative_to(root)) for i in range(len(source))]
+    assert names == ["train/n01/z.jpg", "train/n02/a.png", "train/n02/b.JPEG", "train/n10/c.jpeg"]
+    samples = readers.read_all(source)
+    assert [int(sample["label"]) for sample in samples] == [0, 1, 1, 2]
+    np.testing.assert_array_equal(samples[1]["image"], readers.noise(2, 9, 30))
+    assert tf.data.Dataset.range(1).map(source.read).element_spec == {
+        "image": tf.TensorSpec([None, None, 3], tf.uint8),
+        "label": tf.TensorSpec([], tf.int32),
+        "file": tf.TensorSpec([], tf.string),
+    }
+    assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [0, 1, 2]
+
+
+def test_order_does_not_depend_on_the_file_system(root: Path, monkeypatch: pytest.MonkeyPatch):
+    class Reversed:
+        def __init__(self, path):
+            self.entries = sorted(scandir(path), key=lambda e: e.name, reverse=True)
+
+        def __enter__(self):
+            return iter(self.entries)
+
+        def __exit__(self, *_):
+            return None
+
+    for name in "hcafgbed":
+        readers.save(root / "train" / f"m{name}" / "a.png", readers.noise(0))
+        readers.save(root / "val" / f"m{name}" / "a.png", readers.noise(0))
+    first, scandir = ClassFolders(root, "train"), os.scandir
+    assert first.class_names == sorted(first.class_names)
+    monkeypatch.setattr(os, "scandir", Reversed)
+    assert ClassFolders(root, "train").fingerprint() == first.fingerprint()
+
+
+def test_fingerprint_tells_names_and_sizes(root: Path):
+    first = ClassFolders(root, "train").fingerprint()
+    assert ClassFolders(root, "train").fingerprint() == first
+    assert ClassFolders(root, "val").fingerprint() != first
+    with (root / "train/n01/z.jpg").open("ab") as file:
+        file.write(b"x")
+    second = ClassFolders(root, "train").fingerprint()
+    (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
+    assert len({first, second, ClassFolders(root, "train").fingerprint()}) == 3
+
+
+def test_names_without_sizes_count_too(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listing, "_LOOKED_AT", 1)
+    first = ClassFolders(root, "train").fingerprint()
+    with (root / "train/n10/c.jpeg").open("ab") as file:
+        file.write(b"x")
+    assert ClassFolders(root, "train").fingerprint() == first
+    (root / "train/n10/c.jpeg").rename(root / "train/n10/d.jpeg")
+    assert ClassFolders(root, "train").fingerprint() != first
+
+
+def test_missing_parts_are_named(root: Path):
+    readers.fails(lambda: ClassFolders(root / "gone", "train"), root / "gone", "train/ and val/")
+    readers.fails(lambda: ClassFolders(root, "test"), root / "test", "is missing", "train, val")
+    (root / "train/n10/c.jpeg").unlink()
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n10", "no picture")
+    for path in list((root / "val").rglob("*.png")):
+        path.rename(root / "val" / f"{path.parent.name}.png")
+        path.parent.rmdir()
+    readers.fails(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
+
+
+def test_what_would_be_left_out_is_named(root: Path):
+    readers.save(root / "train" / "x.jpg", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train", "beside them", "x.jpg")
+    (root / "train" / "x.jpg").unlink()
+    folder = root / "train" / "n01"
+    readers.save(root / "train" / "x.webp", readers.noise(0))
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train", "beside them", "x.webp")
+    (root / "train" / "x.webp").unlink()
+    for inside in ("more/x.jpg", "more/deep/x.jpg", "more/x.txt"):
+        (folder / inside).parent.mkdir(parents=True)
+        (folder / inside).write_bytes(b"")
+        readers.fails(lambda: ClassFolders(root, "train"), folder, "1 folders", "(more)", "move")
+        shutil.rmtree(folder / "more")
+    for ending in (*OTHER_SUFFIXES, ".jpg "):
+        (folder / f"a{ending}").write_bytes(b"")
+        (folder / f"b{ending.upper()}").write_bytes(b"")
+        words = (folder, "2 pictures", f"the first: a{ending}", "convert them to PNG or JPEG")
+        readers.fails(lambda: ClassFolders(root, "train"), *words)
+        (folder / f"a{ending}").unlink()
+        (folder / f"b{ending.upper()}").unlink()
+    for left_out in ("Thumbs.db", "._z.jpg", "more/.DS_Store", "__MACOSX/more/._z.jpg", ".a/z.jpg"):
+        (folder / left_out).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left_out).write_bytes(b"")
+    assert len(ClassFolders(root, "train")) == 4
+    (root / "train" / "n01" / "d.jpg").mkdir()
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train/n01/d.jpg", "is a folder")
+    (root / "train" / "n01" / "d.jpg").rmdir()
+    os.mkfifo(root / "train" / "n01" / "d.jpg")  # to read it would take for ever
+    readers.fails(lambda: ClassFolders(root, "train"), "d.jpg", "no regular file")
+
+
+def test_links(root: Path):
+    folder = root / "train" / "n01"
+    (folder / "z.jpg").rename(root / "elsewhere.jpg")
+    (folder / "z.jpg").symlink_to(root / "elsewhere.jpg")
+    before = readers.read_all(ClassFolders(root, "train"))
+    (root / "train" / "n10").rename(root / "n10")
+    (root / "train" / "n10").symlink_to(root / "n10")
+    after = readers.read_all(ClassFolders(root, "train"))
+    assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(before, after, strict=True))
+    for target in (root / "gone.jpg", "z.jpg"):  # nowhere, and itself
+        (folder / "z.jpg").unlink()
+        (folder / "z.jpg").symlink_to(target)
+        words = (folder / "z.jpg", f"is a link to {target}", "mend the link")
+        readers.fails(lambda: ClassFolders(root, "train"), *words)
+    (root / "train" / "n02").rename(root / "n02")
+    (root / "train" / "n02").symlink_to(root / "nowhere")  # a class fewer, if it were left out
+    readers.fails(lambda: ClassFolders(root, "train"), root / "train" / "n02", "is a link to")
+
+
+def test_names_that_are_not_utf8(root: Path):
+    samples = readers.read_all(ClassFolders(root, "train"))
+    for folder in ("train/n10", "val/n10"):
+        os.rename(root / folder, os.fsencode(root / folder) + b"\xe9")
+    path = os.fsencode(root / "train" / "n01") + b"/z\xff.jpg"
+    os.rename(root / "train/n01/z.jpg", path)
+    source = ClassFolders(root, "train")
+    assert source.class_names[2] == os.fsdecode(b"n10\xe9") and source.fingerprint()
+    for one, other in zip(readers.read_all(source), samples, strict=True):
+        np.testing.assert_array_equal(one["image"], other["image"])
+    os.truncate(path, 20)
+    readers.explained(source, 0, os.fsdecode(path), "neither PNG nor JPEG")
+
+
+def test_broken_files_are_explained(root: Path):
+    source = ClassFolders(root, "train")
+    path = root / "train/n02/a.png"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    readers.explained(source, 1, path, "cannot be decoded")
+    path.write_bytes(b"")
+    readers.explained(source, 1, path, "zero bytes")
+    path.write_bytes(b"<html>gone</html>")
+    readers.explained(source, 1, path, "neither PNG nor JPEG")
+    path.write_bytes(whole[:-12])  # Pillow reads it without its end, TensorFlow does not
+    readers.explained(source, 1, path, "cannot be read")
+    path.unlink()
+    readers.explained(source, 1, path)
+    assert source.explain(2) is None

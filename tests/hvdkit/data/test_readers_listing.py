@@ -1,0 +1,131 @@
+"""Names held once, what one rank looks for in place of all, and disks that differ."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.packed_strings import Names, packed
+from hvdkit.data.readers import listing
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.voc import Voc
+
+from hvdkit.data import shared_listing
+
+
+@pytest.mark.parametrize("limit", [2**32, 0])  # places of 4 bytes, and of 8
+def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hvdkit.data.packed_strings._NARROW", limit)
+    words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
+    names, starts = Names.joined([packed(words[:2]), packed([]), packed(words[2:])])
+    assert starts.tolist() == [0, 2, 2, 5]
+    for held in (names, Names.made_of(*names.arrays())):
+        assert [held[i] for i in range(len(held))] == words
+        read = tf.data.Dataset.range(len(words)).map(held.at)
+        assert list(read.as_numpy_iterator()) == [os.fsencode(word) for word in words]
+        assert held.digest() == Names.of(words).digest()
+    assert Names.of(["ab", "c"]).digest() != Names.of(["a", "bc"]).digest()
+
+
+def open_all(root: Path) -> list:
+    """A split of each set whose files are listed; all but the first have pairs."""
+    classes = ClassFolders(root / "classes", "train")
+    pairs = [Voc(root / "voc", "train"), Cityscapes(root / "cityscapes", "train")]
+    return [classes, *pairs, ImageLabelFolder(root / "folders", "train", 256)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    readers.write_classes(tmp_path / "classes")
+    readers.write_voc(tmp_path / "voc")
+    readers.write_cityscapes(tmp_path / "cityscapes")
+    for name in "ab":
+        readers.save(tmp_path / f"folders/images/{name}.jpg", readers.noise(1))
+        readers.save(tmp_path / f"folders/labels/{name}.png", readers.noise(1)[..., 0])
+    (tmp_path / "folders" / "splits").mkdir()
+    (tmp_path / "folders" / "splits" / "train.txt").write_text("a\nb\n")
+    return tmp_path
+
+
+def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """What rank 0 found is all that another rank needs: it asks the disk for nothing."""
+    found: dict = {}
+    with shared_listing.kept(found):
+        first = open_all(root)
+    with shared_listing.awaited():
+        open_all(root)
+        raise AssertionError("it did not wait for rank 0")
+
+    def asked(path, *_):
+        raise AssertionError(f"asked for {path}")
+
+    with monkeypatch.context() as patch, shared_listing.given(found, look=False):
+        for name in ("scandir", "listdir", "stat", "lstat"):
+            patch.setattr(os, name, asked)
+        second = open_all(root)
+    for one, other in zip(first, second, strict=True):
+        assert one.fingerprint() == other.fingerprint() and readers.same(one, other)
+
+
+def test_another_hosts_disk_is_looked_at(root: Path):
+    found: dict = {}
+    with shared_listing.kept(found):
+        open_all(root)
+    with shared_listing.given(found, look=True):
+        assert len(open_all(root)) == 4
+    for path in ("classes/train/n01/z.jpg", "voc/SegmentationClass/2007_000002.png"):
+        whole = (root / path).read_bytes()
+        (root / path).write_bytes(whole[:-1])
+        with shared_listing.given(found, look=True):
+            words = (root / path, f"has {len(whole) - 1} bytes", f"{len(whole)} on rank 0's")
+            readers.fails(lambda: open_all(root), *words)
+        with shared_listing.given(found, look=False):
+            assert len(open_all(root)) == 4
+        (root / path).unlink()
+        with shared_listing.given(found, look=True):
+            readers.fails(lambda: open_all(root), root / path, "No such file")
+        (root / path).write_bytes(whole)
+
+
+def test_what_rank_0_did_not_look_for(root: Path):
+    """As where a task opens other data on some ranks: each looks for its own."""
+    found: dict = {}
+    with shared_listing.kept(found):
+        ClassFolders(root / "classes", "train")
+    with shared_listing.given(found, look=False):
+        other = ClassFolders(root / "classes", "val")
+    assert readers.same(other, ClassFolders(root / "classes", "val"))
+
+
+def test_a_folder_that_may_not_be_read(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """Root may read all, and runs these tests: the system's answer is made up."""
+    scandir = os.scandir
+
+    def closed(path):
+        if str(path).endswith("n02"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(OSError, match=r"Permission denied: .*n02"):
+        ClassFolders(root / "classes", "train")
+
+
+def test_a_folder_named_as_a_picture(root: Path):
+    (root / "folders" / "images" / "c.jpg").mkdir()
+    assert len(open_all(root)) == 4  # nothing names it
+    (root / "folders" / "splits" / "train.txt").write_text("a\nc\n")
+    words = (root / "folders" / "images" / "c.jpg", "is a folder")
+    readers.fails(lambda: open_all(root), *words)
+
+
+def test_of_many_files_a_thousand_are_looked_at():
+    assert len(listing.sampled(1)) == 1 and len(listing.sampled(1_000)) == 1_000
+    for count in (1_001, 1_281_167, 20_000_000):
+        sampled = listing.sampled(count)
+        assert 500 <= len(sampled) <= 1_000 and sampled[-1] >= count * 0.99

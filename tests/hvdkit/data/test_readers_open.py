@@ -1,0 +1,186 @@
+"""--data_format: which reader a run gets, what is refused, and that the configs are readable."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import readers
+from hvdkit.data.readers import records
+from hvdkit.data.readers.cifar import Cifar
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.voc import Voc
+from hvdkit.data.source import Source
+
+from hvdkit.data import check, pack
+from hvdkit.data import open as open_lib
+from hvdkit.run import context as run_lib
+from hvdkit.settings import config as config_lib
+from ranks import PROJECT
+
+CONFIGS = PROJECT / "configs"
+
+
+def open_one(config: config_lib.Config, split: str, default: str) -> Source:
+    """A split as a run opens it, to train on and to score."""
+    config = dataclasses.replace(config, train_split=split, val_split=split)
+    return open_lib.open_sources(config, default)[0]
+
+
+def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
+    flags = [f"--data_dir={root}", f"--data_format={format}", f"--num_classes={classes}"]
+    return config_lib.parse(["train.py", *flags, f"--task={task}"])
+
+
+@pytest.mark.parametrize(
+    ("format", "write", "classes", "reader"),
+    [
+        ("voc", readers.write_voc, 21, Voc),
+        ("cityscapes", readers.write_cityscapes, 19, Cityscapes),
+        ("class_folders", readers.write_classes, 3, ClassFolders),
+        ("cifar10", readers.write_cifar10, 10, Cifar),
+        ("cifar100", readers.write_cifar100, 100, Cifar),
+    ],
+)
+def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes: int, reader):
+    write(tmp_path)
+    kind = open_lib.KINDS[format]
+    default = {"map": "folders", "class": "class_folders"}[kind]
+    source = open_one(settings(tmp_path, format, classes), "train", default)
+    assert type(source) is reader
+    for wrong in (classes - 1, classes + 1):
+        config = settings(tmp_path, format, wrong)
+        words = (f"--num_classes={wrong}", tmp_path, f"give --num_classes={classes}")
+        readers.fails(lambda c=config: open_one(c, "val", default), *words)
+    other = {"map": "class_folders", "class": "folders"}[kind]
+    config = settings(tmp_path, format, classes)
+    words = (f"--data_format={format}", "--task=segmentation takes")
+    readers.fails(lambda: open_one(config, "val", other), *words)
+
+    pack.pack(source, tmp_path / "packed", "train", 1, "")
+    config = settings(tmp_path / "packed", "records", classes)
+    assert isinstance(open_one(config, "train", default), records.Records)
+    readers.fails(lambda: open_one(config, "train", other), "--data_format=records")
+    config = dataclasses.replace(config, num_classes=1)
+    readers.fails(lambda: open_one(config, "train", default), "--num_classes=1", "give")
+
+
+def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
+    config = settings(tiny_data, "folders", 256)
+    words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")
+    readers.fails(lambda: open_one(config, "train", "folders"), *words)
+    config = dataclasses.replace(config, num_classes=255)
+    assert len(open_one(config, "train", "folders")) == 26
+
+
+def test_the_tasks_own_default(tiny_data: Path):
+    config = settings(tiny_data, "", 11)
+    source = open_one(config, "train", "folders")
+    assert type(source).__name__ == "ImageLabelFolder" and len(source) == 26
+    digits = open_one(settings(tiny_data, "", 10), "val", "digits")
+    assert len(digits) == 359
+
+
+def test_splits_of_any_name(tmp_path: Path):
+    readers.write_voc(tmp_path)
+    flags = [f"--data_dir={tmp_path}", "--data_format=voc", "--num_classes=21"]
+
+    def opened(*more: str):
+        config = config_lib.parse(["train.py", *flags, *more])
+        return open_lib.open_sources(config, "folders")
+
+    assert list(map(len, opened())) == [3, 1]
+    assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
+    (tmp_path / "ImageSets" / "Segmentation" / "trainval.txt").write_text(
+        "/JPEGImages/2007_000000.jpg /SegmentationClass/2007_000000.png\n"
+        "/JPEGImages/2007_000003.jpg /SegmentationClass/2007_000003.png\n"
+    )
+    both = opened("--train_split=trainval")
+    assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
+    assert open_lib.trained_on_too(*opened()) == 0
+    words = "1 of the 1 validation pictures are trained on too"
+    assert said("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
+    assert said("val", both[1], both[1]) == []  # config_lib.notes has told it, see below
+    words = ("trainaug.txt is missing", "there are: train, trainval, val")
+    readers.fails(lambda: opened("--train_split=trainaug"), *words)
+    config = config_lib.parse(["train.py", *flags, "--train_split=val"])
+    assert "both val" in " ".join(config_lib.notes(config))
+
+
+def said(train_split: str, train_source, val_source) -> list[str]:
+    """The notes of a run on these sources that speak of validation pictures."""
+    config = config_lib.Config(train_split=train_split)
+    parts = {"config": config, "train_source": train_source, "val_source": val_source}
+    world = SimpleNamespace(is_chief=True, size=1)
+    model = SimpleNamespace(compiled=False, trainable_variables=[])
+    notes = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
+    return [note for note in notes if "validation pictures" in note]
+
+
+@pytest.mark.parametrize("format", ["cifar10", "cifar100", "digits"])
+def test_splits_that_a_format_has_not(tmp_path: Path, format: str):
+    if format != "digits":
+        {"cifar10": readers.write_cifar10, "cifar100": readers.write_cifar100}[format](tmp_path)
+    classes = {"cifar100": 100}.get(format, 10)
+    config = dataclasses.replace(settings(tmp_path, format, classes), val_split="test")
+    readers.fails(lambda: open_lib.open_sources(config, "digits"), "'test'", "'train', 'val'")
+
+
+def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
+    readers.write_classes(tmp_path)
+    for name, other in (("train", "large"), ("val", "small")):
+        (tmp_path / name).rename(tmp_path / other)
+    config = settings(tmp_path, "class_folders", 3)
+    config = dataclasses.replace(config, train_split="large", val_split="small")
+    assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 3]
+    # Splits beside them, unused, may have more: ImageNet-100 beside ImageNet.
+    readers.write_classes(tmp_path)
+    for name in ("train", "val"):
+        readers.save(tmp_path / name / "n99" / "v.png", readers.noise(0))
+    opened = open_lib.open_sources(config, "class_folders")
+    assert [source.class_names for source in opened] == [["n01", "n02", "n10"]] * 2
+
+    readers.save(tmp_path / "small" / "n03" / "v.png", readers.noise(0))
+    words = ("--train_split=large and --val_split=small", "has n03;")
+    for classes in (4, 3):  # neither number would do
+        wrong = dataclasses.replace(config, num_classes=classes)
+        readers.fails(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
+    # Packs keep the names.
+    for name in ("large", "small"):
+        pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, 1, "")
+    config = dataclasses.replace(
+        config, data_dir=str(tmp_path / "packs"), data_format="records", num_classes=4
+    )
+    readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
+
+
+def test_one_class_cannot_be_told_apart(tmp_path: Path):
+    readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
+    config = settings(tmp_path, "class_folders", 2)
+    words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
+    readers.fails(lambda: open_one(config, "train", "class_folders"), *words)
+    told: list[str] = []
+    check.check(tmp_path, "class_folders", "train", 0, told.append, {})
+    assert len(told) == 1 and "holds one class only" in told[0]
+
+
+def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
+    records = readers.write_cifar100(tmp_path)
+    for classes, place in ((20, 0), (100, 1)):
+        config = settings(tmp_path, "cifar100", classes)
+        train, val = open_lib.open_sources(config, "digits")
+        labels = [int(s["label"]) for source in (train, val) for s in readers.read_all(source)]
+        assert labels == records[:, place].tolist()
+
+
+def test_every_format_is_a_choice_of_the_flag():
+    assert set(open_lib.KINDS) | {"", "records"} == set(config_lib.FORMATS)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)
+def test_configs_parse(path: Path):
+    config = config_lib.parse(["train.py", f"--flagfile={path}"])
+    assert config.data_format in config_lib.FORMATS

@@ -1,0 +1,142 @@
+"""Sets as they are published, with their odd files: read right, or refused by name.
+
+ImageNet's pictures are grey, CMYK and PNG here and there, all named .JPEG (its authors' and
+others' lists of them: 22 CMYK files, and n02105855_2933.JPEG, a PNG).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.voc import Voc
+from PIL import Image
+
+SIZE = (24, 16)  # width, height
+
+
+def smooth() -> np.ndarray:
+    """A picture that survives JPEG, uint8 [16, 24, 3]; its colours differ, so none is swapped."""
+    across, down = np.meshgrid(np.linspace(0, 1, SIZE[0]), np.linspace(0, 1, SIZE[1]))
+    return np.rint(np.dstack([60 + 120 * across, 200 - 90 * down, 30 + 60 * down])).astype(np.uint8)
+
+
+def write_odd(folder: Path) -> dict[str, np.ndarray]:
+    """Odd pictures by file name, and the colours, uint8 [16, 24, 3], that a viewer shows."""
+    folder.mkdir(parents=True)
+    rgb = Image.fromarray(smooth())
+    grey = np.asarray(rgb.convert("L"))
+    best = {"quality": 100, "subsampling": 0}
+    rgb.save(folder / "usual.JPEG", **best)
+    rgb.save(folder / "progressive.JPEG", progressive=True, **best)
+    rgb.convert("L").save(folder / "grey.JPEG", quality=100)
+    rgb.convert("CMYK").save(folder / "cmyk.JPEG", quality=100)
+    rgb.save(folder / "png.JPEG", format="PNG")
+    rgb.save(folder / "jpeg.png", format="JPEG", **best)
+    Image.fromarray(np.dstack([smooth(), grey])).save(folder / "alpha.png")
+    Image.fromarray(np.dstack([grey, grey]), "LA").save(folder / "grey_alpha.png")
+    rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(folder / "palette.PNG")
+    two = rgb.convert("1", dither=Image.Dither.NONE)
+    two.save(folder / "two_colours.png")
+    shown = {name: smooth() for name in ("usual.JPEG", "progressive.JPEG", "png.JPEG", "jpeg.png")}
+    shown |= {name: smooth() for name in ("cmyk.JPEG", "alpha.png", "palette.PNG")}
+    greys = np.dstack([grey] * 3)
+    shown |= dict.fromkeys(("grey.JPEG", "grey_alpha.png"), greys)
+    return shown | {"two_colours.png": np.asarray(two.convert("RGB"))}
+
+
+def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
+    shown = write_odd(tmp_path / "train" / "n02105855")
+    source = ClassFolders(tmp_path, "train")
+    samples = readers.read_all(source)
+    names = [source.picture_file(index).name for index in range(len(source))]
+    assert sorted(names) == sorted(shown)
+    for name, sample in zip(names, samples):
+        assert sample["image"].shape == (16, 24, 3) and sample["image"].dtype == np.uint8
+        off = np.abs(sample["image"].astype(int) - shown[name].astype(int))
+        assert off.max() <= (16 if name == "palette.PNG" else 5), (name, off.max())
+
+
+def test_odd_pictures_have_labels_too(tmp_path: Path):
+    shown = write_odd(tmp_path / "images")
+    for name in shown:
+        stem = name.split(".")[0]
+        readers.save(tmp_path / "labels" / f"{stem}.png", np.zeros((16, 24), np.uint8))
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.txt").write_text("\n".join(n.split(".")[0] for n in shown))
+    assert len(readers.read_all(ImageLabelFolder(tmp_path, "train", 2))) == len(shown)
+
+
+def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of 12 bits in 16, as of X-rays and microscopes, decoders would show almost nothing."""
+    path = tmp_path / "train" / "a" / "xray.png"
+    path.parent.mkdir(parents=True)
+    twelve = (np.arange(16 * 24, dtype=np.uint16) * 10).reshape(16, 24)
+    words = ("has 16 bits a channel", "convert it to 8 bits, with the range")
+    colours = tf.io.encode_png(np.dstack([twelve] * 3)).numpy()
+    for content in (tf.io.encode_png(twelve[..., None]).numpy(), colours):
+        path.write_bytes(content)
+        readers.explained(ClassFolders(tmp_path, "train"), 0, path, *words)
+    readers.save(tmp_path / "images" / "x.png", twelve)
+    readers.save(tmp_path / "labels" / "x.png", np.zeros((16, 24), np.uint8))
+    (tmp_path / "splits").mkdir()
+    (tmp_path / "splits" / "train.txt").write_text("x")
+    source = ImageLabelFolder(tmp_path, "train", 2)
+    readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
+
+
+def test_vocs_border_and_palette(tmp_path: Path):
+    """Labels as VOC's: its colour map, indices 0 .. 20, and 255 where an object ends."""
+    readers.write_voc(tmp_path)
+    label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 21
+    label[:2] = 255
+    readers.save(tmp_path / "SegmentationClass" / "2007_000003.png", label, voc_colours())
+    assert Image.open(tmp_path / "SegmentationClass" / "2007_000003.png").mode == "P"
+    (sample,) = readers.read_all(Voc(tmp_path, "val"))
+    np.testing.assert_array_equal(sample["label"][..., 0], label)
+    # The same label as a viewer exports it: the colours, no longer the classes.
+    coloured = Image.open(tmp_path / "SegmentationClass" / "2007_000003.png").convert("RGB")
+    coloured.save(tmp_path / "SegmentationClass" / "2007_000003.png")
+    readers.explained(Voc(tmp_path, "val"), 0, "2007_000003.png", "3 channels", "8-bit grey PNG")
+
+
+def voc_colours() -> bytes:
+    """VOC's colour map: the bits of an index, three at a time, from each colour's highest down."""
+    colours = np.zeros((256, 3), np.uint8)
+    for index in range(256):
+        for bit in range(8):
+            for channel in range(3):
+                colours[index, channel] |= ((index >> (3 * (bit % 3) + channel)) & 1) << (7 - bit)
+    return colours.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [("instanceIds", ("1 channels of 16 bits",)), ("color", ("4 channels",))],
+)
+def test_cityscapes_other_files_are_no_labels(tmp_path: Path, taken: str, words: tuple):
+    """Under a label's name, 16-bit instance ids and RGBA colours are refused, not averaged."""
+    readers.write_cityscapes(tmp_path)
+    start = tmp_path / "gtFine" / "val" / "lindau" / "lindau_000000_000019_gtFine"
+    assert len(readers.read_all(Cityscapes(tmp_path, "val"))) == 1  # they lie beside it unread
+    Path(f"{start}_{taken}.png").replace(f"{start}_labelIds.png")
+    readers.explained(Cityscapes(tmp_path, "val"), 0, f"{start}_labelIds.png", *words)
+
+
+def test_what_unpacking_leaves_behind_is_not_read(tmp_path: Path):
+    """Resource forks of macOS' tar, thumbnails of file managers."""
+    readers.write_cityscapes(tmp_path)
+    city = tmp_path / "leftImg8bit" / "train" / "aachen"
+    (city / "._aachen_000000_000019_leftImg8bit.png").write_bytes(b"\x00\x05\x16\x07")
+    (tmp_path / "leftImg8bit" / "train" / ".DS_Store").write_bytes(b"x")
+    assert len(readers.read_all(Cityscapes(tmp_path, "train"))) == 3
+    readers.write_classes(tmp_path / "classes")
+    (tmp_path / "classes" / "train" / "n01" / "._z.jpg").write_bytes(b"\x00\x05\x16\x07")
+    (tmp_path / "classes" / "train" / "n01" / "Thumbs.db").write_bytes(b"x")
+    assert len(readers.read_all(ClassFolders(tmp_path / "classes", "train"))) == 4

@@ -1,0 +1,293 @@
+"""Packed sets: same samples under the same ids, and what is said of a broken shard or index."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.demo import scenes
+from hvdkit.data.readers import records
+from hvdkit.data.readers.cifar import Cifar
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.records import Records
+from hvdkit.data.readers.voc import Voc
+
+from hvdkit.data import pack, unfinished
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo") / "demo"
+    scenes.make(root, scenes.Settings(train=11, val=1, size=32, box=(12, 16)))
+    return root
+
+
+def packed(demo: Path, out: Path, shards: int = 3) -> Path:
+    return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards, "demo")
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
+    monkeypatch.setattr("sys.argv", ["pack", *map(str, flags)])
+    pack.main()
+
+
+@pytest.mark.parametrize(
+    ("layout", "write"),
+    [
+        ("voc", readers.write_voc),
+        ("cityscapes", readers.write_cityscapes),
+        ("class_folders", readers.write_classes),
+        ("cifar10", readers.write_cifar10),
+    ],
+)
+def test_packed_samples_are_those_of_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, layout: str, write
+):
+    root, out = tmp_path / "raw", tmp_path / "deep" / "packed"
+    write(root)
+    for split in ("train", "val"):
+        flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
+        command(monkeypatch, *flags, "--shards=2")
+        source, found = pack.READERS[layout](root, split), Records(out, split)
+        assert readers.same(source, found) and len(found) == len(source)
+        assert found.kind == ("map" if layout in ("voc", "cityscapes") else "class")
+        labels = [sample["label"] for sample in readers.read_all(found)]
+        assert found.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
+        spec = tf.data.Dataset.range(1).map(found.read).element_spec
+        assert spec["label"].dtype == (tf.uint8 if found.kind == "map" else tf.int32)
+        assert spec["image"].shape.as_list() == [None, None, 3]
+    said = capsys.readouterr()
+    assert re.search(r"^packed: (\d+)/\1$", said.err, re.M)
+    assert re.search(r"^verified: (\d+)/\1$", said.err, re.M)
+    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # and nothing half done
+
+
+def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
+    source = ImageLabelFolder(demo, "train", 11)
+    for shards in (1, 4, 11, 50):
+        folder = packed(demo, tmp_path / str(shards), shards)
+        assert len(list(folder.glob("*.tfrecord"))) == min(shards, 11)
+        packs = Records(folder.parent, "train")
+        assert readers.same(source, packs) and packs.is_demo  # how it is augmented
+
+
+def test_jpeg_files_go_in_as_they_are(tmp_path: Path):
+    readers.write_voc(tmp_path)
+    folder = pack.pack(Voc(tmp_path, "val"), tmp_path / "out", "val", 1, "")
+    shard = next(folder.glob("*.tfrecord")).read_bytes()
+    assert (tmp_path / "JPEGImages" / "2007_000003.jpg").read_bytes() in shard
+
+
+def test_fingerprint_tells_contents(demo: Path, tmp_path: Path):
+    one, other = (Records(packed(demo, tmp_path / n).parent, "train") for n in ("a", "b"))
+    assert one.fingerprint() == other.fingerprint()
+    sets = []
+    for number in range(2):  # of one size, but other pixels
+        root = tmp_path / f"raw{number}"
+        readers.save(root / "train" / "a" / "a.png", readers.noise(number))
+        folder = pack.pack(ClassFolders(root, "train"), root / "out", "train", 1, "")
+        sets.append((next(folder.glob("*.tfrecord")), Records(root / "out", "train")))
+    assert sets[0][0].stat().st_size == sets[1][0].stat().st_size
+    assert sets[0][1].fingerprint() != sets[1][1].fingerprint()
+
+
+def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
+    folder = packed(demo, tmp_path)
+    source = Records(tmp_path, "train")
+    path = folder / "train-00001-of-00003.tfrecord"  # samples 3, 4, 5, 6
+    whole = path.read_bytes()
+    for place in (5, 9, 12, 100, len(whole) // 4):  # in the length, its CRC, and the data
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        readers.explained(source, 3, path, "sample 3 (bytes 0 to", "checksum", "pack again")
+        assert source.explain(4) is None and source.explain(2) is None
+    path.write_bytes(whole[:-150])  # the mark, and the end of the last sample
+    readers.explained(source, 6, path, "sample 6", "pack again")
+    path.write_bytes(b"")
+    readers.explained(source, 5, path, "sample 5", "pack again")
+    path.unlink()
+    readers.explained(source, 5, path, "sample 5", "pack again")
+
+
+def test_broken_sets_are_named(demo: Path, tmp_path: Path):
+    def open_it() -> Records:
+        return Records(tmp_path, "train")
+
+    readers.fails(open_it, tmp_path / "train" / "pack.json", "hvdkit pack", "none")
+    folder = packed(demo, tmp_path)
+    readers.fails(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
+    meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
+    for path, damages in (
+        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 1}': "version 1"}),
+        (index, {b"": "0 bytes", index.read_bytes()[::-1]: "checksum", None: "is missing"}),
+        (shard, {b"cut": "3 bytes where", None: "is missing"}),
+    ):
+        whole = path.read_bytes()
+        for damage, words in damages.items():
+            path.unlink() if damage is None else path.write_bytes(damage)
+            readers.fails(open_it, path, words, "again")
+            path.write_bytes(whole)
+    whole = meta.read_text()
+    for changed in (
+        whole.replace('"records": 4', '"records": 3', 1),
+        whole.replace('"checksum": "', '"checksum": "0', 1),
+        whole.replace('"map"', '"class"', 1),
+    ):
+        assert changed != whole
+        meta.write_text(changed)
+        readers.fails(open_it, meta, "does not match its own checksum", "pack again")
+
+
+def test_a_set_is_written_whole_or_not_at_all(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    readers.write_classes(tmp_path / "raw")
+    bad = tmp_path / "raw" / "train" / "n02" / "a.png"
+    bad.write_bytes(bad.read_bytes()[:60])
+    out = tmp_path / "out"
+    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, *flags, f"--out={out}")
+    assert end.value.code == 2 and f"{bad} cannot be decoded" in capsys.readouterr().err
+    assert not any(out.iterdir())
+
+    folder = packed(demo, out)
+    readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
+    assert [path.name for path in out.iterdir()] == ["train"]
+    readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
+    for name in ("..", "train.packing-2", ""):
+        with pytest.raises(SystemExit):
+            command(monkeypatch, *flags, f"--out={tmp_path / 'b'}", f"--as={name}")
+        assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+    with unfinished.folder(out, "other"):
+        another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731
+        readers.fails(another, out / "other", "is being written by another process")
+    monkeypatch.setattr(pack, "_verify", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        packed(demo, tmp_path / "c")
+    assert not any((tmp_path / "c").iterdir())
+
+
+def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
+    """A picture that changes between its decoding and its packing."""
+
+    class Changing(ImageLabelFolder):
+        def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+            first = super().read(tf.constant(0, tf.int64))["file"]
+            sample = super().read(index)
+            return {**sample, "file": tf.where(index == 7, first, sample["file"])}
+
+    source = Changing(demo, "train", 11)
+    with pytest.raises(ValueError, match=r"sample 7 read back .* differs from what was packed"):
+        pack.pack(source, tmp_path, "train", 2, "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_another_name_for_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    readers.write_cifar10(tmp_path / "raw", 1)
+    flags = ("--from=cifar10", f"--root={tmp_path / 'raw'}", "--split=val", "--as=train")
+    command(monkeypatch, *flags, f"--out={tmp_path}")
+    assert len(Records(tmp_path, "train")) == len(Cifar(tmp_path / "raw", "val", 10)) == 1
+    assert json.loads((tmp_path / "train" / "pack.json").read_text())["num_classes"] <= 10
+
+
+def same_sized(root: Path) -> list[Path]:
+    """Two packs whose shards have the same names and sizes, and other pixels."""
+    folders = []
+    for number in range(2):
+        for name in ("a", "b"):
+            pixels = readers.noise(ord(name) + 9 * number)
+            readers.save(root / f"raw{number}" / "train" / name / "a.png", pixels)
+        source = ClassFolders(root / f"raw{number}", "train")
+        folders.append(pack.pack(source, root / f"out{number}", "train", 2, ""))
+    return folders
+
+
+def test_a_shard_of_another_pack_is_found_at_opening(tmp_path: Path):
+    one, other = same_sized(tmp_path)
+    name = "train-00000-of-00002.tfrecord"
+    whole = (one / name).read_bytes()
+    assert len((other / name).read_bytes()) == len(whole)
+    (one / name).write_bytes((other / name).read_bytes())
+    readers.fails(lambda: Records(one.parent, "train"), one / name, "not the shard", "again")
+    (one / name).write_bytes(whole)
+    swapped = [one / name, one / "train-00001-of-00002.tfrecord"]
+    contents = [path.read_bytes() for path in swapped]
+    for path, content in zip(swapped, reversed(contents)):
+        path.write_bytes(content)
+    readers.fails(lambda: Records(one.parent, "train"), one / name, "not the shard")
+
+
+def test_a_set_with_256_classes(tmp_path: Path):
+    """Only in a label picture does 255 mean ignored."""
+    images = np.stack([readers.noise(number) for number in range(3)])
+    source = Arrays(image=images, label=np.array([0, 255, 254], np.int32))
+    pack.pack(source, tmp_path, "train", 1, "")
+    found = Records(tmp_path, "train")
+    assert found.num_classes == 256
+    assert [int(sample["label"]) for sample in readers.read_all(found)] == [0, 255, 254]
+
+
+def test_a_folder_whose_name_is_no_text(demo: Path, tmp_path: Path):
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    packed(demo, out)
+    assert readers.same(ImageLabelFolder(demo, "train", 11), Records(out, "train"))
+
+
+def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
+    """More samples than threads and shards; read at random, each is what its id says."""
+    for number in range(40):
+        readers.save(tmp_path / "train" / "a" / f"{number:03d}.png", readers.noise(number, 4, 5))
+    source = ClassFolders(tmp_path, "train")
+    pack.pack(source, tmp_path / "out", "train", 7, "")
+    found = Records(tmp_path / "out", "train")
+    order = [(7 * n + 3) % 40 for n in range(40)]
+    dataset = tf.data.Dataset.from_tensor_slices(tf.constant(order, tf.int64))
+    samples = dataset.map(found.read, num_parallel_calls=4).as_numpy_iterator()
+    for number, sample in zip(order, samples, strict=True):
+        assert (sample["image"] == readers.noise(number, 4, 5)).all()
+
+
+@pytest.mark.parametrize("layout", ["voc", "class_folders"])
+def test_larger_pictures_are_scaled_once(tmp_path: Path, monkeypatch, layout: str):
+    """To the short side asked for, with labels on them; smaller ones go in as they are."""
+    root, out = tmp_path / "raw", tmp_path / "packed"
+    {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
+    source = pack.READERS[layout](root, "train")
+    sides = [min(sample["image"].shape[:2]) for sample in readers.read_all(source)]
+    limit = sorted(sides)[0]
+    flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")
+    command(monkeypatch, *flags, "--shards=2", "--short_side=5", "--quality=95", "--as=small")
+    command(monkeypatch, *flags, "--shards=2", f"--short_side={limit}", "--as=same")
+    small, same = (readers.read_all(Records(out, name)) for name in ("small", "same"))
+    for one, kept, whole in zip(small, same, readers.read_all(source), strict=True):
+        height, width = whole["image"].shape[:2]
+        scale = 5 / min(height, width)
+        shape = (round(height * scale), round(width * scale))
+        assert one["image"].shape[:2] == shape and min(shape) == 5
+        expected = tf.image.resize(whole["image"], shape, antialias=True)
+        assert np.abs(one["image"] - expected).mean() < 25, "but for JPEG's loss"
+        if min(height, width) <= limit:
+            np.testing.assert_array_equal(kept["image"], whole["image"])
+        if layout == "class_folders":
+            assert one["label"] == whole["label"]
+            continue
+        rows, columns = (
+            ((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(shape, (height, width))
+        )
+        np.testing.assert_array_equal(one["label"], whole["label"][rows][:, columns])
+    packed_from = json.loads((out / "small" / records.META).read_text())["packed_from"]
+    assert packed_from.endswith("split train, short side 5, quality 95")
+    with pytest.raises(SystemExit):
+        command(monkeypatch, *flags, "--as=wrong", "--short_side=5", "--quality=0")
+    with pytest.raises(SystemExit):  # of what would it be?
+        command(monkeypatch, *flags, "--as=wrong", "--quality=50")
+    assert not (out / "wrong").exists()

@@ -1,0 +1,256 @@
+"""The demo set: reproducible, honest splits, whole or not there."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hvdkit.data.demo import scenes
+from hvdkit.data.readers import folders
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+
+from ranks import PROJECT
+
+SMALL = scenes.Settings(train=12, val=6)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    files = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def command(root: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "hvdkit", "demo-data", str(root), *flags]
+
+
+def touching(mask: np.ndarray) -> np.ndarray:
+    """The mask and its 8 neighbours, told by shifting (the code uses a filter)."""
+    padded = np.pad(mask, 1)
+    height, width = mask.shape
+    shifts = [padded[r : r + height, c : c + width] for r in range(3) for c in range(3)]
+    return np.logical_or.reduce(shifts)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo") / "set"
+    scenes.make(root, SMALL)
+    return root
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_others(demo: Path, tmp_path: Path):
+    scenes.make(tmp_path / "again", SMALL)
+    assert contents(tmp_path / "again") == contents(demo)
+    scenes.make(tmp_path / "other", scenes.Settings(train=12, val=6, seed=1))
+    other = contents(tmp_path / "other")
+    pictures = [name for name in other if name.endswith(".png")]
+    assert len(pictures) == 2 * (12 + 6)
+    assert not any(other[name] == contents(demo)[name] for name in pictures)
+
+
+def test_a_scene_does_not_depend_on_how_many_there_are(demo: Path, tmp_path: Path):
+    scenes.make(tmp_path / "fewer", scenes.Settings(train=3, val=2))
+    fewer, all_of_them = contents(tmp_path / "fewer"), contents(demo)
+    pictures = [name for name in fewer if name.endswith(".png")]
+    assert len(pictures) == 10
+    assert all(fewer[name] == all_of_them[name] for name in pictures)
+
+
+def test_splits_share_no_scan_and_no_column_of_a_photograph():
+    digits = load_digits()
+    photos = load_sample_images().images
+    assert sorted([*scenes.SCANS["train"], *scenes.SCANS["val"]]) == list(range(len(digits.images)))
+    columns = [*scenes.COLUMNS["train"], *scenes.COLUMNS["val"]]
+    assert all(sorted(columns) == list(range(photo.shape[1])) for photo in photos)
+    used, seen = {}, {}
+    for split in ("train", "val"):
+        drawn = [scenes.scene(SMALL, split, index) for index in range(300)]
+        used[split] = {scan for scene in drawn for scan in scene.scans}
+        seen[split] = {
+            column for scene in drawn for column in range(scene.photo[1], sum(scene.photo[1::2]))
+        }
+        for scene in drawn:  # what is told is what is shown
+            shown = set(np.unique(scene.label)) - {0, scenes.IGNORE}
+            assert shown == {digits.target[scan] + 1 for scan in scene.scans}
+    assert len(used["train"]) > 500 and len(used["val"]) > 300
+    assert not used["train"] & used["val"]
+    assert not seen["train"] & seen["val"]
+    pixels = {split: {digits.images[scan].tobytes() for scan in used[split]} for split in used}
+    assert not pixels["train"] & pixels["val"]
+
+
+def test_the_crop_told_is_the_crop_shown():
+    photos = load_sample_images().images
+    for index in range(20):
+        drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "val", index)
+        which, left, top, side = drawn.photo
+        crop = Image.fromarray(photos[which][top : top + side, left : left + side])
+        crop = np.asarray(crop.resize((64, 64), Image.Resampling.BILINEAR)).astype(int)
+        far = ~touching(touching(drawn.label != 0))
+        differences = [np.abs(crop[:, ::step] - drawn.image)[far].mean() for step in (1, -1)]
+        assert min(differences) < 1
+
+
+def test_the_ignored_ring_is_one_pixel_around_a_digit():
+    settings = scenes.Settings(digits=(1, 1))
+    for index in range(60):
+        label = scenes.scene(settings, "train", index).label
+        digit = (label > 0) & (label != scenes.IGNORE)
+        assert digit.any()
+        np.testing.assert_array_equal(
+            label == scenes.IGNORE, touching(digit) & ~digit, err_msg=f"scene {index}"
+        )
+
+
+def test_no_digit_touches_background_or_another_digit():
+    for index in range(100):
+        label = scenes.scene(SMALL, "train", index).label
+        for class_id in set(np.unique(label)) - {0, scenes.IGNORE}:
+            around = label[touching(label == class_id)]
+            assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
+
+
+def test_digits_differ_from_what_they_lie_on_in_both_directions():
+    signs = []
+    for index in range(100):
+        drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "train", index)
+        digit = (drawn.label > 0) & (drawn.label != scenes.IGNORE)
+        beside = touching(touching(touching(digit))) & (drawn.label == 0)
+        signs.append(np.sign(drawn.image[digit].mean() - drawn.image[beside].mean()))
+    assert min(np.mean(np.equal(signs, 1)), np.mean(np.equal(signs, -1))) > 0.2
+
+
+def test_overlap_is_limited():
+    apart, close = (scenes.Settings(digits=(5, 5), overlap=share) for share in (0.0, 0.9))
+    counts = {
+        settings.overlap: sum(len(scenes.scene(settings, "train", i).scans) for i in range(40))
+        for settings in (apart, close)
+    }
+    assert counts[0.0] < counts[0.9] == 200
+
+
+def test_the_reader_for_folders_reads_it(demo: Path):
+    for split, count in (("train", 12), ("val", 6)):
+        source = folders.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE)
+        assert len(source) == count
+        assert [source.explain(index) for index in range(count)] == [None] * count
+
+
+def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
+    stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
+    program = "import sys; from hvdkit.data.demo import scenes; scenes.main(sys.argv);"
+    program += "assert 'sklearn' not in sys.modules"
+    flags = [str(demo), "--train", "12", "--val", "6"]
+    subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
+    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
+
+
+def test_other_settings_are_named(demo: Path):
+    with pytest.raises(ValueError, match=r"set.*'seed': \(0, 7\).*another folder"):
+        scenes.make(demo, scenes.Settings(train=12, val=6, seed=7))
+    done = subprocess.run(command(demo), cwd=PROJECT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert str(demo) in done.stderr and "'train': (12, 6000)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("marker", [None, "{", "[]", '{"train": 12, "unknown": 1}'])
+def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, marker: str | None):
+    (tmp_path / "mine.txt").write_text("mine")
+    if marker is not None:
+        (tmp_path / scenes.MARKER).write_text(marker)
+    before = contents(tmp_path)
+    for call in (scenes.make, scenes.ensure_demo):
+        with pytest.raises(ValueError, match=f"{tmp_path} is not empty and not a finished"):
+            call(tmp_path, SMALL)
+    assert contents(tmp_path) == before
+
+
+def test_ensure_demo_makes_a_set_or_takes_the_one_there(demo: Path, tmp_path: Path):
+    settings = scenes.Settings(train=2, val=1)
+    assert scenes.ensure_demo(tmp_path / "new", settings) == settings
+    assert json.loads((tmp_path / "new" / scenes.MARKER).read_text())["train"] == 2
+    assert scenes.ensure_demo(demo, settings) == SMALL
+    (tmp_path / "empty").mkdir()
+    assert scenes.ensure_demo(tmp_path / "empty", settings) == settings
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how: signal.Signals):
+    root = tmp_path / "demo"
+    # Started in the background of a shell, a process ignores SIGINT unless told otherwise.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from hvdkit.data.demo import scenes; scenes.main(sys.argv)"
+    )
+    making = subprocess.Popen(
+        [sys.executable, "-c", program, str(root)], cwd=PROJECT, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".demo.making-*/labels/train-00050.png")):
+        assert making.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    making.send_signal(how)
+    assert making.wait(timeout=60) != 0
+    assert not root.exists()
+    if how == signal.SIGINT:
+        assert list(tmp_path.iterdir()) == []
+    scenes.make(root, SMALL)
+    assert len(contents(root)) == 2 * (12 + 6) + 3
+
+
+def test_two_at_once_make_one_set(tmp_path: Path, demo: Path):
+    root = tmp_path / "demo"
+    both = [
+        subprocess.Popen(command(root, "--train", "12", "--val", "6"), cwd=PROJECT)
+        for _ in range(2)
+    ]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert contents(root) == contents(demo)
+    assert list(tmp_path.iterdir()) == [root]
+
+
+def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, demo: Path):
+    # The other set appears after this one has looked: the rename must not go over it.
+    root = tmp_path / "demo"
+    making = subprocess.Popen(
+        command(root, "--train", "300", "--val", "1"), cwd=PROJECT,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".demo.making-*/labels/train-00005.png")):
+        assert making.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    scenes.make(root, scenes.Settings(train=1, val=1))
+    errors = making.communicate(timeout=60)[1]
+    assert making.returncode == 2 and "'train': (1, 300)" in errors
+    assert len(contents(root)) == 2 * 2 + 3
+    assert list(tmp_path.iterdir()) == [root]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train", 0), ("val", 0), ("size", 4), ("digits", (3, 2)), ("box", (18, 65)),
+        ("contrast", (0.0, 0.5)), ("overlap", 1.5), ("seed", -1),
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_named(name: str, value: object):
+    with pytest.raises(ValueError) as error:
+        scenes.Settings(**{name: value})
+    assert f"{name}={value}" in str(error.value)
+
+
+def test_preview_shows_images_and_labels(demo: Path, tmp_path: Path):
+    scenes.preview(demo, tmp_path / "sheet.png", count=7)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    assert sheet.shape == (2 * 132 + 24, 5 * 260, 3)
+    image = np.asarray(Image.open(demo / "images" / "train-00000.png"))
+    label = np.asarray(Image.open(demo / "labels" / "train-00000.png"))
+    np.testing.assert_array_equal(sheet[:128:2, :128:2], image)
+    np.testing.assert_array_equal(sheet[:128:2, 128:256:2], scenes.PALETTE[label])

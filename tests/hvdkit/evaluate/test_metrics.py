@@ -1,0 +1,43 @@
+"""IoU and accuracy against counts made by hand."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.metrics import top_k_accuracy_score
+
+from hvdkit.evaluate import metrics
+
+
+def test_confusion_iou_and_accuracy():
+    labels = tf.constant([[0, 0, 1, 1, 2, 255]], tf.uint8)
+    predictions = tf.constant([[0, 1, 1, 1, 0, 2]], tf.int64)
+    matrix = metrics.confusion_matrix(labels, predictions, labels != 255, 4).numpy()
+    expected = [[1, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert matrix.tolist() == expected and matrix.dtype == np.int64
+    iou = metrics.intersection_over_union(matrix)
+    assert iou[:3] == pytest.approx([1 / 3, 2 / 3, 0])
+    assert np.isnan(iou[3])  # in neither labels nor predictions
+    assert metrics.accuracy(matrix) == pytest.approx(3 / 5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_top_k_counts_ties_as_scikit_learn_does(k):
+    rng = np.random.default_rng(3)
+    labels = rng.integers(9, size=500)
+    for scores in (
+        rng.normal(size=(500, 9)),
+        rng.integers(3, size=(500, 9)) / 2,
+        np.ones([500, 9]),
+    ):
+        hits = metrics.in_top(tf.constant(labels), tf.constant(scores), k).numpy()
+        assert hits.mean() == top_k_accuracy_score(labels, scores, k=k, labels=range(9))
+    assert hits.mean() < 0.8  # equal scores for all classes are no way to a high one
+
+
+def test_a_score_that_is_no_number_is_no_hit():
+    scores = tf.constant([[0.0, np.nan, 1.0], [0.0, -np.inf, np.inf], [0.0, -np.inf, np.inf]])
+    assert metrics.in_top(tf.constant([2, 2, 1]), scores, 2).numpy().tolist() == [
+        False,
+        True,
+        False,
+    ]

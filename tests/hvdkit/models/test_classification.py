@@ -1,0 +1,214 @@
+"""The networks are the papers', the counts are counts."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.settings.config import Config
+
+from hvdkit.models import resnet
+from hvdkit.train import batch_norm
+from hvdkit.train import task as base
+from tasks import classification
+from tasks.classification import MODELS
+
+CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)
+
+
+# He et al. 2015, table 6: 0.27 and 0.85 million.
+@pytest.mark.parametrize(("name", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018)])
+def test_parameters(name, parameters):
+    assert trainable(MODELS[name](32, 10, 0.0)) == parameters
+
+
+def trainable(model: keras.Model) -> int:
+    return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+@pytest.fixture(scope="module")
+def resnet50() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return MODELS["resnet50"](64, 1000, 0.0)
+
+
+def test_resnet50_begins_as_its_paper_says(resnet50):
+    """Goyal et al. 2017 (arXiv:1706.02677), section 5.1; the count is torchvision's num_params."""
+    assert trainable(resnet50) == 25_557_032
+    weights = {layer.name: layer.get_weights() for layer in resnet50.layers}
+    convs = {n: w for n, w in weights.items() if n.endswith("_conv")}
+    assert len(convs) == 53 and all(len(w) == 1 for w in convs.values())
+    for name, (kernel,) in convs.items():
+        high, wide, _, filters = kernel.shape
+        assert kernel.std() == pytest.approx(np.sqrt(2 / (high * wide * filters)), rel=0.05), name
+    norms = {layer.name: layer for layer in resnet50.layers if layer.name.endswith("_bn")}
+    assert len(norms) == 53
+    for name, layer in norms.items():
+        assert (layer.momentum, layer.epsilon) == (0.9, 1e-5)
+        assert set(layer.get_weights()[0]) == {0.0 if name.endswith("_3_bn") else 1.0}
+    kernel, bias = weights["logits"]
+    assert kernel.std() == pytest.approx(0.01, rel=0.01) and not bias.any()
+    strided = [x.name for x in resnet50.layers if getattr(x, "strides", (1,))[0] == 2]
+    own = [f"stage{n}_block1_{part}_conv" for n in (2, 3, 4) for part in ("shortcut", "2")]
+    assert sorted(x for x in strided if "pool" not in x) == sorted(["stem_conv", *own])
+
+
+def test_resnet50_computes_what_is_written_out(resnet50):
+    """Every convolution, norm and sum in NumPy, in float64, for weights that are all at work."""
+    rng = np.random.default_rng(0)
+    for layer in resnet50.layers:
+        if layer.name.endswith("_bn"):
+            size = layer.get_weights()[0].shape
+            layer.set_weights([rng.uniform(0.5, 1.0, size), *rng.normal(0, 0.1, (2, *size)),
+                               rng.uniform(0.5, 1.5, size)])  # fmt: skip
+    weights = {layer.name: layer.get_weights() for layer in resnet50.layers}
+
+    def conv(x, name, strides=1):
+        (kernel,) = weights[f"{name}_conv"]
+        side, last = kernel.shape[0], (x.shape[1] - 1) // strides * strides
+        x = padded(x, side // 2)
+        x = sum(
+            x[:, row : row + last + 1 : strides, col : col + last + 1 : strides] @ kernel[row, col]
+            for row in range(side)
+            for col in range(side)
+        )
+        gamma, beta, mean, variance = weights[f"{name}_bn"]
+        return gamma * (x - mean) / np.sqrt(variance + 1e-5) + beta
+
+    def padded(x, by):
+        return np.pad(x, [(0, 0), (by, by), (by, by), (0, 0)])
+
+    def block(x, name, strides):
+        y = np.maximum(conv(x, f"{name}_1"), 0)
+        y = conv(np.maximum(conv(y, f"{name}_2", strides), 0), f"{name}_3")
+        if f"{name}_shortcut_conv" in weights:
+            x = conv(x, f"{name}_shortcut", strides)
+        return np.maximum(x + y, 0)
+
+    picture = rng.integers(0, 256, (2, 64, 64, 3))
+    image = picture / 127.5 - 1
+    x = padded(np.maximum(conv(image, "stem", 2), 0), 1)
+    x = np.max([x[:, r : r + 31 : 2, c : c + 31 : 2] for r in range(3) for c in range(3)], axis=0)
+    for stage, blocks in ((1, 3), (2, 4), (3, 6), (4, 3)):
+        for number in range(1, blocks + 1):
+            strides = 2 if stage > 1 and number == 1 else 1
+            x = block(x, f"stage{stage}_block{number}", strides)
+    assert x.shape == (2, 2, 2, 2048)
+    kernel, bias = weights["logits"]
+    expected = x.mean((1, 2)) @ kernel + bias
+    logits = resnet50({"image": tf.constant(picture, tf.uint8)}, training=False)
+    np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_kerass_resnet50_is_there_under_its_own_name():
+    """He et al.'s with 26,560 biases: what Keras's published weights are for."""
+    model = MODELS["resnet50_keras"](32, 1000, 0.0)
+    assert trainable(model) == 25_557_032 + 26_560
+    assert model.get_layer("conv3_block1_1_conv").strides == (2, 2)
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith("resnet50")])
+def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_path):
+    model = MODELS[name](16, 7, 0.2)
+    inputs = {
+        "image": tf.random.stateless_uniform([2, 16, 16, 3], [1, 2], 0, 255),
+        "key": tf.zeros([2, 2], tf.int32),
+    }
+    assert [x.name for x in model.inputs] == list(inputs)  # as pictures of the model name them
+    logits = model(inputs)
+    assert logits.shape == (2, 7) and logits.dtype == tf.float32
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(again(inputs), logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(batch_norm.synchronize(model)(inputs), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_that_stride_and_widen_keep_every_second_pixel():
+    x = keras.Input((4, 4, 2))
+    image = np.arange(32, dtype=np.float32).reshape(1, 4, 4, 2)
+    out = keras.Model(x, resnet._shortcut(x, 5, strides=2))(image).numpy()
+    assert out.shape == (1, 2, 2, 5)
+    np.testing.assert_array_equal(out[..., :2], image[:, ::2, ::2])
+    np.testing.assert_array_equal(out[..., 2:], 0)
+
+
+def test_accuracy_and_top_5():
+    task = classification.Task(CONFIG)
+    logits = tf.constant(np.tile(np.arange(10.0, 0.0, -1.0), (4, 1)))  # 0 is likeliest, then 1
+    sums = task.sums(logits, tf.constant([0, 4, 5, 9], tf.int64))
+    figures = task.metrics({k: v.numpy() for k, v in sums.items()})
+    assert figures == {"accuracy": 0.25, "top5_accuracy": 0.5}
+    # Of equal logits one class is predicted, and none where a logit is no number.
+    labels = tf.range(10, dtype=tf.int64)
+    for value, of_1, of_5 in ((0.0, 0.1, 0.5), (np.nan, 0.0, 0.0)):
+        sums = task.sums(tf.fill([10, 10], value), labels)
+        figures = task.metrics({k: v.numpy() for k, v in sums.items()})
+        assert figures == {"accuracy": of_1, "top5_accuracy": of_5}
+        sums = task.sums(tf.fill([4, 10], value), tf.zeros([4], tf.int64))
+        assert int(sums["hits"]) == int(sums["hits_of_5"]) == 0, value
+    few = classification.Task(dataclasses.replace(CONFIG, num_classes=5))
+    names = list(few.sums(logits[:, :5], tf.constant([0, 4, 3, 3], tf.int64)))
+    assert names == ["hits", "samples", "confusion"]
+
+
+def test_the_sheet_has_a_tile_for_each_picture():
+    task = classification.Task(CONFIG)
+    inputs = {"image": tf.zeros([11, 8, 8, 3], tf.uint8)}
+    sheet = task.draw(inputs, tf.zeros([11], tf.int64), tf.eye(11, 10))
+    tile = classification.TILE
+    assert sheet.shape == (1, 2 * (tile + 18), 8 * tile, 3) and sheet.dtype == np.uint8
+    right, wrong = (
+        sheet[0, tile + 1 : tile + 18, :tile],
+        sheet[0, tile + 1 : tile + 18, tile : 2 * tile],
+    )
+    assert right[..., 1].max() > right[..., 0].max() and wrong[..., 0].max() > wrong[..., 1].max()
+
+
+@pytest.mark.parametrize(
+    ("format", "mirror", "mirrored"),
+    [("", "auto", False), ("digits", "on", True), ("class_folders", "auto", True),
+     ("class_folders", "off", False), ("cifar10", "off", False)],
+)  # fmt: skip
+def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
+    format, mirror, mirrored
+):
+    settings = {"data_format": format, "mirror": mirror, "image_size": 16}
+    ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
+    for area in (0.0, 0.9):  # moved, and cut
+        config = dataclasses.replace(CONFIG, crop_area=area, **settings)
+        task, falls = classification.Task(config), 0
+        sample = {"image": ramp, "label": tf.constant(0)}
+        for number in range(12):
+            drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
+            falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
+        assert (0 < falls < 12) == mirrored and (mirrored or not falls)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_is_evaluated_has_the_form_of_what_is_trained_on(dropout):
+    """With dropout a key, which evaluation leaves unused, goes into the model too."""
+    task = classification.Task(dataclasses.replace(CONFIG, dropout=dropout))
+    sample = {"image": tf.zeros([12, 9, 3], tf.uint8), "label": tf.constant(1)}
+    trained = task.training_example(sample, tf.constant([0, 1]))
+    form = lambda example: tf.nest.map_structure(lambda x: (x.shape, x.dtype), example)  # noqa: E731
+    assert form(task.evaluation_example(sample)) == form(trained)
+    assert ("key" in trained["inputs"]) == bool(dropout)
+
+
+def test_any_split_may_be_named():
+    config = dataclasses.replace(CONFIG, train_split="large", val_split="small")
+    assert base.load(config).config == config
+
+
+def test_wrong_model_is_named():
+    with pytest.raises(ValueError, match=r"--model=vgg.*resnet20"):
+        classification.Task(dataclasses.replace(CONFIG, model="vgg"))
+
+
+@pytest.mark.parametrize(
+    ("area", "size", "smallest"), [(0.0, 63, None), (0.0, 64, 0.08), (0.5, 32, 0.5), (0.5, 64, 0.5)]
+)
+def test_the_smallest_crop_is_the_flags_or_as_usual_by_size(area, size, smallest):
+    config = dataclasses.replace(CONFIG, crop_area=area, image_size=size)
+    assert classification.Task(config).smallest == smallest

@@ -1,0 +1,231 @@
+"""report.html and compare.py: of a real run, of made-up ones, and of what is no run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdkit.evaluate import confusion
+from hvdkit.observe import compare, plots, records, report
+from ranks import PROJECT, last_lines, launch
+
+FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
+FLAGS += ["--checkpoint_every=3", "--trackers="]
+
+
+class Page(HTMLParser):
+    """What a page holds; every tag must be closed in its turn."""
+
+    EMPTY = ("meta", "link", "img", "path", "use", "rect", "image", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text, self.links, self.figures = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.figures += [value for name, value in attrs if name == "aria-label"]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def page_of(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text())
+
+
+def call(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("report") / "run"
+    ended = launch(2, ["train.py", *FLAGS, f"--run_dir={run}"], "gloo")
+    assert ended.code == 0, last_lines(ended.output)
+    assert f"report: {run}/report.html" in ended.output
+    return run
+
+
+def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
+    found = page_of(trained)
+    summary = json.loads((trained / "summary.json").read_text())
+    shown = " ".join(found.text)
+    for text in (summary["weights_sha256"], "2 ranks on 1 host(s)", "6 of 6", "blank"):
+        assert text in shown, text
+    assert all(link.startswith(("data:", "#")) for link in found.links), found.links
+    assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
+
+
+def test_it_can_be_made_again_of_what_lies_there(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()  # a run that was killed
+    made = call("report", tmp_path / "run")
+    assert made.returncode == 0, made.stderr
+    assert "not ended, step 6" in " ".join(page_of(tmp_path / "run").text)
+
+
+def made_up(folder: Path, lines: list[dict], starts: list[dict], **summary) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.cfg").write_text("# settings\n--task=t\n--num_steps=100\n--nobenchmark\n")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')  # cut by a kill
+    (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def step(number: int, time: float, **figures) -> dict:
+    return {"step": number, "loss": 1 / number, "lr": 0.1, "time": time, **figures}
+
+
+def test_time_lost_is_from_the_last_record_kept_to_the_next_start(tmp_path):
+    lines = [step(10, 110.0), step(20, 120.0), step(30, 205.0)]
+    starts = [{"step": 0, "time": 100.0, "where": "4 ranks"}, {"step": 0}]
+    starts += [{"step": 20, "time": 180.0, "where": "3 ranks"}]
+    run = records.read(made_up(tmp_path / "run", lines, starts))
+    text = "".join(report.faults(run))
+    assert "60.0 s" in text and "3 ranks" in text  # 120 to 180: work that was lost, and the break
+
+
+def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
+    lines = [step(n, 100.0 + n, grad_norm=None if n % 3 else 2.0) for n in range(1, 30_000)]
+    lines[7]["loss"] = None
+    lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
+    folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
+    names = ["<script>", "$one^", "漢字\udce9"]
+    confusion.write(folder / "confusion.csv", names, np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report.write(folder)
+    found = page_of(folder)
+    shown = " ".join(found.text)
+    assert (
+        "$one^" in shown
+        and "漢字" in shown
+        and "<script>" in shown
+        and "<i>" in shown
+        and '<b>"&: not ended' in shown
+    )
+    assert "IoU of each class" in found.figures
+    assert (folder / "report.html").stat().st_size < 600_000
+
+
+def test_a_curve_of_many_points_is_drawn_by_their_means():
+    x = np.arange(10_000)
+    y = np.where(x % 2, 1.0, 3.0)
+    y[:30] = math.nan
+    at, means = plots.thinned(x, y)
+    assert len(at) == len(means) <= 400
+    assert math.isnan(means[0]) and means[5:] == pytest.approx(2.0, abs=0.1)
+    assert at[3] == x[75:100].mean()
+
+
+def test_what_is_no_run_is_told_in_one_line(tmp_path):
+    made = call("report", tmp_path)
+    assert (
+        made.returncode == 2 and made.stderr.count("\n") == 1 and "no run's folder" in made.stderr
+    )
+
+
+@pytest.mark.parametrize("value", ["much", 10**400, [1.0]], ids=["text", "huge", "list"])
+def test_figures_that_no_run_writes_are_left_out(tmp_path, value):
+    lines = [step(1, 2.0), step(2, 2.5) | {"loss": value}, {"step": 2, "eval_loss": value}]
+    lines += [{"step": value, "loss": 1.0}, {"step": 1, "eval_loss": 2.0, "eval_own": value}]
+    run = made_up(tmp_path / "run", lines, [{"step": 0, "time": 1.0, "ranks": 1}])
+    assert report.write(run).exists() and records.read(run).last_step() == 1
+    assert records.read(run).evaluations == [{"step": 1, "eval_loss": 2.0}]
+    assert compare.side_by_side([records.read(run)] * 2, None)
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
+    (tmp_path / "run" / ".report.html.partial").mkdir(parents=True)
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run"])
+    assert ended.code == 0 and "note: no report: IsADirectoryError" in ended.output
+
+
+def test_two_runs_side_by_side(trained, tmp_path):
+    other, page = tmp_path / "other", tmp_path / "compared.html"
+    more = ["--base_lr=0.5", "--cpu_threads=1", f"--run_dir={other}"]
+    ended = launch(1, ["train.py", *FLAGS, *more])
+    assert ended.code == 0, last_lines(ended.output)
+    found = call("compare", trained, other, f"--html={page}", "--score=0.01")
+    assert found.returncode == 1, found.stderr
+    rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
+    assert rows["--base_lr"].split()[1:] == [json_flag(trained, "base_lr"), "0.5"]
+    assert "--run_dir" not in rows and "--task" not in rows
+    assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", found.stdout)
+    drawn = Page(page.read_text())
+    assert {"Training loss", "Learning rate"} <= set(drawn.figures)
+    assert all(link.startswith(("data:", "#")) for link in drawn.links)
+
+
+def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
+    start = {"step": 0, "time": 1.0, "ranks": 1}
+    runs = []
+    for score, name in (("miou", "a"), ("accuracy", "\udcff")):
+        lines = [step(1, 2.0), {"step": 1, "eval_loss": 1.0, f"eval_{score}": 0.5, "time": 3.0}]
+        runs.append(made_up(tmp_path / name, lines, [start | {"score": score}]))
+    found = call("compare", *runs, f"--html={tmp_path}/page.html")
+    assert "Traceback" not in found.stderr and f"page: {tmp_path}" in found.stdout, found.stderr
+    # 0.5 of mIoU is not 0.5 of accuracy: no row says who was there first, unless it is asked for.
+    assert "to a score of" not in found.stdout
+    assert "to a score of 0.4" in call("compare", *runs, "--score=0.4").stdout
+    head = call(
+        "-c", f"import os; os.system('{sys.executable} compare.py {runs[0]} {runs[0]} | true')"
+    )
+    assert not head.stderr  # who reads only the first lines gets no trace
+
+
+def json_flag(run: Path, name: str) -> str:
+    return records.read(run).settings[name]
+
+
+def test_in_a_log_there_are_no_control_characters(trained, tmp_path):
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run"])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", ended.output)
+
+
+def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
+    names = ["loss", "loss_rate", "iou_3", "iou_mean", "accuracy"]
+    line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
+    run = records.Records(Path("run"), {}, [], [line], [], {})
+    assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
+
+
+def test_thirty_long_names_fit_under_their_curves():
+    names = [f"runs/an-experiment-with-a-long-name-{number}" for number in range(30)]
+    drawn = plots.curves("Loss", {name: ([1, 2], [number, 0]) for number, name in enumerate(names)})
+    shown = re.findall(r">(runs/an-e\.\.\.[^<]+)<", drawn)
+    assert len(set(shown)) == 30 and max(map(len, shown)) <= 24
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn).groups())
+    assert height > width, "a legend of many rows has its place below"
+    looks = re.findall(r'<path d="[^"]+" clip-path[^>]+style="([^"]+)"', drawn)
+    assert len(set(looks)) >= 24

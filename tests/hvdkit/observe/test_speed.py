@@ -1,0 +1,196 @@
+"""Windows of a benchmark and what is made of them; the operations of a model."""
+
+import dataclasses
+import json
+import types
+
+import keras
+import numpy as np
+import pytest
+import scipy.stats
+import tensorflow as tf
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from keras import layers
+
+from hvdkit.observe import flops, speed
+from hvdkit.run import benchmark
+from tasks import classification
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "warm_up", "window"),
+    [
+        (0, 15, 5, 1),
+        (0, 24, 14, 1),
+        (0, 25, 5, 2),
+        (7, 107, 10, 9),
+        (0, 1000, 100, 90),
+        (0, 100_000, 100, 9990),
+    ],
+)
+def test_ten_windows_of_equally_many_steps_end_with_the_run(first, last, warm_up, window):
+    ends = speed.window_ends(first, last)
+    assert list(np.diff(ends)) == [window] * 10
+    assert (ends[0] - first, ends[-1]) == (warm_up, last)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (0, speed.FEWEST - 1), (90, 104)])
+def test_too_few_steps_have_no_windows(first, last):
+    assert not speed.window_ends(first, last)
+
+
+def test_spread_of_rates():
+    rates = np.random.default_rng(1).lognormal(5, 0.3, speed.WINDOWS)
+    found = speed.spread(rates)
+    low, high = scipy.stats.t.interval(
+        0.95, len(rates) - 1, loc=rates.mean(), scale=scipy.stats.sem(rates)
+    )
+    assert found["mean"] == pytest.approx(rates.mean(), rel=1e-12)
+    assert found["interval_95"] == pytest.approx([low, high], rel=1e-6)
+    assert found["median"] == np.median(rates)
+    # scipy's "normal" divides by a quantile of which 1.4826 are the first digits.
+    scale = scipy.stats.median_abs_deviation(rates, scale="normal")
+    assert found["jitter"] == pytest.approx(scale, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("resnet50", 4.089),  # torchvision's weights of ResNet-50, GFLOPS of the file
+        ("resnet50_keras", 3.8),  # He et al. 2015, table 1; counted in multiply-adds, as above
+    ],
+)
+def test_resnet50_is_counted_as_published(model, published):
+    made = classification.MODELS[model](224, 1000, 0.0)
+    counted = flops.forward(made, {"image": tf.TensorSpec([2, 224, 224, 3])})
+    assert counted / 2 / 2e9 == pytest.approx(published, rel=0.02)
+
+
+X = (2, 16, 12, 8)  # a batch
+LAYERS = {
+    "strided": (layers.Conv2D(5, 3, 2, "same"), 2 * 8 * 6 * 5 * 9 * 8),
+    # Sizes that 3 does not divide: TensorFlow computes more, which is none of the model's.
+    "dilated": (layers.Conv2D(5, 3, padding="same", dilation_rate=3), 2 * 16 * 12 * 5 * 9 * 8),
+    "dilated depthwise": (
+        layers.DepthwiseConv2D(3, padding="same", dilation_rate=5),
+        2 * 16 * 12 * 8 * 9,
+    ),
+    "grouped": (layers.Conv2D(16, 3, padding="same", groups=4), 2 * 16 * 12 * 16 * 9 * 2),
+    "transposed": (layers.Conv2DTranspose(5, 3, 2, "same"), 2 * 16 * 12 * 8 * 9 * 5),
+    "depthwise": (layers.DepthwiseConv2D(3, padding="same"), 2 * 16 * 12 * 8 * 9),
+    "separable": (layers.SeparableConv2D(5, 3, padding="same"), 2 * 16 * 12 * 8 * (9 + 5)),
+    "dense": (layers.Dense(5), 2 * 16 * 12 * 8 * 5),
+    "einsum": (layers.Lambda(lambda x: tf.einsum("...ij,jk->...ik", x, tf.ones([8, 5]))), 15360),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_of_layers(name):
+    layer, products = LAYERS[name]
+    model = keras.Sequential([keras.Input(X[1:]), layer])
+    assert flops.forward(model, tf.TensorSpec(X)) == 2 * products
+
+
+def test_attention():
+    x = keras.Input((16, 8))
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x))
+    projections, scores = 4 * 16 * 8 * 8, 2 * 2 * 16 * 16 * 4
+    assert flops.forward(model, tf.TensorSpec([3, 16, 8])) == 2 * 3 * (projections + scores)
+
+
+def test_a_function_that_is_called_twice_counts_twice():
+    product = tf.function(lambda x: x @ x)
+    traced = tf.function(lambda x: product(x) + product(x))
+    graph = traced.get_concrete_function(tf.TensorSpec([7, 7])).graph
+    assert flops.of_graph(graph) == 2 * 2 * 7**3
+
+
+def test_a_loop_is_not_counted():
+    model = keras.Sequential([keras.Input((16, 8)), layers.LSTM(4)])
+    with pytest.raises(flops.NotCounted, match="While"):
+        flops.forward(model, tf.TensorSpec([3, 16, 8]))
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "float32", (156e12, "TF32")),
+        ("NVIDIA A100-PCIE-40GB", "bfloat16", (312e12, "bfloat16")),
+        ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
+        ("NVIDIA H100 PCIe", "bfloat16", (756.5e12, "bfloat16")),
+        ("NVIDIA H100 PCIe", "float32", (378e12, "TF32")),
+        ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
+        ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),
+        ("Tesla V100-SXM2-16GB", "bfloat16", None),
+        ("NVIDIA L4", "float16", (121e12, "float16")),
+        ("NVIDIA A10G", "float16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float32", None),
+        ("NVIDIA A100-SXM4-80GB", "float64", None),
+        ("CPU", "float32", None),
+    ],
+)
+def test_peaks_of_devices(device, precision, expected):
+    assert flops.peak(device, precision) == expected
+
+
+def test_without_tf32_a_peak_is_that_of_float32(monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert flops.peak("NVIDIA A100-SXM4-80GB", "float32") == (19.5e12, "float32")
+
+
+FLOPS = {"forward_a_sample": 2, "training_a_sample": 6}
+
+
+def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
+    """On a clock that is set by hand: 2 s for data, 5 in the call, 1 for its end, 2 others."""
+    now = data = end = 0.0
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(benchmark, "reduction_alone", lambda run, step: 0.5)
+    monkeypatch.setattr(benchmark, "count_operations", lambda run, spec: FLOPS)
+
+    def train_step(batch, votes):
+        nonlocal now
+        now += 5
+
+    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=27, global_batch_size=8)
+    kernel = types.SimpleNamespace(shape=tf.TensorShape([3, 5]))
+    model = types.SimpleNamespace(name="model", trainable_variables=[kernel, kernel])
+    run = types.SimpleNamespace(config=config, world=World(0, 1, 0, 1), model=model)
+    spec = {"inputs": tf.TensorSpec([1, 8, 3])}
+    feed = types.SimpleNamespace(waited=lambda: data, spec=spec)
+    monitor = types.SimpleNamespace(waited=lambda: end)
+    measured = benchmark.Benchmark(run, feed, monitor, train_step, 0)
+    for step in range(1, 28):
+        now += 2
+        data += 2
+        measured.step(None, None)
+        now += 1
+        end += 1
+        if measured.due(step):
+            measured(step, {})
+        now += 2
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert found["shares_of_a_step"] == {"input": 0.2, "bookkeeping": 0.2, "reduction_alone": 0.05}
+    assert found["seconds_a_step"] == 10 and found["steps_a_window"] == 2
+    assert found["trained_parameters"] == 2 * 3 * 5
+    expected = {"mean": 0.8, "interval_95": [0.8, 0.8], "median": 0.8, "jitter": 0}
+    for name, value in expected.items():
+        assert found["samples_per_second"][name] == pytest.approx(value, rel=1e-12)
+    assert found["model_flops"]["a_second_a_rank"] == pytest.approx(6 * 0.8)
+    said = capsys.readouterr().out
+    assert "input wait 20.0%, bookkeeping 20.00%" in said and "0.8 to 0.8" in said
+
+
+def test_operations_of_a_model_with_frozen_layers_are_not_told():
+    """Its backward pass takes less than two passes, how much less depends on which they are."""
+    x = keras.Input((6,))
+    body = layers.Dense(5, name="body")
+    model = keras.Model(x, layers.Dense(3)(body(x)))
+    run = types.SimpleNamespace(
+        config=Config(global_batch_size=4), model=model, world=World(0, 1, 0, 1)
+    )
+    spec = {"inputs": tf.TensorSpec([1, 4, 6])}
+    assert benchmark.count_operations(run, spec)["training_a_sample"] == 3 * 2 * (6 * 5 + 5 * 3)
+    body.trainable = False
+    assert set(benchmark.count_operations(run, spec)) == {"not_counted"}

@@ -1,0 +1,61 @@
+"""A rank that comes no more: the run ends by itself, and one line names the rank and its host."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from hvdkit.ranks import peers
+from ranks import HELPERS, last_lines, launch
+
+WAITS = HELPERS / "waits.py"
+HOST = os.uname().nodename
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpirun"])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("stop", [f"rank 1 on {HOST} has not answered for 5 s", "its process was stopped"]),
+        ("hang", [f"rank 1 on {HOST}", "at tests/waits.py, line", "(fail)"]),
+    ],
+)
+def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str):
+    ended = launch(3, [WAITS, how, 5], backend, timeout=200)
+    assert ended.code != 0
+    (said,) = ended.errors()
+    assert all(word in said for word in words), said
+    assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
+
+
+def test_a_stopped_rank_is_not_said_to_have_ended():
+    """Where Gloo gives up by itself, after 30 s unless it is told."""
+    short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
+    (said,) = launch(3, [WAITS, "stop", 0], "gloo", timeout=200, env=short).errors()
+    assert f"rank 1 on {HOST} does not answer" in said
+
+
+@pytest.mark.parametrize("ended, speaker", [({3}, 0), (set(range(8)), 8)])
+def test_of_thousands_that_are_left_one_asks_all_and_speaks(monkeypatch, ended, speaker):
+    """8,192 ranks, eight a host; all that are left know at the same time that one has ended."""
+    asked, said = [], []
+
+    def ask(self, rank: int) -> peers._Answer:
+        asked.append(rank)
+        return peers._Answer("gone", "", 0) if rank in ended else peers._Answer("", "asking", 0)
+
+    monkeypatch.setattr(peers.Peers, "_ask", ask)
+    monkeypatch.setattr(peers, "complain", said.append)
+    monkeypatch.setattr(peers.time, "sleep", lambda seconds: None)
+    for rank in (speaker, 9, 16, 4000, 8191):
+        monkeypatch.setattr(peers, "hostname", lambda rank=rank: f"node{rank // 8}")
+        one = object.__new__(peers.Peers)
+        one._rank, one._places = rank, [peers._Place(f"node{r // 8}", [], 1) for r in range(8192)]
+        asked.clear()
+        one._explain()
+        assert (
+            len(asked) == 8191 + len(ended) * (speaker > 0) if rank == speaker else len(asked) < 30
+        )
+    assert len(said) == 1 and f"rank {min(ended)} on node0 ended before the others" in said[0]

@@ -1,0 +1,52 @@
+"""The progress line of a terminal, and plain lines in a log."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+from terminal import Terminal
+
+from hvdkit.ranks import live
+from ranks import ENVIRONMENT, PROJECT
+
+
+def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):
+    flags = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
+    words = [sys.executable, "train.py", *flags, f"--run_dir={tmp_path}/run"]
+    with Terminal(words, PROJECT, ENVIRONMENT | {"TERM": "xterm"}) as terminal:
+        assert terminal.wait(200) == 0, terminal.shown
+        shown = terminal.shown
+    steps = re.findall(r"\r\x1b\[K((?:\[[#-]{5,20}\] )?step (\d)/6 [^\r\n]*)", shown)
+    assert [int(step) for _, step in steps] == [1, 2, 3, 4, 5, 6], shown
+    assert steps[0][0].startswith("[#-") and all(len(line) < 80 for line, _ in steps)
+    stays = shown.replace("\r\n", "\n").splitlines()
+    assert any(line.startswith("step 3/6  evaluated: loss") for line in stays), shown
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (23, "[###---] loss 1 miou 2"),
+        (22, "[##---] loss 1 miou 2"),
+        (21, "loss 1 miou 2"),
+        (9, "loss 1 m"),
+    ],
+)
+def test_a_narrow_terminal_loses_the_bar_before_the_score(capsys, monkeypatch, columns, shown):
+    monkeypatch.setattr(live.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 9)))
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    live.show("loss 1 miou 2", 1, 2)
+    live.leave()
+    assert capsys.readouterr().out == f"\r\x1b[K{shown}\n"
+
+
+def test_progress_in_a_log_is_a_line_each_tenth(capsys):
+    for done in range(1, 251):
+        live.progress("samples", done, 250)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"samples: {25 * n}/250" for n in range(1, 11)]
+    live.progress("samples", 1, 3)
+    assert capsys.readouterr().err == "samples: 1/3\n"

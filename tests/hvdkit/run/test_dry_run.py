@@ -1,0 +1,108 @@
+"""--dry_run: what it shows is so, it runs all parts, and it leaves nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+
+import pytest
+
+from hvdkit.run import dry_run
+from ranks import last_lines, launch
+
+FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_shows_and_tries_everything_and_leaves_nothing(tmp_path, ranks):
+    command = ["train.py", *FLAGS, f"--run_dir={tmp_path}/new/run"]
+    ended = launch(ranks, command, "gloo" if ranks > 1 else "alone")
+    assert ended.code == 0, last_lines(ended.output)
+    shares = re.findall(
+        r"rank (\d): (\d+) samples a step; the first step's: ([\d, ]+)", ended.output
+    )
+    assert [int(count) for _, count, _ in shares] == {1: [10], 3: [3, 3, 4]}[ranks]
+    shown = [n for _, _, ids in shares for n in re.findall(r"\d+", ids)]
+    assert len(shown) == len({*shown}) == (8 if ranks == 1 else 10)
+    for words in ("--global_batch_size=10", "gradients: ", "learning rate (", "evaluated: loss"):
+        assert words in ended.output, words
+    assert "dry run: it works; nothing was kept" in ended.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_used_folder_stays_as_it_is(tmp_path):
+    run = tmp_path / "run"
+    first = launch(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
+    assert first.code == 0, last_lines(first.output)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    killed, goes_on = tmp_path / ".dry-run-1", tmp_path / ".dry-run-2"
+    for folder in (killed, goes_on):
+        (folder / "run").mkdir(parents=True)
+        (folder / ".lock").touch()
+    with (goes_on / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = launch(1, ["train.py", *FLAGS, f"--run_dir={run}"])
+    assert ended.code == 0, last_lines(ended.output)
+    assert "a run would resume from" in ended.output
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    assert after == before and {*tmp_path.iterdir()} == {run, goes_on}
+
+
+def test_what_fails_fails_there_too(tmp_path):
+    ended = launch(1, ["train.py", *FLAGS, "--task=nothing", f"--run_dir={tmp_path}/run"])
+    assert ended.code == 2 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_what_is_no_folder_is_refused_as_in_a_run(tmp_path, name):
+    (tmp_path / "file").touch()
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/{name}"])
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert f"{tmp_path}/file is no folder" in error and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
+    (tmp_path / "run").mkdir()
+    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run/.."])
+    assert ended.code == 0, last_lines(ended.output)
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
+def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
+    script = (
+        "import os, sys, hvdkit, train\n"
+        "own = ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else []\n"
+        "sys.exit(hvdkit.main(train.train, [*sys.argv, *own]))"
+    )
+    command = ["-c", script, FLAGS[0], f"--run_dir={tmp_path}/run"]
+    ended = launch(2, command, "mpirun", timeout=120)
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "--dry_run is False on rank 1, True on rank 0" in error and not list(tmp_path.iterdir())
+
+
+STOPPED = """
+import os, signal, sys
+import hvdkit, train
+score = hvdkit.run.actions.Evaluate.__call__
+def stopped(self, step, result=None):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not self._stop_signal.asked: pass
+    return score(self, step, result)
+hvdkit.run.actions.Evaluate.__call__ = stopped
+sys.exit(hvdkit.main(train.train, sys.argv))
+"""
+
+
+def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
+    ended = launch(1, ["-c", STOPPED, *FLAGS, f"--run_dir={tmp_path}/run"])
+    assert ended.code == 75, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "stop signal received" in error and "saved" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_plot_of_a_schedule():
+    lines = dry_run.plot([1.0, 0.5, 0.0]).splitlines()
+    assert lines[0] == "        1 |#" and lines[4] == "          |##" and lines[-1].endswith("+---")

@@ -1,0 +1,128 @@
+"""Every flag against every other, and against what it promises: pairs of values, on real ranks.
+
+On 1 rank `make test` tries a third of the rows, which have most pairs; `make slow-test` all.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import flag_values
+import pytest
+
+from hvdkit.settings import combinations
+from hvdkit.settings import config as config_lib
+from ranks import CHECKS, names_of_checks, run_checks
+
+PAIRS, FACTS = (CHECKS / f"checks_{part}.py" for part in ("flags", "flag_facts"))
+# Each starts ranks of its own: 1 rank has most to do, and a core computes for one.
+LAUNCHES = {"pairs-1": ([PAIRS], 1), "facts-1": ([FACTS], 1), "all-2": ([PAIRS, FACTS], 2)}
+SLOW = "all-pairs-1"
+LAUNCHES[SLOW] = LAUNCHES["pairs-1"]
+NAMES = [field.name for field in dataclasses.fields(config_lib.Config)]
+CHECKS = {launch: names_of_checks(*files) for launch, (files, _) in LAUNCHES.items()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """By launch: what failed, and lines of what was counted. All that are chosen at once."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    chosen = {item.callspec.params.get("launch") for item in items} & LAUNCHES.keys()
+    folder = tmp_path_factory.mktemp("flags")  # here: threads that ask for one at once may fail
+
+    def launch(name):
+        counts = folder / name
+        env = {"FLAGS_COUNTS": str(counts), "FLAGS_PART": "1" if name == SLOW else "3"}
+        failed = run_checks(*LAUNCHES[name], timeout=1700, env=env)
+        return failed, counts.read_text() if counts.exists() else ""
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(chosen, pool.map(launch, chosen)))
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory):
+    path = tmp_path_factory.mktemp("flags") / "usual.cfg"
+    path.write_text(flag_values.USUAL)
+    return path
+
+
+# The first waits for the launches: minutes, of which most is tracing.
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "launch, name",
+    [
+        pytest.param(launch, name, marks=[pytest.mark.slow] * (launch == SLOW))
+        for launch, names in CHECKS.items()
+        for name in names
+    ],
+)
+def test_flags(launch, name, outcomes, record_property):
+    failed, counts = outcomes[launch]
+    if name == CHECKS[launch][-1]:
+        record_property("flags", counts)
+    failure = failed[name]
+    assert failure is None, failure
+
+
+def test_no_flag_is_forgotten():
+    """A new flag has values to be tried with, or a reason why it has none."""
+    tables = (flag_values.VALUES, flag_values.TASK_VALUES)
+    tried = flag_values.fields_of(itertools.chain(*(v for t in tables for v in t.values())))
+    assert set(NAMES) - tried == set(flag_values.LEFT_OUT)
+
+
+def test_of_each_flag_it_is_said_whether_it_changes_the_weights():
+    changes = flag_values.CHANGES + flag_values.CHANGES_ON_RANKS
+    keeps = flag_values.KEEPS + flag_values.KEEPS_ON_ONE_RANK
+    said = flag_values.fields_of(
+        [value for _, values in changes for value in values]
+        + [value for both in keeps for value in both]
+    )
+    assert set(NAMES) - said == {*flag_values.OF_TASKS, *flag_values.LEFT_OUT}
+
+
+def test_every_flag_is_read_by_code():
+    """As an attribute or, where names are gone over, as a text; not in config.py alone."""
+    project = Path(config_lib.__file__).parent
+    files = [p for p in project.rglob("*.py") if not {"tests", "datasets"} & {*p.parts}]
+    read = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif file.name == "combinations.py" and isinstance(node, ast.Constant):
+                read.add(node.value)
+    assert set(NAMES) <= read, set(NAMES) - read
+
+
+def test_each_contradiction_is_refused_in_one_sentence(usual):
+    reached = set()
+    for flags, part in flag_values.REFUSED.items():
+        with pytest.raises(ValueError) as caught:
+            config = config_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
+            config_lib.for_ranks(config, 2)
+        assert part in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+        reached.add(traceback.extract_tb(caught.value.__traceback__)[-1].lineno)
+    file = Path(combinations.__file__)
+    raised = {n.lineno for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Raise)}
+    assert raised <= reached, f"{file.name}: never tried: lines {sorted(raised - reached)}"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(config_lib.Config), ids=lambda f: f.name)
+def test_a_value_beyond_a_limit_is_refused_in_one_sentence(field, usual):
+    meta = field.metadata
+    bad = {"int": ["x", "1.5", "", str(2**31)], "float": ["x", "nan", "inf", ""]}
+    bad = bad.get(field.type, ["2", "x"] if field.type == "bool" else ["two\nlines"])
+    bad += [str(meta["low"] - 1)] if meta["low"] > -float("inf") else []
+    bad += [str(meta["above"])] if meta["above"] > -float("inf") else []
+    bad += [str(meta["below"])] if meta["below"] < float("inf") else []
+    for value in bad:
+        with pytest.raises(ValueError, match=f"--{field.name}") as caught:
+            config_lib.parse(["train.py", f"--flagfile={usual}", f"--{field.name}={value}"])
+        assert "\n" not in str(caught.value), str(caught.value)

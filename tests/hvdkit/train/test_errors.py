@@ -1,0 +1,113 @@
+"""Mistakes of a user: one clear message from one rank, exit code 2 on all, no hang, no trace."""
+
+import re
+import shutil
+import sys
+
+import pytest
+import tensorflow as tf
+from hvdkit.data.pipeline import said
+
+from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
+
+FILE = CHECKS / "checks_errors.py"
+
+# Each rank says its own exit code, and then ends well so that the launcher kills nobody.
+_SAY_EXIT = "{python} train.py --flagfile=configs/demo.cfg {flags}; echo exit-code-$?"
+
+
+def fail(flags, ranks=2, backend=""):
+    """Runs train.py; returns the one error message."""
+    command = _SAY_EXIT.format(python=sys.executable, flags=" ".join(flags))
+    code = f"import os; os.execvp('bash', ['bash', '-c', {command!r}])"
+    ended = launch(ranks, ["-c", code], backend)
+    shown = last_lines(ended.output)
+    assert re.findall(r"exit-code-(\d+)", ended.output) == ["2"] * ranks, shown
+    assert len(ended.errors()) == 1, shown
+    assert "Traceback" not in ended.output, shown
+    return ended.errors()[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--task=segmentatoin"], ["segmentatoin", "segmentation"]),
+        (["--global_batch_size=1"], ["--global_batch_size=1", "ranks, 2"]),
+    ],
+)
+def test_bad_flags(flags, words, tiny):
+    message = fail([*tiny, *flags])
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "{{function_node f}} indices = 7 is not in [0, 1)",
+        "Graph execution error:\n\nDetected at node GatherV2 defined at (most recent call last):\n"
+        '  File "a.py", line 1, in f\n\nindices = 7 is not in [0, 1)\n\t [[{{node GatherV2}}]]',
+        "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
+        "<stack traces unavailable>\n2 root error(s) found.\n"
+        "  (0) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n\t [[{{node a}}]]\n"
+        "  (1) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n0 successful operations.",
+    ],
+)
+def test_the_reason_is_found_in_what_tensorflow_says(message):
+    error = tf.errors.InvalidArgumentError(None, None, message)
+    assert said(error) == "indices = 7 is not in [0, 1)"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_under_horovodrun_too(backend, tiny):
+    assert "/no/such/folder" in fail([*tiny, "--data_dir=/no/such/folder"], backend=backend)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_checks([FILE], 2)
+
+
+@pytest.mark.parametrize("name", names_of_checks(FILE))
+def test_data_and_folders(name, outcomes):
+    assert outcomes[name] is None, outcomes[name]
+
+
+@pytest.mark.parametrize("flag", ["--seed=7"])
+def test_ranks_that_were_given_different_settings_are_told(flag, tiny):
+    """As where hosts hold different versions of a flagfile."""
+    code = (
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
+        f"flags = {[*tiny]!r};"
+        f"flags += [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
+        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+    )
+    ended = launch(2, ["-c", code], "mpirun")
+    assert ended.code == 2, last_lines(ended.output)
+    name, value = flag.split("=")
+    assert [f"{name} is {value} on rank 1" in e for e in ended.errors()] == [True], ended.output
+
+
+def test_a_run_outlives_who_reads_its_output(tiny, tmp_path):
+    command = f"{sys.executable} train.py --flagfile=configs/demo.cfg {' '.join(tiny)}"
+    code = f"import os; os.execvp('bash', ['bash', '-c', {command + ' > /dev/full'!r}])"
+    ended = launch(1, ["-c", code])
+    assert ended.code == 0, last_lines(ended.output)
+    assert ended.output.count("standard output cannot be written") == 1
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
+    """Rank 1 is given another data folder, as on a host with a stale copy."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_data, other)
+    names = (other / "splits" / "train.txt").read_text().split()
+    (other / "splits" / "train.txt").write_text("\n".join(names[1:]))
+    code = (
+        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
+        f"flags = {[*tiny]!r};"
+        f"flags += ['--data_dir={other}'] if os.environ['HOROVOD_RANK'] == '1' else [];"
+        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+    )
+    ended = launch(2, ["-c", code], "gloo")
+    assert ended.code != 0
+    assert ["data files on rank 1" in e for e in ended.errors()] == [True], ended.output

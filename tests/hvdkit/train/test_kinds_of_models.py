@@ -1,0 +1,121 @@
+"""Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused.
+
+`make test` trains those that have most in them; `make slow-test` the others (SLOW).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hvdkit.stop import DONE
+from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
+
+from ranks import CHECKS, run_checks
+
+CHECKS = CHECKS / "checks_kinds_of_models.py"
+# Large, or of a few layers whose parts other kinds have as well.
+SLOW = {
+    "inputs a dict, model of a list", "inputs a dict, subclassed", "outputs nested",
+    "outputs of float16", "embedding alone", "embedding, masked", "constraints", "scalar weight",
+    "standardized by adapt", "lookup", "convolution over time", "convolution of volumes",
+    "depthwise and separable", "dense over time", "recurrent", "layer norms", "group norm",
+    "DenseNet", "EfficientNetV2", "dropout", "noise", "attention with dropout",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept(request, tmp_path_factory):
+    """By number of ranks and name of the kind: what rank 0 kept of it."""
+    folders = {ranks: tmp_path_factory.mktemp(f"kinds-{ranks}") for ranks in (1, 2)}
+    chosen = [item for item in request.session.items if item.fspath == request.fspath]
+    names = [item.callspec.params["name"] for item in chosen if hasattr(item, "callspec")]
+
+    def launch(ranks):
+        env = {"KINDS_OF_MODELS": str(folders[ranks]), "KINDS": json.dumps(names)}
+        return run_checks([CHECKS], ranks, timeout=1700, env=env)
+
+    with ThreadPoolExecutor() as pool:
+        outcomes = dict(zip(folders, pool.map(launch, folders)))
+    found = {}
+    for ranks, failed in outcomes.items():
+        assert len(failed) == len(names) + 1
+        for name, failure in failed.items():
+            assert failure is None, f"{name} on {ranks} ranks: {failure}"
+        for name in names:
+            with np.load(folders[ranks] / f"{name}.npz") as file:
+                found[ranks, name] = {key: file[key] for key in file.files}
+    return found
+
+
+# The first waits for both launches: minutes, of which most is tracing.
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in KINDS]
+)
+def test_kind_of_model(name, kept):
+    kind, one, two = KINDS[name], kept[1, name], kept[2, name]
+    if kind.end in (EQUAL, BY_RANK):
+        trained(kind, one)
+        trained(kind, two)
+        assert len(part(one, "anew/")) == 2
+        far = difference(one, two)
+        assert far <= kind.near if kind.end == EQUAL else far > 1e-6, far
+        assert ("by rank" in str(two["printed"])) == (kind.end == BY_RANK), two["printed"]
+        return
+    refused(kind, two)
+    if kind.end == REFUSED:
+        # Keras counts its layers over a process, and 1 rank has made more of them.
+        said = [re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two)]
+        assert said[0] == said[1]
+    else:
+        trained(kind, one)
+
+
+def test_counts(kept, record_property):
+    names = {name for _, name in kept}
+    counts = Counter(KINDS[name].end for name in names)
+    assert set(counts) == {EQUAL, BY_RANK, REFUSED, NOT_ON_TWO}
+    lines = "\n".join(f"{n}: {end}" for end, n in counts.items())
+    record_property(f"{len(names)} of {len(KINDS)} kinds of models", lines)
+
+
+def trained(kind, kept):
+    """Every variable moved but those that must not; a model made anew evaluates to the same."""
+    assert kept["code"] == DONE, kept["message"]
+    for name, last in part(kept, "last/").items():
+        moved = distance(kept[f"first/{name}"], last) > 1e-12
+        if "seed_generator" in name:  # recurrent cells have one that only dropout uses
+            assert moved == (kind.end == BY_RANK), name
+        else:
+            assert moved != any(still in name for still in kind.still), name
+    for name, figure in part(kept, "anew/").items():
+        np.testing.assert_allclose(figure, kept[f"figure/{name}"], max(kind.near, 1e-9))
+
+
+def refused(kind, kept):
+    message = str(kept["message"])
+    assert kept["code"] != DONE and all(word in message for word in kind.words), message
+    assert message and "\n" not in message and len(message) < 700, message
+
+
+def difference(one, two):
+    """The largest one of a variable or a figure, relative to its size."""
+    ours = part(one, "last/") | part(one, "figure/")
+    theirs = part(two, "last/") | part(two, "figure/")
+    assert ours.keys() == theirs.keys()
+    return max(distance(ours[name], theirs[name]) for name in ours)
+
+
+def distance(one, other):
+    one, other = np.float64(one), np.float64(other)
+    # A weight whose true gradient is zero moves by rounding alone: not relative to that.
+    return float(np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-3))
+
+
+def part(kept, start):
+    return {name[len(start) :]: value for name, value in kept.items() if name.startswith(start)}

@@ -1,0 +1,34 @@
+"""Reductions, steps and batch norm on real ranks, against plain references."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranks import CHECKS, names_of_checks, run_checks
+
+# All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
+PARTS = {
+    ("gloo", 3): ("reduction", "step", "batch_norm", "models"),
+    ("mpi", 2): ("reduction", "step"),
+}
+FILES = {
+    launch: [CHECKS / f"checks_{part}.py" for part in parts]
+    for launch, parts in PARTS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """By backend and number of ranks; each launch runs all checks once."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "name"),
+    [(*launch, name) for launch, files in FILES.items() for name in names_of_checks(*files)],
+)
+def test_number(backend, ranks, name, outcomes):
+    if (backend, ranks) not in outcomes:
+        outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
+    failure = outcomes[backend, ranks][name]
+    assert failure is None, failure

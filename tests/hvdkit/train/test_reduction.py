@@ -1,0 +1,120 @@
+"""Every flag of the reduction takes effect: seen in Horovod's timeline of real ranks."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hvdkit.settings.config import Config
+
+from hvdkit.train import reduction
+from ranks import HELPERS, last_lines, launch
+
+KNOBS = HELPERS / "knobs.py"
+STEPS = 6
+
+
+class Timeline:
+    """Rank 0's timeline: what happened to each tensor."""
+
+    def __init__(self, path: Path) -> None:
+        text = path.read_text().rstrip().rstrip(",")
+        events = json.loads(text if text.endswith("]") else text + "]")
+        names = {
+            e["pid"]: e["args"].get("name", "")
+            for e in events
+            if e.get("ph") == "M" and e.get("name") == "process_name"
+        }
+        self.tensors = set(names.values())
+        self.counts = collections.Counter(
+            (names[e["pid"]], e["name"]) for e in events if e.get("ph") in "BX" and "pid" in e
+        )
+        self.activities = {activity for _, activity in self.counts}
+
+
+def timeline(tmp_path, *flags, backend="gloo"):
+    path = tmp_path / "timeline.json"
+    env = {"HOROVOD_TIMELINE": str(path)}
+    usual = [f"--num_steps={STEPS}", "--global_batch_size=4", f"--run_dir={tmp_path}"]
+    ended = launch(2, [KNOBS, *usual, *flags], backend, env=env)
+    assert ended.code == 0, last_lines(ended.output)
+    return Timeline(path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Default knobs, with 2 micro-batches a step."""
+    return timeline(tmp_path_factory.mktemp("plain"), "--accumulation_steps=2")
+
+
+def test_accumulation_reduces_once_a_step(plain):
+    """2 micro-batches a step, and yet each gradient is negotiated and sent once a step."""
+    grads = [t for t in plain.tensors if re.fullmatch(r"grad_\d+", t)]
+    assert len(grads) == 13  # accumulated, the sparse one is dense
+    for tensor in grads:
+        assert plain.counts[tensor, "ALLREDUCE"] == STEPS
+    assert plain.counts["step.totals", "ALLREDUCE"] == STEPS
+
+
+def test_the_cache_holds_large_models_unless_told(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
+    assert reduction.environment(Config(stall_shutdown_s=0)) == {"HOROVOD_CACHE_CAPACITY": "8192"}
+    monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
+    assert reduction.environment(Config(stall_shutdown_s=0)) == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given", "knobs"),
+    [
+        (0, None, {}),
+        (600, None, {"SHUTDOWN": "600"}),
+        (600, "0", {"SHUTDOWN": "600"}),  # horovodrun's word for "nobody said"
+        (600, "30", {}),  # whoever started the run has the last word
+        (60, None, {"SHUTDOWN": "60", "CHECK": "30"}),
+    ],
+)
+def test_how_long_ranks_wait_for_one_that_hangs(seconds, given, knobs, monkeypatch):
+    monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
+    if given:
+        monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", given)
+    found = reduction.environment(Config(stall_shutdown_s=seconds))
+    found.pop("HOROVOD_CACHE_CAPACITY")
+    assert found == {f"HOROVOD_STALL_{name}_TIME_SECONDS": v for name, v in knobs.items()}
+
+
+def test_merge_groups(tmp_path):
+    """13 gradients as two groups, each one message."""
+    seen = timeline(tmp_path, "--gradient_groups=2")
+    groups = {t for t in seen.tensors if t.startswith("grad_")}
+    sizes = sorted(int(t.rsplit("of", 1)[1]) for t in groups if "_1of" in t)
+    assert sizes == [6, 7]
+
+
+def test_packing_of_small_gradients_by_bytes_and_count(tmp_path):
+    """7 gradients of at most 200 bytes in packs of 4; the 6 others travel alone."""
+    seen = timeline(tmp_path, "--pack_bytes=200", "--pack_count=4")
+    packs = sorted(t for t in seen.tensors if re.fullmatch(r"grad_\d+_1of\d+", t))
+    sizes = sorted(int(t.rsplit("of", 1)[1]) for t in packs)
+    assert sizes == [1] * 6 + [3, 4], packs
+
+
+def test_backend_is_what_carries_them(plain, tmp_path):
+    assert "GLOO_ALLREDUCE" in plain.activities and "MPI_ALLREDUCE" not in plain.activities
+    seen = timeline(tmp_path, "--reduce_backend=mpi", backend="mpi")
+    assert "MPI_ALLREDUCE" in seen.activities and "GLOO_ALLREDUCE" not in seen.activities
+
+
+def test_a_backend_that_was_not_started_is_an_error(tmp_path):
+    for wanted, words in (("mpi", "horovodrun --mpi"), ("nccl", "no NCCL")):
+        command = ["train.py", f"--reduce_backend={wanted}", f"--run_dir={tmp_path}"]
+        ended = launch(2, command, "gloo")
+        assert len(ended.errors()) == 1 and words in ended.errors()[0], ended.output
+
+
+def test_small_gradients_are_packed_in_order_and_large_ones_travel_alone():
+    """Of at most 200 bytes, three in a pack: tf_cnn_benchmarks' small is "at most" too."""
+    assert reduction.pack([200, 201, 4, 8, 16, 999, 0], 200, 3) == [[0, 2, 3], [4, 6]]
+    assert reduction.pack([201], 200, 3) == []

@@ -1,0 +1,83 @@
+"""Learning-rate policies against their formulas, written out in plain Python."""
+
+import dataclasses
+import math
+
+import pytest
+import tensorflow as tf
+from hvdkit.settings.config import Config
+
+from hvdkit.train import schedule
+
+N, BASE, END = 200, 0.4, 0.01
+
+
+def rate(step, size=1, **settings):
+    config = dataclasses.replace(Config(), num_steps=N, base_lr=BASE, **settings)
+    return float(schedule.make(config, size)(tf.constant(step, tf.int64)))
+
+
+@pytest.mark.parametrize("step", [0, 1, 77, 199, 200, 500])
+def test_poly(step):
+    expected = END + (BASE - END) * (1 - min(step, N) / N) ** 0.9
+    assert rate(step, end_lr=END, power=0.9) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [0, 50, 200, 500])
+def test_cosine(step):
+    expected = END + (BASE - END) * (1 + math.cos(math.pi * min(step, N) / N)) / 2
+    assert rate(step, end_lr=END, lr_policy="cosine") == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"), [(0, 1), (99, 1), (100, 0.1), (150, 0.01), (999, 0.01)]
+)
+def test_step_policy(step, factor):
+    assert rate(step, lr_policy="step") == pytest.approx(BASE * factor, rel=1e-12)
+
+
+def test_constant():
+    assert rate(0, lr_policy="constant") == rate(10_000, lr_policy="constant") == BASE
+
+
+def test_warm_up_is_linear_and_then_joins_the_policy():
+    first, fifth = rate(0, warmup_steps=10), rate(4, warmup_steps=10)
+    assert first == pytest.approx(BASE / 10, rel=1e-12)
+    assert fifth == pytest.approx(0.5 * rate(4), rel=1e-12)
+    assert rate(10, warmup_steps=10) == rate(10)
+
+
+def test_gradual_warm_up_rises_evenly_from_its_own_rate_to_the_base():
+    """Goyal et al. 2017: from eta to k * eta, the same more at each step, on k ranks."""
+    how = {"size": 4, "lr_scaling": "linear", "lr_policy": "step"}
+    warm = [rate(s, warmup_steps=10, warmup_from=BASE, **how) for s in range(12)]
+    expected = [BASE + 3 * BASE * min(s + 1, 10) / 10 for s in range(12)]
+    assert warm == pytest.approx(expected, rel=1e-12)
+    assert warm[9] == warm[11] == rate(11, **how)
+    assert rate(3, warmup_from=BASE, **how) == rate(3, **how)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
+def test_scaling_by_the_number_of_ranks(rule, factor):
+    assert rate(0, size=9, lr_scaling=rule) == pytest.approx(BASE * factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["poly", "cosine"])
+def test_the_last_rate_is_scaled_too(policy):
+    scaled = {"lr_policy": policy, "end_lr": END, "lr_scaling": "linear", "size": 4}
+    assert rate(N, **scaled) == rate(10 * N, **scaled) == pytest.approx(4 * END, rel=1e-12)
+    assert rate(77, **scaled) == pytest.approx(4 * rate(77, **scaled | {"size": 1}), rel=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["poly", "cosine", "step", "constant"])
+def test_a_run_shorter_than_its_warm_up_ends_within_it(policy):
+    for step in (0, 99, N - 1):
+        warm, cold = rate(step, warmup_steps=5 * N, lr_policy=policy), rate(step, lr_policy=policy)
+        assert warm == pytest.approx(cold * (step + 1) / (5 * N), rel=1e-12)
+
+
+def test_rates_are_made_in_float64_inside_a_graph_too():
+    config = dataclasses.replace(Config(), num_steps=3, base_lr=0.1, power=1.0)
+    made = tf.function(schedule.make(config, 1), autograph=False)
+    found = made(tf.constant(1, tf.int64))
+    assert found.dtype == tf.float64 and float(found) == pytest.approx(0.1 * 2 / 3, rel=1e-15)

@@ -1,0 +1,201 @@
+"""Tasks are complete, or say what they lack; and each that needs no download trains on real ranks.
+
+A task of your own is tested like those that are here as soon as it has a flagfile in configs/.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hvdkit.settings.config import Config
+
+from hvdkit.checkpoint import files
+from hvdkit.ranks import fingerprint
+from hvdkit.settings import config as config_lib
+from hvdkit.train import task as base
+from hvdkit.train import task_checks
+from ranks import PROJECT, last_lines, launch
+
+
+def flagfiles() -> list:
+    """Every flagfile that names a task; one whose data are not there is skipped, and says so."""
+    found = []
+    for path in sorted((PROJECT / "configs").glob("*.cfg")):
+        text = path.read_text()
+        if not re.search(r"^--task=", text, re.MULTILINE):
+            continue
+        folder = Path(config_lib.parse(["", f"--flagfile={path}"]).data_dir)
+        needs = re.search(r"^--data_dir=", text, re.MULTILINE)
+        missing = needs and not (PROJECT / folder).is_dir()
+        why = f"configs/{path.name}: its data are not in {folder}"
+        marks = [pytest.mark.skip(reason=why)] if missing else []
+        found.append(pytest.param(path.name, marks=marks))
+    return found
+
+
+FLAGFILES = flagfiles()
+
+COMPLETE = """
+class Task:
+    main_metric = "accuracy"
+    def __init__(self, config): self.config = config
+    def prepare(self): ...
+    def sources(self): ...
+    def training_example(self, sample, key): ...
+    def evaluation_example(self, sample): ...
+    def build_model(self): ...
+    def loss(self, outputs, targets): ...
+    def sums(self, outputs, targets): ...
+    def metrics(self, sums): ...
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Loads a task from the text of its file."""
+    monkeypatch.setattr(base, "__file__", str(tmp_path / "base.py"))
+
+    def load(text: str, name: str = "mine") -> base.Task:
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = importlib.util.spec_from_file_location(f"tasks.{name}", tmp_path / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
+        return base.load(dataclasses.replace(Config(), task="mine"))
+
+    return load
+
+
+def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
+    load(COMPLETE)
+    (tmp_path / ".#mine.py").symlink_to("me@host.1234:5678")
+    (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\nclass Task: ...\n")
+    assert base.available() == ["latin", "mine"]
+    assert fingerprint.code(tmp_path).keys() == {"latin.py", "mine.py"}
+
+
+def test_a_complete_task_is_given_the_settings(load):
+    assert load(COMPLETE).config.task == "mine"
+
+
+@pytest.mark.parametrize("name", list(base._functions()))
+def test_a_missing_function_is_named(name, load):
+    lines = [line for line in COMPLETE.splitlines() if f"def {name}(" not in line]
+    with pytest.raises(ValueError, match=rf"tasks/mine.py: class Task has no {name}:"):
+        load("\n".join(lines))
+
+
+def test_functions_that_are_only_inherited_from_the_protocol_are_missing(load):
+    text = COMPLETE.replace("class Task:", "from hvdkit.train import task\nclass Task(task.Task):")
+    assert load(text)
+    with pytest.raises(ValueError, match="class Task has no loss, sums:"):
+        load(text.replace("def loss", "def los").replace("def sums", "sum = 1 #"))
+
+
+def test_a_missing_main_metric_is_named(load):
+    with pytest.raises(ValueError, match=r"tasks/mine.py: class Task has no main_metric"):
+        load(COMPLETE.replace("main_metric", "metric"))
+
+
+def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
+    with pytest.raises(ValueError, match=r"--task=mine.*\['other'\]"):
+        load(COMPLETE, name="other")
+    with pytest.raises(ValueError, match=r"--task=mine.*\['other'\]"):
+        load("MODELS = {}")
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("train_split", "nope"),
+        ("val_split", "train"),
+        ("mirror", "off"),
+        ("scale_range", "1,2"),
+        ("crop_area", 0.5),
+        ("eval_crop", 8),
+        ("eval_window", 8),
+        ("eval_scales", "0.5,1"),
+        ("eval_flip", True),
+    ],
+)
+def test_a_setting_of_data_that_the_task_does_not_read_is_refused(name, value, load):
+    task = load(COMPLETE)
+    assert task.config.mirror == "auto"
+    config = dataclasses.replace(task.config, **{name: value})
+    with pytest.raises(ValueError, match=rf"--{name}={value}: --task=mine does not read it"):
+        base.load(config)
+    type(task).uses = (name,)
+    assert base.load(config)
+
+
+@pytest.mark.parametrize(
+    "returned", [None, np.zeros(2, np.float32), (np.zeros(2, np.float32),) * 3, {"a": 1, "b": 2}]
+)
+def test_a_loss_that_is_no_pair_is_told(returned):
+    task = SimpleNamespace(loss=lambda outputs, targets: returned)
+    kind = "None" if returned is None else type(returned).__name__
+    words = f"must return two tensors, a loss and a weight for each example; it returns.*{kind}"
+    with pytest.raises(ValueError, match=words):
+        task_checks.loss(task, None, None)
+
+
+def test_what_only_training_calls_is_built():
+    class Aux(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head, self.aux = keras.layers.Dense(3), keras.layers.Dense(3)
+
+        def call(self, x, training=False):
+            return self.head(x) + (self.aux(x) if training else 0)
+
+    model = Aux()
+    task_checks.build(model, {"inputs": tf.zeros([2, 4]), "targets": tf.zeros([2], tf.int64)})
+    assert model.aux.built and len(model.trainable_variables) == 4
+
+
+def test_the_engine_names_no_task():
+    for path in (PROJECT / "engine").glob("*.py"):
+        words = set(re.findall(r"\w+", path.read_text()))
+        assert words.isdisjoint(base.available()), path
+
+
+def run(ranks: int, flagfile: str, run_dir: Path, *flags: str) -> Path:
+    """Trains on real ranks; returns the run's folder."""
+    usual = ["--eval_every=0", "--checkpoint_every=0", "--warmup_steps=0", f"--run_dir={run_dir}"]
+    ended = launch(ranks, ["train.py", f"--flagfile=configs/{flagfile}", *usual, *flags])
+    assert ended.code == 0, last_lines(ended.output)
+    return run_dir
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES)
+def test_loss_falls_on_two_ranks(flagfile, tmp_path):
+    run(2, flagfile, tmp_path, "--num_steps=20", "--log_every=1")
+    records = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in records if "loss" in r]
+    assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
+    task = base.load(config_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
+    assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
+    assert files.fault(tmp_path / "checkpoints" / "step-00000020") is None
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES)
+def test_same_weights_on_1_and_3_ranks(flagfile, tmp_path):
+    """What depends on the rank (a draw without the key, a mean over its share) shows here."""
+    flags = ["--precision=float64", "--bn_sync=full", "--optimizer=sgd", "--num_steps=6"]
+    flags += ["--global_batch_size=10", "--label_smoothing=0.1", "--dropout=0.2"]
+    weights = []
+    for ranks in (1, 3):
+        folder = run(ranks, flagfile, tmp_path / str(ranks), *flags)
+        weights.append(folder / "checkpoints" / "step-00000006" / "state.npz")
+    with np.load(weights[0]) as one, np.load(weights[1]) as three:
+        assert one.files == three.files
+        for name in one.files:
+            np.testing.assert_allclose(three[name], one[name], rtol=1e-9, atol=1e-11, err_msg=name)

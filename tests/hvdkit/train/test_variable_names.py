@@ -1,0 +1,98 @@
+"""Names of variables in checkpoints do not depend on how often Keras counted."""
+
+import keras
+import pytest
+import tensorflow as tf
+from hvdkit.train.state import State
+
+from hvdkit.train import batch_norm, variable_names
+
+# Names of variables.
+
+
+def network():
+    """The Keras layers whose variables' paths depend on what was made before."""
+    layers = keras.layers
+    x = keras.Input((8, 3))
+    y = layers.Conv1D(4, 3)(x)
+    y = layers.BatchNormalization()(layers.Conv1D(4, 3)(y))
+    y = layers.TimeDistributed(layers.Dense(3))(layers.Dropout(0.1)(y))
+    y = layers.MultiHeadAttention(2, 2, dropout=0.1)(y, y)
+    y = layers.Bidirectional(layers.LSTM(3, dropout=0.1))(y)
+    y = keras.Sequential([layers.Dense(4), layers.Dropout(0.2), layers.Dense(4)])(y)
+    return keras.Model(x, layers.Dense(2, name="head_7")(y))
+
+
+class Sub(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.body = [keras.layers.Dense(3) for _ in range(2)]
+        self.inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+
+    def call(self, x):
+        for layer in self.body:
+            x = layer(x)
+        return self.inner(x)
+
+
+def sub():
+    model = Sub()
+    model(tf.zeros((1, 3)))
+    return model
+
+
+def state_names(model, **average):
+    optimizer = keras.optimizers.Adam(**average)
+    optimizer.build(model.trainable_variables)
+    return list(State(model, optimizer, "float32").variables)
+
+
+@pytest.mark.parametrize("make", [network, sub])
+def test_names_are_the_same_for_every_model_of_a_structure(make):
+    first, second = (state_names(make(), use_ema=True) for _ in range(2))
+    assert first == second and len(set(first)) == len(first)
+    assert [v.path for v in make().variables] != [v.path for v in make().variables]
+    model = make()
+    slots = {n.split("/", 3)[3] for n in first if n.startswith("optimizer/")}
+    model_names = variable_names.of_model(model)
+    trained = {id(v) for v in model.trainable_variables}
+    for i, (variable, name) in enumerate(zip(model.variables, model_names)):
+        assert f"model/{i:04d}/{name}" in first
+        assert (f"ema/{i:04d}/{name}" in first) == (id(variable) in trained)
+        assert ({f"{name}/momentum", f"{name}/velocity"} <= slots) == (id(variable) in trained)
+    assert not [n for n in first if "average" in n]
+
+
+def test_names_as_they_read():
+    found = variable_names.of_model(network())
+    assert found[:2] == ["conv1d/kernel", "conv1d/bias"] and found[-1] == "head_7/bias"
+    expected = {
+        *("conv1d_1/kernel", "batch_normalization/moving_mean", "dropout/seed_generator_state"),
+        *("time_distributed/dense/kernel", "multi_head_attention/query/kernel", "dense_1/bias"),
+        *("multi_head_attention/dropout/seed_generator_state", "dropout_1/seed_generator_state"),
+        "bidirectional/backward_lstm/lstm_cell/recurrent_kernel",
+    }
+    assert expected <= set(found)
+    plain = [keras.layers.Dense(2), keras.layers.ReLU(), keras.layers.Dense(2)]
+    expected = ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"]
+    chain = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0), *plain])
+    assert variable_names.of_model(chain) == expected
+    inside = keras.Model(x := keras.Input((8, 3)), keras.layers.Dense(2)(network()(x)))
+    assert variable_names.of_model(inside)[:-2] == found, "the same alone and inside another"
+    assert {n.split("/")[0] for n in variable_names.of_model(sub())} == {"sub"}
+
+
+def test_a_model_refits_its_checkpoint_after_its_batch_norm_was_exchanged(kept):
+    for _ in range(2):
+        model = network()
+        assert state_names(model) == state_names(batch_norm.synchronize(model))
+
+
+def test_paths_that_repeat_keep_their_slots_apart():
+    shared = keras.layers.Dense(3, name="same")
+    x = keras.Input((3,))
+    model = keras.Model(
+        x, keras.Sequential([keras.layers.Dense(3, name="same")])(shared(shared(x)))
+    )
+    found = state_names(model)
+    assert len(found) == len(set(found)) and sum("same/kernel/momentum" in n for n in found) == 2

@@ -1,0 +1,205 @@
+"""again.sh: which runs are started again, how often, and what it does when it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from hosts import ROOT, Hosts, run
+
+AGAIN = str(ROOT / "launch/again.sh")
+_FAST = {"AGAIN_PAUSE": "0"}
+
+
+def test_crashes_are_counted():
+    ended = run([AGAIN, "--crashes", "2", "sh", "-c", "echo start; exit 137"], 20, _FAST)
+    assert ended.code == 137
+    assert ended.output.splitlines().count("start") == 3
+    assert "crash number 3: no further start" in ended.output
+
+
+def test_stops_are_not_counted(tmp_path: Path):
+    """Of a run that is told to stop 18 times, by nodes that are drained one after another."""
+    script = 'echo x >>"$0"; n=$(wc -l <"$0"); [ $n != 10 ] || exit 1; [ $n -gt 19 ] || exit 75'
+    ended = run([AGAIN, "--crashes", "1", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
+    assert ended.code == 0, ended.output
+    assert len((tmp_path / "starts").read_text().split()) == 20
+
+
+def test_a_run_that_something_stops_at_once_each_time_ends():
+    ended = run([AGAIN, "sh", "-c", "echo start; exit 75"], 20, _FAST)
+    assert ended.code == 1 and ended.output.splitlines().count("start") == 10
+    assert "told to stop within a minute of its start, 10 times in a row" in ended.output
+
+
+def wait_for_state(process: int, state: str) -> None:
+    end = time.monotonic() + 10
+    while f") {state} " not in Path(f"/proc/{process}/stat").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
+    """again.sh, held up for that long, finds both done."""
+    os.mkfifo(tmp_path / "end")
+    words = [AGAIN, "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as again:
+        child = int(again.stdout.readline())
+        with open(tmp_path / "end", "w"):
+            time.sleep(0.2)  # it waits for its child by now
+            again.send_signal(signal.SIGSTOP)
+            wait_for_state(again.pid, "T")
+        wait_for_state(child, "Z")  # it has ended, and nobody asked how
+        again.terminate()
+        again.send_signal(signal.SIGCONT)
+        assert again.wait(20) == 3
+
+
+def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):
+    ended = tmp_path / "ended"
+    for code, kept in ((75, False), (0, True)):
+        words = [
+            AGAIN,
+            "--ended",
+            ended,
+            "sh",
+            "-c",
+            f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}',
+        ]
+        assert run(words, 20, _FAST).code == code
+        assert ended.exists() == kept
+
+
+def told_by_a_terminal(words: list[str]) -> subprocess.Popen:
+    """What runs the tests may have SIGINT ignored, which children inherit."""
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+def test_told_to_stop_it_lets_the_run_save_and_starts_nothing_more(how: int):
+    save = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
+    with told_by_a_terminal([AGAIN, "sh", "-c", save]) as again:
+        assert again.stdout.readline() == "ready\n"
+        again.send_signal(how)
+        assert again.stdout.read() == "saved\n"
+        assert again.wait(20) == 75
+
+
+def test_told_to_stop_between_two_runs_it_ends():
+    words = [AGAIN, "sh", "-c", "echo start; exit 1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as again:
+        assert again.stdout.readline() == "start\n"
+        again.terminate()  # it waits 10 seconds now
+        assert again.wait(8) in (1, 75, 143)  # 143: the run had not quite ended
+
+
+def test_a_run_that_crashes_at_each_start_ends():
+    ended = run([AGAIN, "sh", "-c", "echo start; exit 9"], 20, _FAST)
+    assert ended.code == 9 and ended.output.splitlines().count("start") == 3
+    assert "the third time in a row within a minute" in ended.output
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "no command"),
+        (["--crash", "3", "true"], "unknown option --crash"),
+        (["--crashes", "many", "true"], "'many' is not a number"),
+        (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
+        (["--fewer", "2", "true"], "--fewer needs the hosts"),
+        (["--hosts-from", "true", "--fewer", "some", "true"], "'some' is not a number of hosts"),
+    ],
+)
+def test_wrong_use_is_said(words: list[str], said: str):
+    ended = run([AGAIN, *words], 20)
+    assert ended.code == 2 and said in ended.output
+
+
+@pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
+def test_a_command_that_prints_no_host_is_named(command: str, code: int):
+    ended = run([AGAIN, "--hosts-from", command, "true"], 30, {"AGAIN_PATIENCE": "1"})
+    said = f"no host from --hosts-from '{command}', which ended with exit code {code}"
+    assert ended.code == 1 and f"waiting for hosts: {said}\n" in ended.output, ended.output
+    assert f"error: {said} for 1 seconds; when that is mended" in ended.output
+
+
+def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
+    hosts = Hosts(tmp_path, 2, ssh_port=22)  # again.sh asks ssh's own settings for the port
+    try:
+        (tmp_path / "hostfile").write_text("# all\nnode1 slots=1\nnode2:1\n")
+        words = [
+            AGAIN,
+            "--hostfile",
+            tmp_path / "hostfile",
+            "--ended",
+            tmp_path / "ended",
+            "hostname",
+        ]
+        ended = hosts[1].run(*words, timeout=60)
+        assert (ended.code, ended.output) == (0, "node1\n")
+        (tmp_path / "ended").unlink()
+        hosts[2].end()
+        ended = hosts[1].run("env", "AGAIN_PATIENCE=3", *words, timeout=60)
+        assert ended.code == 1 and "waiting for node2 to answer ssh" in ended.output
+        assert "no answer to ssh from node2 for 3 seconds" in ended.output
+        assert (tmp_path / "ended").read_text() == "1\n"
+    finally:
+        hosts.end()
+
+
+def test_it_goes_on_with_the_hosts_that_are_left(tmp_path: Path):
+    """And, after a crash, with those that the command names by then."""
+    hosts = Hosts(tmp_path, 3, ssh_port=22)
+    try:
+        listed = tmp_path / "listed"
+        listed.write_text("node1:1\n  node2:1 # the second\nnode1:1\nnode3:1\n")
+        script = (
+            'paste -sd, "$LAUNCH_HOSTFILE"; '
+            f'echo node2:1 >{listed}; [ "$(wc -l <"$LAUNCH_HOSTFILE")" = 1 ]'
+        )
+        hosts[3].end()
+        words = ["env", "AGAIN_PAUSE=0", "AGAIN_GRACE=3", AGAIN, "--hosts-from", f"cat {listed}"]
+        ended = hosts[1].run(*words, "--fewer", "2", "bash", "-c", script, timeout=90)
+        assert ended.code == 0, ended.output
+        assert "going on without node3, on 2 host(s)" in ended.output
+        shown = [line for line in ended.output.splitlines() if line.startswith("node")]
+        assert shown == ["node1:1,node2:1", "node2:1"], ended.output
+    finally:
+        hosts.end()
+
+
+def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path):
+    (tmp_path / "left").write_text("node1:2\nnode7:4\n")
+    words = [str(ROOT / "launch/hosts.sh"), "--dry-run", "true"]
+    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
+    assert ended.code == 0 and r"-np 6 -H node1:2\,node7:4" in ended.output, ended.output
+    words[1:1] = ["-np", "3"]
+    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
+    assert ended.code == 0 and r"-np 3 -H node1:2\,node7:4" in ended.output, ended.output
+
+
+def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path):
+    (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *hangs*) sleep 100 ;; esac\n')
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AGAIN_GRACE": "0", "AGAIN_ANSWER": "1"}
+    words = [AGAIN, "--hostfile", tmp_path / "hosts", "--fewer", "1", "sh", "-c"]
+    ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 20, env)
+    assert ended.code == 0 and ended.output.splitlines()[-1] == "sound:1", ended.output
+    assert "going on without hangs" in ended.output
+
+
+def test_a_stop_before_anything_was_started_is_no_crash(tmp_path: Path):
+    (tmp_path / "ssh").write_text("#!/bin/sh\nsleep 2\n")
+    (tmp_path / "ssh").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = [ROOT / "launch/hosts.sh", "-H", "nowhere:1", "true"]
+    with subprocess.Popen(words, env=env) as process:
+        time.sleep(0.7)
+        process.terminate()
+        assert process.wait(20) == 75

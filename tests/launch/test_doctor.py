@@ -1,0 +1,397 @@
+"""The preflight: nothing is found where all is well, each fault is named where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import ROOT, Ended, Hosts, hosts, require, run  # noqa: F401
+
+sys.path.insert(0, str(ROOT / "launch"))
+from preflight import facts, findings, ports, ranks, speed
+
+DOCTOR = str(ROOT / "launch" / "doctor.py")
+# A rank as on a host of its own name, with mounts of its own; $SETUP is run there first.
+AS_HOSTS = """
+name=node$((OMPI_COMM_WORLD_RANK + 1))
+export OMPI_COMM_WORLD_LOCAL_RANK=0
+exec unshare --uts --mount sh -ec "hostname $name; $SETUP
+exec \\"\\$@\\"" -- "$@"
+"""
+# As nvidia-ml-py shows it: eight GPUs, or a driver that does not answer.
+NVML = """
+import os
+class NVMLError(Exception): pass
+class NVMLError_LibraryNotFound(NVMLError): pass
+def nvmlInit():
+    if "BROKEN" in os.environ: raise NVMLError("Driver/library version mismatch")
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 8
+def nvmlDeviceGetHandleByIndex(number): return number
+def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
+def nvmlSystemGetDriverVersion(): return "550.54.15"
+"""
+
+
+def wrong(output: str) -> list[str]:
+    """Where and what, of the things that are wrong."""
+    lines = [line.split(">:")[-1] for line in output.splitlines()]  # horovodrun: [0]<stdout>:
+    return [line.removeprefix("WRONG  ") for line in lines if line.startswith("WRONG")]
+
+
+def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Ended:
+    """Runs `words` by mpirun as on three hosts."""
+    require("unshare")
+    script = tmp_path / "as_hosts.sh"
+    script.write_text(AS_HOSTS)
+    command = ["mpirun", "-np", "3", "bash", script, *words]
+    return run(command, timeout=280, env={"SETUP": setup} | env)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Flags that name a data folder and a run folder."""
+    for name in ("data", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "a").write_text("a")
+    return [f"--data_dir={tmp_path / 'data'}", f"--run_dir={tmp_path / 'run'}"]
+
+
+# ------------------------------------------------------------------------------ real processes
+
+
+@pytest.mark.timeout(300)
+def test_each_fault_is_named_with_its_host(tmp_path: Path, folders: list[str]):
+    """Faults on three hosts at once, and not a second finding for any of them."""
+    other = tmp_path / "other" / "absl_py-9.9.dist-info" / "METADATA"
+    other.parent.mkdir(parents=True)
+    other.write_text("Metadata-Version: 2.1\nName: absl-py\nVersion: 9.9\n")
+    data, run_dir = tmp_path / "data", tmp_path / "run"
+    setup = f"""case $(hostname) in
+    node1) mount -t tmpfs -o size=512k tmpfs {run_dir} ;;
+    node2) export PYTHONPATH={tmp_path}/other; mount -t tmpfs tmpfs {data}; echo bb >{data}/b ;;
+    node3) mount -t tmpfs tmpfs {data} ;;
+    esac"""
+    given = "localhost:1,127.0.0.1:1,no-such-host:1"
+    command = (sys.executable, DOCTOR, "--mb=1", *folders)
+    ended = three(tmp_path, setup, *command, LAUNCH_HOSTS=given)
+    assert ended.code == 1
+    found = wrong(ended.output)
+
+    def one(*parts: str) -> None:
+        its = [line for line in found if all(part in line for part in parts)]
+        assert len(its) == 1, f"{parts}: {ended.output}"
+
+    one("node1 (rank 0): the run folder cannot be written to", "No space left on device")
+    one("node2 (rank 1): absl-py is 9.9, elsewhere ")
+    one(f"node2 (rank 1): the data folder {data} is 1 files of 3 bytes", "elsewhere 1 files of 1 b")
+    one(f"node3 (rank 2): the data folder {data}: it is empty")
+    one("node1 (rank 0); node2 (rank 1): the name no-such-host does not resolve")
+    one("the name localhost resolves to", "no address of node1 (rank 0)")
+    one("the name 127.0.0.1 resolves to 127.0.0.1, no address of node2 (rank 1)")
+    assert len(found) == 7 and "7 thing(s) wrong" in ended.output
+    blind = f"node2 (rank 1); node3 (rank 2): the run folder {run_dir} is not the one that rank 0"
+    assert f"NOTE  {blind}" in ended.output
+    # None of them keeps Horovod from starting: all ranks, and each two hosts.
+    timed = [line for line in ended.output.splitlines() if line.startswith("allreduce of 1 MB, ")]
+    assert len(timed) == 4 and timed[0].startswith("allreduce of 1 MB, all ranks: ")
+    assert timed[3].startswith("allreduce of 1 MB, node2 (rank 1); node3 (rank 2): ")
+    assert not list(run_dir.iterdir()), "it cleans up after itself"
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_never_reports_is_named_with_its_host(tmp_path: Path):
+    """It hangs before it can say anything, as on a disk that does not answer."""
+    known = {"LAUNCH_HOSTS": "localhost:2,node3:1", "LAUNCH_ID": tmp_path.name + str(os.getpid())}
+    (tmp_path / "tensorflow.py").touch()  # so that the other ranks are there soon
+    setup = f"export PYTHONPATH={tmp_path}\n[ $(hostname) != node3 ] || exec sleep 300"
+    ended = three(tmp_path, setup, sys.executable, DOCTOR, "--timeout=20", **known)
+    assert ended.code == 1
+    [line] = wrong(ended.output)
+    assert line.startswith("node3 (rank 2): nothing came from there in 20 s"), ended.output
+    assert "rank 0 on node1 hung for 20 s while waiting for all ranks to start MPI" in ended.output
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "device, broken, text",
+    [
+        ("auto", {}, "TensorFlow sees no GPU, the driver shows 8: it is the CPU build."),
+        ("auto", {"BROKEN": "1"}, "the GPU driver fails: Driver/library version mismatch."),
+        ("cpu", {"BROKEN": "1"}, ""),
+    ],
+)
+def test_gpus_and_gloo_on_one_host(tmp_path: Path, folders, device: str, broken, text: str):
+    """The CPU build of TensorFlow that is installed here; nothing else is found."""
+    (tmp_path / "pynvml.py").write_text(NVML)
+    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, DOCTOR, "--mb=1", *folders]
+    env = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"} | broken
+    ended = run([*words, f"--device={device}"], timeout=280, env=env)
+    assert (ended.code != 0) == bool(text), ended.output
+    who = f"{os.uname().nodename} (rank {'0' if broken else '0, 1'}): "
+    assert wrong(ended.output) == ([who + text] if text else []), ended.output
+    assert "2 rank(s) on 1 host(s), by Gloo" in ended.output
+    assert "allreduce of 1 MB, all ranks: " in ended.output
+
+
+@pytest.mark.timeout(200)
+def test_a_host_that_gives_nothing(tmp_path: Path):
+    """No launcher, no HOME, no PATH, a run folder of bytes, no data folder."""
+    run_dir = os.fsdecode(bytes(tmp_path) + b"/r\xff")
+    words = [sys.executable, DOCTOR, f"--run_dir={run_dir}", f"--data_dir={tmp_path}/none"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=180, env={})
+    assert ended.returncode == 1, ended.stderr
+    host = os.uname().nodename
+    expected = f"{host} (rank 0): the data folder {tmp_path}/none: No such file or directory."
+    assert wrong(ended.stdout) == [expected], ended.stderr
+
+
+@pytest.mark.timeout(200)
+def test_a_name_that_gloo_would_crash_at(tmp_path: Path):
+    require("unshare")
+    script = f"hostname nowhere; exec {sys.executable} {DOCTOR}"
+    ended = run(["unshare", "--uts", "sh", "-c", script], timeout=180)
+    [line] = wrong(ended.output)
+    assert line.startswith("nowhere (rank 0): its own name nowhere does not resolve")
+    assert ended.code == 1 and "Traceback" not in ended.output
+
+
+@pytest.mark.timeout(400)
+def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders):  # noqa: F811
+    """Sound, by hosts.sh; then with a way that is closed, which a collective would wait for."""
+    words = ["-H", "node1:1,node2:1,node3:1", "-p", "2222", "--interface", "eth0"]
+    words = [str(ROOT / "launch/hosts.sh"), *words, sys.executable, DOCTOR, "--mb=1", *folders]
+    ended = hosts[1].run(*words, timeout=190)
+    assert ended.code == 0, ended.output
+    assert "3 rank(s) on 3 host(s), by MPI" in ended.output
+    assert "NOTE" not in ended.output and "\nnothing is wrong" in ended.output
+    hosts[3].sh("ip route add unreachable 10.77.0.2/32")
+    try:
+        ended = hosts[1].run(*words, timeout=190)
+    finally:
+        hosts[3].sh("ip route del unreachable 10.77.0.2/32")
+    assert ended.code == 1
+    there, back = sorted(wrong(ended.output))
+    assert there.startswith("node2 (rank 1) to node3 (rank 2): no connection to 10.77.0.3 port ")
+    assert back.startswith("node3 (rank 2) to node2 (rank 1): no connection to 10.77.0.2 port ")
+    assert "allreduce" not in ended.output, "Horovod would hang"
+
+
+@pytest.mark.timeout(120)
+def test_what_ranks_say_arrives_as_it_was_said_and_one_that_is_silent_is_missed(tmp_path: Path):
+    script = """
+import json, os, sys; sys.path.insert(0, sys.argv[1])
+from preflight.ranks import Mpi
+ranks = Mpi()
+own = {"rank": ranks.rank, "text": "\\udcff\\u00e9" * 100_000 * ranks.rank, "none": None}
+every = ranks.gather(own, 60)
+assert ranks.broadcast(every[2] if ranks.rank == 0 else None)["text"] == "\\udcff\\u00e9" * 200_000
+if ranks.rank == 0:
+    print(json.dumps([[e["rank"], len(e["text"]), e["none"]] for e in every]))
+if ranks.rank != 1:
+    late = ranks.gather("here", 2)
+ranks.broadcast(None)
+if ranks.rank == 0: print(json.dumps(late))
+"""
+    words = ["mpirun", "-np", "3", sys.executable, "-c", script, ROOT / "launch"]
+    ended = run(words, timeout=100)
+    first, second = ended.output.splitlines()
+    assert ended.code == 0 and first == "[[0, 0, null], [1, 200000, null], [2, 400000, null]]"
+    assert second == '["here", null, "here"]'
+
+
+def test_a_hang_ends_with_a_message():
+    script = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from preflight.ranks import watch\n"
+        "with watch('doing nothing', 0.2, 'wake up', lambda: 'known'): time.sleep(60)\n"
+    )
+    ended = run([sys.executable, "-c", script, ROOT / "launch"], timeout=30)
+    assert ended.code == 1
+    said = (
+        f"known\nerror: rank 0 on {os.uname().nodename} hung for 0 s while doing nothing: wake up"
+    )
+    assert ended.output.strip() == said
+
+
+# ------------------------------------------------------------------------------------ strangers
+
+
+def test_nothing_of_ours_unpickles():
+    """What would: in our own files, wherever they are.
+
+    But for what the ranks of one run send each other inside Horovod, as its own functions do.
+    """
+    words = r"pickle\.load|allow_pickle=True|import shelve|yaml\.load\(|torch\.load|marshal\.load"
+    words += r"|safe_mode=False|unsafe_deserialization"
+    files = ["--include=*.py", "--include=*.sh", "--exclude=messages.py"]
+    grep = ["grep", "-rnE", words, *files, "launch", "template", "benchmarks", "docker"]
+    found = subprocess.run(grep, cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+def test_a_door_answers_who_has_its_token_and_nobody_else():
+    door = ports.open_door()
+    own, place = ports.open_door(), ("127.0.0.1", door["port"])
+    both = [own | {"addresses": ["127.0.0.1"]}, door | {"addresses": ["127.0.0.1"]}]
+    with contextlib.ExitStack() as silent:
+        for _ in range(50):
+            silent.enter_context(socket.create_connection(place))
+        start = time.monotonic()
+        assert ports.closed(0, both) == []
+        assert time.monotonic() - start < 2, "who says nothing keeps nobody waiting"
+    assert ports.closed(0, [own, door | {"addresses": ["::1", "127.0.0.1"]}]) == []
+    strange = [own, door | {"addresses": ["127.0.0.1"], "token": "00" * 16}]
+    assert ports.closed(0, strange) == [
+        (1, f"127.0.0.1 port {door['port']}: something else is there")
+    ]
+    for said in (b"\0", b"GET / HTTP/1.1\r\n\r\n" * 100):
+        with socket.create_connection(place) as link, contextlib.suppress(ConnectionResetError):
+            link.sendall(said)
+            assert link.recv(1) == b""
+
+
+# ------------------------------------------------------------------------------ what is concluded
+
+
+def fact(host: str, number: int, local_rank: int) -> dict:
+    """A sound host with two GPUs."""
+    return {
+        "host": host,
+        "local_rank": local_rank,
+        "faults": [],
+        "alike": {"keras": "3.15", "GPU driver": "550"},
+        "gpus": {"shown": 2, "seen": 2, "cuda": True, "nccl": True},
+        "every_address": [f"10.0.0.{number}"],
+    }
+
+
+@pytest.fixture
+def every() -> list[dict]:
+    """Two ranks on each of three hosts."""
+    return [fact(f"node{n}", n, local) for n in (1, 2, 3) for local in range(2)]
+
+
+def judged(every: list[dict], device: str = "auto") -> list[str]:
+    return [f"{f.level} {f.where}: {f.what}" for f in findings.of_facts(every, device)]
+
+
+BOTH = "node2 (rank 2, 3)"
+
+
+@pytest.mark.parametrize(
+    "name, changed, text",
+    [
+        ("alike", {"keras": "3.9"}, f"wrong {BOTH}: keras is 3.9, elsewhere 3.15"),
+        ("alike", {"GPU driver": "470"}, f"note {BOTH}: GPU driver is 470, elsewhere 550"),
+        ("faults", [["it burns", "water", "fatal"]], f"fatal {BOTH}: it burns"),
+        ("gpus", {"seen": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver shows 2"),
+        ("gpus", {"seen": 0, "shown": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver"),
+        ("gpus", {"nccl": False}, f"note {BOTH}: Horovod is built without NCCL"),
+        # Training takes the GPU with the rank's number on its host: one a task is one too few.
+        ("gpus", {"seen": 1}, "fatal node2 (rank 3): training needs GPU number 1 there"),
+    ],
+)
+def test_one_odd_host(every, name: str, changed, text: str):
+    assert judged(every) == []
+    for rank in (2, 3):
+        every[rank][name] = changed if name == "faults" else every[rank][name] | changed
+    [found] = judged(every)
+    assert found.startswith(text)
+
+
+def test_hosts_without_gpus_may_train_on_cpus_unless_gpus_are_demanded(every):
+    for one in every:
+        one["gpus"] = {"shown": 0, "seen": 0, "cuda": False, "nccl": False}
+    assert judged(every) == []
+    [found] = judged(every, "gpu")
+    assert "TensorFlow sees no GPU, the driver shows 0: it is the CPU build" in found
+
+
+@pytest.mark.parametrize(
+    "gone, dealt, where",
+    [
+        ([2, 3], [], "unknown host (rank 2, 3)"),
+        ([1, 2], ["node1", "node1", "fe80::1", "node3"], "node1 (rank 1); fe80::1 (rank 2)"),
+    ],
+)
+def test_ranks_that_did_not_come(monkeypatch, gone, dealt, where: str):
+    monkeypatch.setenv("LAUNCH_HOSTS", "node1:2,fe80::1:1,node3" if dealt else "")
+    assert ranks.dealt() == dealt
+    assert findings.missing(gone, ranks.dealt(), 120).where == where
+
+
+@pytest.mark.parametrize("given, level", [(True, "wrong"), (False, "note")])
+def test_names_that_lead_nowhere_or_elsewhere(every, given: bool, level: str):
+    sound = [(f"node{n}", given, ([f"10.0.0.{n}"], "")) for n in (1, 2, 3)]
+    views = {rank: {"closed": [], "mark": True, "names": copy.copy(sound)} for rank in (0, 2, 4)}
+    views[0]["names"][0] = ("node1", given, (["127.0.1.1"], ""))  # its own: Debian's way
+    assert findings.of_views(every, views, "runs/x") == []
+    views[0]["names"][1] = ("node2", given, (["127.0.0.1"], ""))
+    for rank in (0, 2):
+        views[rank]["names"][2] = ("node3", given, ([], "unknown"))
+    found = findings.of_views(every, views, "runs/x")
+    assert [f"{f.level} {f.where}: {f.what}" for f in found] == [
+        f"{level} node1 (rank 0): the name node2 resolves to 127.0.0.1, no address of {BOTH[:-4]})",
+        f"{level} node1 (rank 0); node2 (rank 2): the name node3 does not resolve: unknown",
+    ]
+
+
+@pytest.mark.parametrize(
+    "slow, texts",
+    [
+        ([], []),
+        ([(0, 2), (2, 4)], ["node2 (rank 2): allreduce with any other host reaches 10.0 MB/s"]),
+        ([(0, 4)], ["node1 (rank 0); node3 (rank 4): allreduce between them reaches 10.0 MB/s"]),
+    ],
+)
+def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
+    seen = {(): [{"rank": 0, "right": True, "rate": 1e6}]}
+    for pair in ((0, 2), (0, 4), (2, 4)):
+        rate = 1e7 if pair in slow else 1e9
+        seen[pair] = [{"rank": rank, "right": True, "rate": rate} for rank in pair]
+    hosts_of_ranks = [one["host"] for one in every]
+    found = findings.of_times(hosts_of_ranks, seen)
+    assert [f"{f.where}: {f.what}" for f in found] == [f"{t}, others 1,000.0 MB/s" for t in texts]
+    assert all(f.level == "note" for f in found)
+    seen[0, 4][1]["right"] = False
+    [*_, sums] = sorted(findings.of_times(hosts_of_ranks, seen), key=lambda f: f.level)
+    assert (sums.level, sums.where) == ("wrong", "node3 (rank 4)")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 16, 33, 1000])
+def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int):
+    table = speed.rounds(count)
+    assert table == speed.rounds(count), "drawn alike on every host"
+    for pairs in table:
+        seats = [host for pair in pairs for host in pair]
+        assert len(seats) == len(set(seats)) >= count - 1
+    pairs = [pair for pairs in table for pair in pairs]
+    assert len(set(pairs)) == len(pairs)
+    assert len(table) == 6 if count > 32 else len(pairs) == count * (count - 1) // 2
+
+
+@pytest.mark.parametrize(
+    "setting, taken",
+    [
+        ("", ["10.0.0.1", "fd00::1", "172.17.0.1"]),
+        ("eth0", ["10.0.0.1", "fd00::1"]),
+        ("10.0.0.0/24", ["10.0.0.1"]),
+        ("eth9", []),
+    ],
+)
+def test_addresses_of_the_network_that_mpi_takes(monkeypatch, setting: str, taken: list[str]):
+    there = [("eth0", "10.0.0.1"), ("eth0", "fd00::1"), ("docker0", "172.17.0.1")]
+    monkeypatch.setattr(facts, "ways", lambda: there)
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", setting)
+    found, faults = facts.addresses()
+    assert found == taken
+    assert bool(faults) == (not taken)
+    assert all("there: eth0 (10.0.0.1)" in todo for _, todo, level in faults if level == "fatal")

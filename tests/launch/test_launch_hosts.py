@@ -1,0 +1,459 @@
+"""hosts.sh, bind.sh and stop.sh: on three hosts with their own sshd, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hosts import ENVIRONMENT, ROOT, Hosts, hosts, run  # noqa: F401
+from terminal import CTRL_C, Terminal
+
+HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
+STAND_IN = [sys.executable, str(ROOT / "tests" / "stand_in" / "train.py")]
+OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222", "--interface", "eth0"]
+# Seconds of work at most; the graph is built in most of the time.
+TRAINING = [
+    *(sys.executable, "train.py", "--flagfile=configs/demo.cfg", "--image_size=32"),
+    "--eval_crop=32",
+    *("--global_batch_size=6", "--warmup_steps=0", "--log_every=1", "--eval_every=0"),
+    *("--checkpoint_every=0", "--eval_batch_size=8"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few demo scenes."""
+    from hvdkit.data.demo import scenes
+
+    root = tmp_path_factory.mktemp("scenes") / "data"
+    scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+    return root
+
+
+def stop_at(words: list[str], line: str, numbers: list[int], timeout: float) -> tuple[int, str]:
+    """Runs `words` and sends the signals to hosts.sh when `line` is printed, a second apart."""
+    env = os.environ | ENVIRONMENT
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(words, env=env, text=True, start_new_session=True, **pipes)
+    timer = threading.Timer(timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
+    timer.start()
+    lines, told = [], False
+    try:
+        for text in process.stdout:
+            lines.append(text)
+            if not told and line in text:
+                told = True
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                for number in numbers:
+                    os.kill(int(children.split()[0]), number)
+                    time.sleep(1)
+        code = process.wait()
+    finally:
+        timer.cancel()
+    assert timer.is_alive() or code != -9, f"hung\n{''.join(lines[-40:])}"
+    assert told, "".join(lines[-40:])
+    return code, "".join(lines)
+
+
+@pytest.mark.timeout(500)
+def test_three_hosts_train_stop_and_go_on(hosts: Hosts, data, tmp_path):  # noqa: F811
+    """A stop request to the launcher, then the same command again, over the other transport."""
+    flags = [f"--data_dir={data}", f"--run_dir={tmp_path}"]
+    long = [HOSTS_SH, "--gloo", *OVER_SSH, *TRAINING, *flags, "--num_steps=20000"]
+    code, output = stop_at(hosts[1].words(*long), "step 2/", [signal.SIGTERM], timeout=240)
+    assert code == 75, output
+    assert "3 ranks on 3 host(s) (node1, node2, node3)" in output
+    assert ", Gloo" in output
+    assert "stop signal received: saved at step" in output
+    assert "Traceback" not in output
+    stopped = json.loads((tmp_path / "summary.json").read_text())
+    assert (stopped["exit_reason"], stopped["ranks"]) == ("preempted", 3)
+
+    last = stopped["step"] + 2
+    rest = [HOSTS_SH, "--mpi", *OVER_SSH, *TRAINING, *flags, f"--num_steps={last}"]
+    ended = hosts[1].run(*rest, timeout=200)
+    assert ended.code == 0, ended.output
+    assert re.search(f"resuming from .* at step {stopped['step']}", ended.output)
+    assert ", MPI" in ended.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["step"]) == ("done", last)
+    for host in hosts:
+        assert "train.py" not in host.sh("ps ax"), f"left behind on {host.name}"
+
+
+@pytest.mark.parametrize("via", ["gloo", "mpi"])
+def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tmp_path, via):  # noqa: F811
+    """SIGUSR1 to hosts.sh, on a host that has no rank itself."""
+    hosts_of_ranks = ["-H", "node2:1,node3:1", "-p", "2222", "--interface", "eth0"]
+    words = [HOSTS_SH, f"--{via}", *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
+    long = hosts[1].words(*words, "--steps=100000")
+    code, output = stop_at(long, "begins at step 0", [signal.SIGUSR1], timeout=60)
+    assert code == 75, output
+    assert list((tmp_path / "checkpoints").iterdir())
+    for host in hosts:
+        assert STAND_IN[1] not in host.sh("ps ax"), f"left behind on {host.name}"
+
+
+def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
+    """Which itself knows nothing of the signal and would end by it, the rank left behind."""
+    rank = " ".join([*STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"])
+    words = [HOSTS_SH, "-np", "1", "bash", "-c", f"{rank}; code=$?; exit $code"]
+    env = os.environ | ENVIRONMENT
+    with subprocess.Popen(words, env=env, text=True, stdout=subprocess.PIPE) as process:
+        assert any("begins at step 0" in line for line in process.stdout)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75
+    assert (tmp_path / "told-0").exists()
+
+
+@pytest.mark.parametrize("via", ["gloo", "mpi"])
+def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path, via):  # noqa: F811
+    """Where no rank hears a signal, as while it builds its model."""
+    words = [HOSTS_SH, f"--{via}", *OVER_SSH, *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
+    words = hosts[1].words(*words, "--steps=100000")
+    code, output = stop_at(words, "begins at step 0", [signal.SIGINT] * 2, timeout=60)
+    assert code == 130, output
+    assert output.count("stopping after this step") == 1 and "Traceback" not in output
+    for host in hosts:
+        assert STAND_IN[1] not in host.sh("ps ax"), f"left behind on {host.name}"
+
+
+SAYS = "stopping after this step: saving, then ending; Ctrl-C again ends at once"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", [pytest.param("hosts.sh", marks=pytest.mark.slow), "make train"])
+def test_ctrl_c_in_a_terminal(data: Path, tmp_path: Path, how: str):
+    """Once while it trains: saved, 75, which make turns into its own; twice: ended at once."""
+    flags = [f"--data_dir={data}", f"--run_dir={tmp_path}", "--num_steps=20000"]
+    if how == "make train":
+        flags = TRAINING[3:] + flags
+        words = ["make", "-C", "..", "-o", "setup", "train", f"ARGS={' '.join(flags)}"]
+    else:
+        words = [HOSTS_SH, "-np", "2", *TRAINING, *flags]
+    with Terminal(words, ROOT / "template", ENVIRONMENT) as terminal:
+        terminal.wait_for("step 2/", 200)
+        terminal.press(CTRL_C)
+        assert terminal.wait(60) == (130 if how == "make train" else 75), terminal.shown
+        assert terminal.shown.count(SAYS) == terminal.shown.count("stopping after") == 1
+        saved = re.search(r"saved at step (\d+)", terminal.shown)
+        assert saved, terminal.shown
+        assert not terminal.left_after(10)
+        assert how != "make train" or not re.search(r"\[0\]<\w+>:", terminal.shown)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step-{int(saved[1]):08}"]
+
+    if how == "make train":
+        return
+    with Terminal(words, ROOT / "template", ENVIRONMENT) as terminal:
+        terminal.wait_for("2 ranks on", 200)
+        terminal.press(CTRL_C)
+        terminal.wait_for(SAYS, 5)
+        time.sleep(0.7)
+        terminal.press(CTRL_C)
+        assert terminal.wait(8) == 130, terminal.shown
+        assert "saved at" not in terminal.shown and "Traceback" not in terminal.shown
+        assert not terminal.left_after(5)
+
+
+@pytest.mark.parametrize("via", ["gloo", "mpi"])
+def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path, via: str):
+    words = [HOSTS_SH, f"--{via}", "-np", "2", *STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"]
+    with Terminal(words, ROOT, ENVIRONMENT) as terminal:
+        terminal.wait_for("rank 1 of 2 begins", 60)
+        time.sleep(1)
+        terminal.hang_up()
+        assert not terminal.left_after(30)
+    assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
+
+
+# A launcher's own exit code by that of the ranks; launch/README.md has the table.
+CARRIED = {
+    "hosts.sh": ([HOSTS_SH, "-np", "2"], (2, 3, 75)),
+    "hosts.sh --mpi": ([HOSTS_SH, "--mpi", "-np", "2"], (0, 2, 3, 75)),
+    "mpirun": (["mpirun", "-np", "2", "--bind-to", "none"], (2, 3, 75)),
+    "horovodrun --mpi": (["horovodrun", "--mpi", "-np", "2"], (75,)),
+    "horovodrun": (["horovodrun", "-np", "2"], (75,)),  # MPI, where Horovod is built with it
+}
+
+
+@pytest.mark.parametrize("launcher", CARRIED)
+def test_exit_codes_arrive(launcher: str):
+    words, codes = CARRIED[launcher]
+    for code in codes:
+        ended = run([*words, "sh", "-c", f"exit {code}"], timeout=60)
+        assert ended.code == code, ended.output
+        assert "Traceback" not in ended.output
+
+
+def test_flags_of_the_command_are_not_taken_for_the_launchers():
+    """horovodrun has --timeline-filename, and takes the beginnings of its own flags for them."""
+    words = [HOSTS_SH, "--gloo", "-np", "1", "sh", "-c", 'echo "given $*"', "x"]
+    ended = run([*words, "--timeline=2:3"], timeout=60)
+    assert ended.code == 0 and "given --timeline=2:3" in ended.output, ended.output
+
+
+def test_horovodruns_own_exit_code_over_gloo_is_1_whatever_the_ranks_say():
+    words = ["horovodrun", "--gloo", "-np", "2", "sh", "-c", "exit 75"]
+    assert run(words, timeout=60).code == 1
+
+
+def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):  # noqa: F811
+    """With host, port and ssh's own words, before a launcher is started; with --check too."""
+
+    def refused(*words: str) -> str:
+        ended = hosts[1].run(HOSTS_SH, *words, "sh", "-c", "echo started", timeout=60)
+        assert ended.code == 1 and "started" not in ended.output, ended.output
+        lines = ended.output.splitlines()
+        assert all(line.startswith("error: cannot reach ") for line in lines), ended.output
+        return ended.output
+
+    said = refused("-H", "node1:1,node2:1,node3:1", "-p", "2223")
+    assert "cannot reach node2, port 2223, by ssh: " in said and "Connection refused" in said
+    assert "cannot reach node3, port 2223" in said and "node1" not in said
+    said = refused("--mpi", "--check", "-H", "nowhere.invalid:1")
+    assert "cannot reach nowhere.invalid, port 22" in said and "resolve" in said
+    other = tmp_path / "other_key"
+    hosts[1].sh(f"ssh-keygen -q -t ed25519 -N '' -f {other}; mv ~/.ssh/id_ed25519 ~/.ssh/kept")
+    said = refused("-H", "node2:1", "-p", "2222", "-i", str(other))
+    assert "cannot reach node2, port 2222" in said and "Permission denied" in said
+    hosts[1].sh("mv ~/.ssh/kept ~/.ssh/id_ed25519")
+    # Another machine answers by a known host's name.
+    hosts[1].sh("ssh-keyscan -p 2222 node3 2>/dev/null | sed s/node3/node2/ >~/.ssh/known_hosts")
+    assert "Host key verification failed" in refused("-H", "node2:1", "-p", "2222")
+    hosts[1].sh("rm ~/.ssh/known_hosts")
+
+
+def test_the_environment_is_the_same_over_gloo_and_mpi(hosts: Hosts, tmp_path):  # noqa: F811
+    """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
+    env = {"WANDB_MODE": "offline", "https_proxy": "http://p:1", "KERAS_HOME": "/k"}
+    env |= {"NCCL_DEBUG": "WARN", "OFI_NCCL_PROTOCOL": "RDMA"}
+    env |= {"CUDA_CACHE_PATH": "/c", "ODD": "a  'b'\n$c"}
+    env |= {"CUDA_VISIBLE_DEVICES": "0"}
+    show = f"import json, os; json.dump(dict(os.environ), open('{tmp_path}/seen', 'w'))"
+    seen = []
+    for via in ("--gloo", "--mpi"):
+        words = [HOSTS_SH, via, "-H", "node2:1", "-p", "2222", sys.executable, "-c", show]
+        ended = hosts[1].run(*words, timeout=60, env=env)
+        assert ended.code == 0, ended.output
+        found = json.loads((tmp_path / "seen").read_text())
+        assert "CUDA_VISIBLE_DEVICES" not in found
+        seen.append({name: found.get(name) for name in env})
+    assert seen[0] == seen[1] == env | {"CUDA_VISIBLE_DEVICES": None}
+
+
+def test_plain_launchers_on_other_hosts_as_the_readme_has_them(hosts: Hosts):  # noqa: F811
+    venv = Path(sys.executable).parent.parent
+    ranks = [sys.executable, "-c", "import os; print('on ' + os.uname().nodename)"]
+    hosts[1].sh(
+        "for n in 2 3; do ssh -p 2222 -o StrictHostKeyChecking=accept-new node$n true; done"
+    )
+    mpirun = ["mpirun", "--prefix", str(venv), "-x", f"OPAL_PREFIX={venv}"]
+    mpirun += ["-mca", "plm_rsh_args", "-p 2222", "-H", "node2:1,node3:1"]
+    ended = hosts[1].run(*mpirun, *ranks, timeout=60, env={"OPAL_PREFIX": str(venv)})
+    assert ended.code == 0 and "on node2" in ended.output and "on node3" in ended.output
+    words = ["horovodrun", "--mpi", "-np", "2", "-H", "node2:1,node3:1", "-p", "2222"]
+    words += [f"--mpi-args=--prefix {venv}", "--network-interfaces", "eth0"]
+    ended = hosts[1].run(*words, *ranks, timeout=100, env={"OPAL_PREFIX": str(venv)})
+    assert ended.code == 0 and "on node2" in ended.output and "on node3" in ended.output
+
+
+def test_folders_with_spaces(tmp_path: Path):
+    folder = tmp_path / "my project"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    words = [folder / "launch" / "hosts.sh", "--bind", "-np", "1", "sh", "-c", "echo bound"]
+    assert "bound" in run(words, timeout=60).output
+
+
+def test_ranks_keep_the_fast_kernels_and_what_the_caller_set():
+    show = "import os; print('kernels', os.environ.get('TF_ENABLE_ONEDNN_OPTS'))"
+    words = [HOSTS_SH, "-np", "1", sys.executable, "-c", show]
+    ended = run(words, timeout=60)
+    assert "kernels None" in ended.output
+    assert "oneDNN" not in ended.output  # no noise of the launcher's own TensorFlow
+    assert "kernels 0" in run(words, timeout=60, env={"TF_ENABLE_ONEDNN_OPTS": "0"}).output
+
+
+def test_the_python_of_horovodrun_is_found_wherever_it_stands(tmp_path):
+    """As pip writes it where a path has spaces; as nobody can tell; as a link elsewhere."""
+    folder = tmp_path / "a space"
+    folder.mkdir()
+    (folder / "python3").symlink_to(sys.executable)
+    long = f"#!/bin/sh\n'''exec' \"{folder}/python3\" \"$0\" \"$@\"\n' '''\n"
+    other = "#!/usr/bin/env python3\n"
+    for text, first in [(long, f"{folder}/python3"), (other, "horovodrun")]:
+        script = folder / "horovodrun"
+        script.write_text(text)
+        script.chmod(0o755)
+        env = {"PATH": f"{folder}:{os.environ['PATH']}"}
+        ended = run([HOSTS_SH, "--dry-run", "-np", "2", "true"], 20, env)
+        words = shlex.split(ended.output)
+        assert words[0] == first and words[-4:] == ["--gloo", "-np", "2", "true"]
+    link = tmp_path / "bin"
+    link.mkdir()
+    (link / "horovodrun").symlink_to(shutil.which("horovodrun"))
+    ended = run([HOSTS_SH, "-np", "1", "true"], 60, {"PATH": f"{link}:/usr/bin:/bin"})
+    assert ended.code == 0, ended.output
+
+
+def dry(*words: str) -> str:
+    ended = run([HOSTS_SH, *words, "--dry-run", "python", "train.py"], timeout=20)
+    assert ended.code == 0, ended.output
+    return ended.output
+
+
+def test_hostfile_in_both_spellings(tmp_path: Path):
+    file = tmp_path / "hosts.txt"
+    file.write_text(
+        "# two racks\nnode1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
+    )
+    words = dry("--hostfile", str(file))
+    assert r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 " in words
+
+
+@pytest.mark.parametrize("count", [63, 64])
+def test_from_64_hosts_all_are_reached_from_here(count: int):
+    names = ",".join(f"n{i}:8" for i in range(count))
+    words = dry("--mpi", "-H", names)
+    assert (f"plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent {count} " in words) == (
+        count == 64
+    )
+
+
+def test_from_64_ranks_mpi_unless_told_and_over_256_no_gloo(tmp_path: Path):
+    """Where there is an mpirun. An elastic run counts as many as it may grow to."""
+    assert " --gloo -np 63 " in dry("-np", "63") and dry("-np", "64").startswith("mpirun -np 64 ")
+    assert "warning" not in dry("-np", "63") + dry("-np", "64") + dry("--mpi", "-np", "8192")
+    told = dry("--gloo", "-np", "256")
+    assert "warning: 256 ranks over Gloo start slowly" in told and " --gloo -np 256 " in told
+    discover = ["--discover", "echo a:300", "--interface", "lo"]
+    for words, way_out in ((["--gloo", "-np", "257"], "use --mpi, or"), (discover, "(without --d")):
+        ended = run([HOSTS_SH, *words, "--dry-run", "true"], timeout=20)
+        assert ended.code == 2 and "ranks over Gloo would take many minutes" in ended.output
+        assert way_out in ended.output
+    discover[1] = "echo a:2"
+    for words, said in (
+        ([*discover, "--max-np", "257"], "257 ranks over Gloo would"),
+        ([*discover, "--min-np", "3", "--max-np", "2"], "--max-np 2 is less than --min-np 3"),
+        (["-np", "2", "--max-np", "3"], "--min-np and --max-np are for --discover"),
+    ):
+        ended = run([HOSTS_SH, *words, "--dry-run", "true"], timeout=20)
+        assert ended.code == 2 and said in ended.output
+    for name in ("horovodrun", "bash", "sh", "readlink", "dirname", "uname", "date", "sed", "head"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    ended = run([HOSTS_SH, "-np", "64", "--dry-run", "true"], 20, {"PATH": str(tmp_path)})
+    assert " --gloo -np 64 " in ended.output and "from 64 ranks on use --mpi" in ended.output
+
+
+def test_ranks_of_several_hosts_wait_long_for_each_other_unless_told():
+    """Not in an elastic run, in which a lost host would be waited for as long."""
+    names = ("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_START_TIMEOUT")
+    seen = ["sh", "-c", "echo told $HOROVOD_GLOO_TIMEOUT_SECONDS $HOROVOD_START_TIMEOUT"]
+    own = os.uname().nodename
+    two = [HOSTS_SH, "--gloo", "-H", f"{own}:1,localhost:1"]
+    assert "told 600 600" in run([*two, *seen], timeout=60).output
+    assert "told 20 600" in run([*two, *seen], timeout=60, env={names[0]: "20"}).output
+    assert "600" not in run([HOSTS_SH, "-np", "2", *seen], timeout=60).output
+    assert all(f"-x {name} " in dry("-np", "64") for name in names)
+
+
+def test_the_launcher_may_have_as_many_open_files_as_are_allowed():
+    words = f"ulimit -S -n 1000; ulimit -H -n 3000; exec {HOSTS_SH} -np 1 sh -c 'ulimit -n'"
+    assert re.search(r"3000$", run(["bash", "-c", words], timeout=60).output, re.MULTILINE)
+
+
+def test_interface_port_and_key():
+    flags = ["-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"]
+    gloo, mpi = dry(*flags), dry("--mpi", *flags)
+    assert "-p 2222 -i /k --network-interfaces ib0" in gloo
+    assert r"\ -p\ 2222\ -i\ /k" in mpi
+    assert "btl_tcp_if_include ib0" in mpi and "NCCL_SOCKET_IFNAME=ib0" in mpi
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["-H", "node1"], "'node1' is not HOST:RANKS"),
+        (["-H", "node1:x"], "'node1:x' is not HOST:RANKS"),
+        (["-H", "node1:99999999999999999999"], "is not HOST:RANKS"),
+        (["-np", "99999999999999999999"], "how many ranks? Give -H, --hostfile or -np"),
+        (["-H", "node1:2", "-np", "3"], "-np 3 is more than the 2 slots"),
+        (["--hostfile", "/nowhere"], "cannot read the hostfile /nowhere"),
+        (["--hostfile", "/dev/null", "-np", "2"], "no host in the hostfile /dev/null"),
+        ([], "how many ranks? Give -H, --hostfile or -np"),
+        (["--fast", "-np", "2"], "unknown option --fast"),
+        (["-i", "my key", "-np", "2"], "split a path with spaces"),
+    ],
+)
+def test_wrong_use_is_explained(words: list[str], message: str):
+    ended = run([HOSTS_SH, *words, "python", "train.py"], timeout=20)
+    assert ended.code == 2
+    assert message in ended.output
+
+
+def test_check_comes_first_and_stops_what_would_fail(tmp_path: Path):
+    train = [sys.executable, "-c", "print('trained')", f"--data_dir={tmp_path}/none"]
+    ended = run([HOSTS_SH, "-np", "1", "--check", *train], timeout=100)
+    assert ended.code == 1
+    assert "there is no such folder" in ended.output
+    assert "trained" not in ended.output
+
+
+def bound(rank: int, ranks: int, **env: str) -> str:
+    words = [str(ROOT / "launch/bind.sh"), sys.executable, "-c"]
+    words += ["import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('RANK_BOUND'))"]
+    env |= {"HOROVOD_LOCAL_RANK": str(rank), "HOROVOD_LOCAL_SIZE": str(ranks)}
+    return run(words, timeout=20, env=env).output.strip()
+
+
+def test_ranks_share_the_cores_without_overlap():
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core")
+    half = len(cores) // 2
+    for rank in range(2):
+        own = cores[rank * half : (rank + 1) * half]
+        assert bound(rank, 2) == f"{own} {','.join(map(str, own))}"
+
+
+def test_bound_ranks_and_too_many_ranks_run_as_they_are():
+    cores = sorted(os.sched_getaffinity(0))
+    assert bound(0, len(cores) + 1) == f"{cores} None"
+    assert bound(0, 2, OMPI_MCA_orte_bound_at_launch="1") == f"{cores} None"
+    assert bound(0, 2, RANK_BOUND="0-1") == f"{cores} 0-1"  # by a bind.sh around this one
+
+
+def test_cores_are_those_near_the_gpu(tmp_path: Path):
+    """Two GPUs on a machine whose second one hangs on another NUMA node; shown by a stand-in."""
+    sys_folder = tmp_path / "sys"
+    for bus, node in (("0000:17:00.0", 0), ("0000:9a:00.0", 1)):
+        folder = sys_folder / "bus/pci/devices" / bus
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    for node, cores in ((0, "0"), (1, "1")):
+        folder = sys_folder / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 00000000:9A:00.0\necho 00000000:17:00.0\n")
+    smi.chmod(0o755)
+    # As in a container without the right to set_mempolicy: it would kill every rank.
+    numactl = tmp_path / "numactl"
+    numactl.write_text("#!/bin/sh\necho 'set_mempolicy: Operation not permitted' >&2\nexit 1\n")
+    numactl.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "SYS": str(sys_folder)}
+    assert [bound(rank, 2, **env)[:3] for rank in range(2)] == ["[1]", "[0]"]
+    env["CUDA_VISIBLE_DEVICES"] = "1,0"
+    assert [bound(rank, 2, **env)[:3] for rank in range(2)] == ["[0]", "[1]"]

@@ -1,0 +1,263 @@
+"""Run on real ranks by test_small_runs.py: evaluations, and stops in the middle of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import numpy as np
+import tensorflow as tf
+from checks_runs import position_of
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
+from small_runs import Small, StopSignal, fit, folder, numbers
+
+from hvdkit.run import context as run_lib
+
+
+def check_a_failing_evaluation_loses_no_training(world):
+    class Torn(Small):
+        def sources(self):
+            train, val = super().sources()
+            val._arrays["id"] = np.arange(20)
+            return train, val
+
+        def evaluation_example(self, sample):
+            fine = tf.debugging.Assert(sample["id"] != 13, ["sample 13 is torn"])
+            with tf.control_dependencies([fine]):
+                return {"inputs": tf.identity(sample["x"]), "targets": sample["y"]}
+
+    ended = fit(world, Torn, eval_every=2, num_steps=6)
+    assert ended.code == WRONG_USE and "sample 13 is torn" in ended.message, ended.message
+
+    class Fails(Small):
+        def sums(self, outputs, targets):  # the last batch is of 4 samples
+            few = tf.gather([0], tf.cast(tf.shape(targets)[0] == 4, tf.int32))
+            return super().sums(outputs, targets) | {"few": few}
+
+    other = fit(world, Fails, eval_every=2)
+    words = "sample 16, 17, 18, 19 (counted from 0; inputs of shape [4, 6]): indices = 1 is not in"
+    assert other.code == WRONG_USE and words in other.message, other.message
+    assert "\n" not in other.message and other.checkpoints == ["step-00000002"]
+    assert ended.checkpoints == ["step-00000002"]
+    # Mended and started again, the evaluation is made up for, and training goes on from there.
+    again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
+    assert again.code == DONE
+    if world.is_chief:
+        evaluated = [r["step"] for r in again.records if "eval_loss" in r]
+        trained = [r["step"] for r in again.records if "loss" in r]
+        assert evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], (evaluated, trained)
+
+
+def check_a_kill_between_log_and_score_loses_no_evaluation(world):
+    """Whichever comes first at step 4 is done, the other is not."""
+    places = [(Saver, "add_score"), (Telemetry, "evaluation")]
+    whole, called = [getattr(*place) for place in places], []
+
+    def killed(function):
+        def call(self, step, *args):
+            called.append(step)
+            if called.count(4) == 2:
+                raise RuntimeError("killed")
+            function(self, step, *args)
+
+        return call
+
+    where = folder(world) / "run"
+    usual = {"eval_every": 2, "num_steps": 8, "run_dir": where}
+    for place, function in zip(places, whole):
+        setattr(*place, killed(function))
+    try:
+        fit(world, Small, **usual)
+    except RuntimeError as error:
+        assert str(error) == "killed"
+    finally:
+        for place, function in zip(places, whole):
+            setattr(*place, function)
+    assert called == [2, 2, 4, 4]
+    again = fit(world, Small, **usual)
+    assert again.code == DONE, again.message
+    if world.is_chief:
+        assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6, 8]
+
+
+def check_what_only_shows_may_fail(world):
+    class Draws(Small):
+        calls = 0
+
+        def draw(self, inputs, targets, outputs):
+            Draws.calls += 1
+            if Draws.calls > 1:  # not when it is tried out
+                raise RuntimeError("no fonts here")
+            return np.zeros((1, 4, 4, 3), np.uint8)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        ended = fit(world, Draws, eval_every=1)
+    assert ended.code == DONE, ended.message
+    assert ended.checkpoints[-1] == "step-00000003"
+    # Said once, and by one rank; of three evaluations.
+    told = printed.getvalue().count("note: no pictures: draw failed: RuntimeError: no fonts here")
+    assert told == world.is_chief, printed.getvalue()
+
+
+def check_a_score_that_is_no_number_is_never_the_best(world):
+    class Fickle(Small):
+        calls = 0
+
+        def metrics(self, sums):
+            # The first call is the try-out, the second the first evaluation.
+            Fickle.calls += 1
+            return {"accuracy": float("nan") if Fickle.calls == 2 else 0.1 * Fickle.calls}
+
+    ended = fit(world, Fickle, eval_every=1, num_steps=5, keep=1)
+    assert ended.code == DONE, ended.message
+    run_dir = ended.folder
+    checkpoints = run_lib.Checkpoints(run_dir / "checkpoints", 1, world)
+    assert checkpoints.best().step == 5, checkpoints.best()
+
+
+def check_a_score_of_another_measure_counts_as_none(world):
+    """A high score of picture centres does not end a run that scores whole ones; both are kept."""
+
+    class Rises(Small):
+        calls = 0
+
+        def metrics(self, sums):
+            # Each run's first call is its try-out; the first evaluation of the second gives none.
+            Rises.calls += 1
+            score = float("nan") if Rises.calls == 5 else 0.01 * Rises.calls
+            return {"accuracy": 1.0 if self.config.eval_crop else score}
+
+    usual = {"eval_every": 1, "keep": 1, "early_stop_evals": 2}
+    first = fit(world, Rises, eval_crop=16, num_steps=2, **usual)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, Rises, num_steps=5, run_dir=first.folder, **usual)
+    assert ended.code == DONE
+    assert ended.checkpoints == ["step-00000001", "step-00000005"], ended.checkpoints
+    if world.is_chief:
+        assert ended.summary["exit_reason"] == "done"
+        # Its checkpoint is scored anew: as it is now measured.
+        scores = {r["step"]: r["eval_accuracy"] for r in ended.records if "eval_loss" in r}
+        assert list(scores) == [1, 2, 3, 4, 5] and scores[1] == 1.0, scores
+        assert scores[2] is None and scores[3] < 1.0, scores
+        said = "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
+        assert printed.getvalue().count(said) == 1, printed.getvalue()
+
+    # Back to the first: its best is old, but it was not scored since.
+    ended = fit(world, Rises, eval_crop=16, num_steps=9, run_dir=first.folder, **usual)
+    if world.is_chief:
+        assert ended.summary["exit_reason"] == "early stop" and ended.summary["step"] == 7
+
+    class Others(Rises):
+        def sources(self):
+            return numbers(1, 60), numbers(3, 20)
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, Others, num_steps=7, run_dir=first.folder, **usual)
+    assert ended.code == DONE
+    if world.is_chief:
+        assert "the validation data's fingerprint was " in printed.getvalue()
+        assert ended.records[-1]["eval_accuracy"] > scores[5]
+
+
+def check_the_evaluations_loss_with_small_weights(world):
+    class Light(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses, weights * 1e-3
+
+    plain, light = fit(world), fit(world, Light)
+    if world.is_chief:
+        np.testing.assert_allclose(light.losses, plain.losses, rtol=1e-5)
+        np.testing.assert_allclose(
+            light.summary["eval_loss"], plain.summary["eval_loss"], rtol=1e-5
+        )
+
+
+def check_a_validation_set_in_which_nothing_counts_is_told(world):
+    class Weightless(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            trains = tf.reduce_any(tf.shape(losses)[0] == [12, 6])  # on 1 rank, on 2
+            return losses, weights * tf.cast(trains, weights.dtype)
+
+    ended = fit(world, Weightless)
+    assert ended.code == WRONG_USE and "weights of the validation set are 0" in ended.message
+    assert ended.checkpoints == ["step-00000003"]
+
+
+def check_counts_beyond_float32_are_exact(world):
+    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
+
+    class Counts(Small):
+        def sums(self, outputs, targets):
+            big = tf.constant(2.0**24, tf.float32)
+            one = tf.cast(tf.size(targets) > 0, tf.float32)
+            return {"hits": big, "samples": one}
+
+        def metrics(self, sums):
+            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
+
+    ended = fit(world, Counts)
+    assert not world.is_chief or ended.summary["eval_total"] == 3 * (2**24 + 1)
+
+
+class StopsAt(StopSignal):
+    """Asks the last rank to stop at its n-th question (a step or a part of an evaluation)."""
+
+    def __init__(self, world, question):
+        self._mine, self._left = world.rank == world.size - 1, question
+
+    @property
+    def asked(self):
+        self._left -= 1
+        return self._mine and self._left <= 0
+
+
+def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
+    settings = {"eval_every": 2, "num_steps": 6, "run_dir": folder(world) / "run"}
+    ended = fit(world, Small, StopsAt(world, 3), **settings)  # two steps, then the evaluation
+    assert ended.code == PREEMPTED and "saved at step 2" in ended.message, ended.message
+    assert ended.checkpoints == ["step-00000002"]
+    again = fit(world, **settings)
+    assert again.code == DONE
+    if world.is_chief:
+        assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6]
+    whole = fit(world, eval_every=2, num_steps=6)
+    for ours, theirs in zip(again.weights(), whole.weights()):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def check_a_stop_saves_the_step_it_names(world):
+    for question in (1, 3):
+        ended = fit(world, Small, StopsAt(world, question), num_steps=9, log_every=9)
+        step = question + 1  # the step that was under way when the votes were counted
+        assert ended.code == PREEMPTED, ended.message
+        assert ended.checkpoints == [f"step-{step:08d}"], ended.checkpoints
+        assert f"saved at step {step}" in ended.message
+    # The last step is in the records: a rerun does not make it again.
+    ended = fit(world, Small, StopsAt(world, 1), num_steps=9, log_every=2)
+    assert not world.is_chief or [r["step"] for r in ended.records] == [2]
+
+
+def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
+    bad = position_of(2)
+
+    class Broken(Small):
+        def training_example(self, sample, key):
+            example = super().training_example(sample, key)
+            factor = tf.where(sample["id"] == bad, np.inf, 1.0)
+            return {
+                "inputs": example["inputs"] * tf.cast(factor, tf.float32),
+                "targets": example["targets"],
+            }
+
+        def sources(self):
+            train, val = super().sources()
+            train._arrays["id"] = np.arange(60)
+            return train, val
+
+    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9, max_bad_steps=1)
+    assert ended.code == DIVERGED and not ended.checkpoints, (ended.code, ended.message)

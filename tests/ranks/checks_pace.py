@@ -1,0 +1,78 @@
+"""Which rank the others wait for; on two real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import keras
+import tensorflow as tf
+from hvdkit.stop import DONE
+from small_runs import CLASSES, FEATURES, Small, fit
+
+from hvdkit.ranks import world as world_lib
+
+
+class Work(keras.layers.Layer):
+    """Takes long on one rank, and gives what it got."""
+
+    def __init__(self, much: bool) -> None:
+        super().__init__()
+        self._much = much
+
+    def call(self, x):
+        if not self._much:
+            return x
+        busy = tf.fill([1500, 1500], tf.stop_gradient(x[0, 0]))
+        return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
+
+
+def slow(rank: int | None) -> type:
+    class Slow(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = Work(rank is not None and world_lib.hvd.rank() == rank)(x)
+            return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+
+    return Slow
+
+
+def told(world, task, **settings):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, task, num_steps=40, log_every=5, **settings)
+    assert ended.code == DONE, ended.message
+    return ended, [line for line in printed.getvalue().splitlines() if "note: slow" in line]
+
+
+def check_a_slow_rank_is_named_once(world):
+    for settings in ({}, {"virtual_ranks": 4}):
+        ended, notes = told(world, slow(1), **settings)
+        if world.is_chief:
+            assert len(notes) == 1 and "rank 1 on " in notes[0], notes
+            last = ended.records[-2]
+            assert last["own_seconds_slowest_rank"] == 1, last
+            assert last["own_seconds_most"] > 1.5 * last["own_seconds_median"], last
+
+
+def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
+    class Waits(Small):
+        def training_example(self, sample, key):
+            busy = tf.fill([700, 700], sample["x"][0])
+            extra = 1e-30 * tf.reduce_mean(tf.sin(busy @ busy)) if world.rank == 1 else 0.0
+            return {"inputs": sample["x"] + extra, "targets": sample["y"]}
+
+    ended, notes = told(world, Waits)
+    if world.is_chief:
+        assert len(notes) == 1 and "rank 1 on " in notes[0], notes
+        lines = [line for line in ended.records if "input_wait_most" in line]
+        # Of most intervals: in one of a few steps what was read ahead may be enough.
+        named = [line for line in lines if line["input_wait_slowest_rank"] == 1]
+        assert 2 * len(named) > len(lines), lines
+        assert max(line["input_wait_most"] for line in named) > 1e-3, lines
+
+
+def check_ranks_that_are_alike_are_not_named(world):
+    ended, notes = told(world, slow(None))
+    if world.is_chief:
+        assert not notes, notes
+        assert 0 < ended.records[-2]["own_seconds_least"] < 1

@@ -1,0 +1,226 @@
+"""Reduced gradients on real ranks against plain references; run by test_numbers.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hvdkit.ranks.world import raw
+from shared_checks import PLAIN, rng
+from steps import distribute
+
+from hvdkit.ranks import agreement
+from hvdkit.train import gradients, reduction
+
+
+def reduced(world, config, loss, variables):
+    """Sums over ranks of the gradients of loss(), by the run's own tape settings."""
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            value = loss()
+        tape = distribute(tape, config, variables)
+        grads = tape.gradient(value, [raw(v) for v in variables], use_generic_names=True)
+        return gradients.unscale(grads, tf.constant(1.0))
+
+    return step()
+
+
+def tower_gradients(world, seed=0):
+    """A model, this rank's mean loss over an equal share, and every tower's gradients."""
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
+    )
+    x, y = rng(seed).normal(size=(2, 4 * world.size, 5)).astype(np.float32)[:2]
+    y = y[:, :3]
+
+    def loss(rank):
+        rows = slice(4 * rank, 4 * rank + 4)
+        return tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+
+    towers = []
+    for rank in range(world.size):
+        with tf.GradientTape() as tape:
+            value = loss(rank)
+        towers.append(tape.gradient(value, [raw(v) for v in model.trainable_variables]))
+    return model, loss, towers
+
+
+def check_reduced_gradients_equal_the_towers_recipe(world):
+    """Stack the towers' gradients, reduce_mean: the single-machine recipe."""
+    model, loss, towers = tower_gradients(world)
+    grads = reduced(world, PLAIN, lambda: loss(world.rank), model.trainable_variables)
+    for ours, *theirs in zip(grads, *towers):
+        recipe = tf.reduce_mean(tf.stack(theirs), axis=0)
+        np.testing.assert_allclose(ours / world.size, recipe, rtol=2e-6, atol=1e-7)
+
+
+def check_every_grouping_gives_the_same_gradients(world):
+    model, loss, towers = tower_gradients(world)
+    settings = [
+        {"gradient_groups": 2},
+        {"pack_bytes": 100, "pack_count": 2},
+        {"deterministic": True},
+    ]
+    for setting in settings:
+        config = dataclasses.replace(PLAIN, **setting)
+        grads = reduced(world, config, lambda: loss(world.rank), model.trainable_variables)
+        for ours, *theirs in zip(grads, *towers):
+            np.testing.assert_allclose(ours, tf.add_n(theirs), rtol=2e-6, atol=1e-7)
+
+
+def check_packs_hold_small_gradients_only_and_no_more_than_asked(world):
+    assert reduction.pack([4, 8, 1200, 12, 16, 20], max_bytes=100, max_count=2) == [
+        [0, 1],
+        [3, 4],
+        [5],
+    ]
+
+
+class Repeated(keras.Model):
+    """Called, its variables' names repeat; those of `unused` and `table` are special."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [keras.Sequential([keras.layers.Dense(4, name="sub")]) for _ in range(3)]
+        self.unused = keras.layers.Dense(4, name="sub")
+        self.table = keras.layers.Embedding(9, 4, name="sub")
+
+    def call(self, ids, training=False):
+        x = self.table(ids)
+        self.unused(x)
+        for block in self.blocks:
+            x = tf.tanh(block(x))
+        return x
+
+
+def repeated(world):
+    """Such a model, its loss on this rank, and the gradients' sums over ranks by plain towers."""
+    keras.utils.set_random_seed(7)
+    model = Repeated()
+    model(tf.zeros([1, 2], tf.int32))
+    names = [raw(v).name for v in model.trainable_variables]
+    assert len(names) == 9 and len(set(names)) < 7, names
+
+    def loss(rank=world.rank):
+        return tf.reduce_sum(tf.square(model(tf.constant([[1, 1, 2 + rank]])) - 1))
+
+    sums = [None] * 9
+    for rank in range(world.size):
+        with tf.GradientTape() as tape:
+            value = loss(rank)
+        grads = tape.gradient(value, [raw(v) for v in model.trainable_variables])
+        grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+        sums = [g if s is None else s + g for s, g in zip(sums, grads)]
+    return model, loss, sums
+
+
+GROUPINGS = (
+    {},
+    {"gradient_groups": 1},
+    {"gradient_groups": 3},
+    {"gradient_groups": 100},
+    {"pack_bytes": 1000, "pack_count": 1},
+    {"pack_bytes": 1000, "pack_count": 2},
+    {"pack_bytes": 20, "pack_count": 100},
+    {"pack_bytes": 1},
+    {"deterministic": True},
+    {"compression": "bf16"},
+)
+
+
+def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
+    """Nor do more groups than gradients, packs of variables without one, sparse ones."""
+    model, loss, sums = repeated(world)
+    assert sum(g is None for g in sums) == 2
+    for setting in GROUPINGS:
+        config = dataclasses.replace(PLAIN, **setting)
+        grads = reduced(world, config, loss, model.trainable_variables)
+        tolerance = 2e-2 if config.compression == "bf16" else 1e-5
+        for variable, ours, theirs in zip(model.trainable_variables, grads, sums):
+            assert (ours is None) == (theirs is None), (setting, variable.path)
+            if ours is not None:
+                np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=f"{setting}")
+
+
+def check_no_gradient_at_all_does_not_crash(world):
+    model, _, _ = repeated(world)
+    for setting in GROUPINGS:
+        config = dataclasses.replace(PLAIN, **setting)
+        grads = reduced(world, config, lambda: tf.constant(1.0), model.trainable_variables)
+        assert grads == [None] * 9, setting
+
+
+def check_compression_halves_what_travels_and_stays_close(world):
+    model, loss, towers = tower_gradients(world)
+    exact = [tf.add_n(list(parts)) for parts in zip(*towers)]
+    for compression, digits in (("fp16", 2e-3), ("bf16", 2e-2)):
+        config = dataclasses.replace(PLAIN, compression=compression)
+        grads = reduced(world, config, lambda: loss(world.rank), model.trainable_variables)
+        worst = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in zip(grads, exact))
+        assert 1e-6 < worst < digits, (compression, worst)
+
+        @tf.function
+        def step(config=config):
+            with tf.GradientTape() as tape:
+                value = loss(world.rank)
+            tape = distribute(tape, config, model.trainable_variables)
+            return tape.gradient(value, [raw(v) for v in model.trainable_variables])
+
+        graph = step.get_concrete_function().graph.as_graph_def(add_shapes=True)
+        wires = list(agreement._collectives(graph))
+        kind = {"fp16": "float16", "bf16": "int16"}[compression]
+        assert wires and all(kind in wire for wire in wires), wires
+        if compression == "bf16":  # to all and back, whatever the number of gradients
+            assert len(wires) == 2 < len(grads), wires
+
+
+def check_sums_as_bfloat16_do_not_depend_on_the_buffers(world):
+    model, loss, _ = tower_gradients(world)
+    config = dataclasses.replace(PLAIN, compression="bf16")
+    size, found = reduction._BUFFER, []
+    for reduction._BUFFER in (1, 1000, size):
+        found.append(reduced(world, config, lambda: loss(world.rank), model.trainable_variables))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def check_parts_of_16_bits_are_added_in_32(world):
+    """256 and then 1 of each rank: bfloat16's next number after 256 is 258."""
+    own = 256.0 if world.is_chief else 1.0
+    variable = keras.Variable(np.ones(5, np.float32), name="kernel")
+    config = dataclasses.replace(PLAIN, compression="bf16")
+    (grad,) = reduced(world, config, lambda: own * tf.reduce_sum(raw(variable)), [variable])
+    exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
+    np.testing.assert_array_equal(grad, np.full(5, exact))
+
+
+def check_sparse_gradients_alone_and_mixed_with_dense_ones(world):
+    """Rows named by several ranks, and twice by one, are added."""
+    table = keras.Variable(rng(1).normal(size=(10, 4)).astype(np.float32), name="table")
+    kernel = keras.Variable(rng(2).normal(size=(4, 2)).astype(np.float32), name="kernel")
+    ids = [[0, 3, 3, 3 + rank] for rank in range(world.size)]
+
+    def loss(rank, mixed):
+        rows = tf.gather(raw(table), ids[rank])
+        return tf.reduce_sum(tf.square(rows @ raw(kernel) if mixed else rows))
+
+    for mixed in (False, True):
+        variables = [table, kernel] if mixed else [table]
+        expected = None
+        for rank in range(world.size):
+            with tf.GradientTape() as tape:
+                value = loss(rank, mixed)
+            grads = tape.gradient(value, [raw(v) for v in variables])
+            assert isinstance(grads[0], tf.IndexedSlices)
+            whole = [tf.convert_to_tensor(g) for g in grads]
+            expected = whole if expected is None else [a + b for a, b in zip(expected, whole)]
+        for config in (PLAIN, dataclasses.replace(PLAIN, deterministic=True)):
+            grads = reduced(world, config, lambda m=mixed: loss(world.rank, m), variables)
+            for ours, theirs in zip(grads, expected):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5)

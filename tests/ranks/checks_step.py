@@ -1,0 +1,334 @@
+"""Steps and agreement on real ranks against plain references; run by test_numbers.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from hvdkit.data.sampler import share
+from hvdkit.train.state import State
+from shared_checks import PLAIN, differ, rng
+from steps import make_train_step
+
+from hvdkit.ranks import agreement, votes
+from hvdkit.run import health
+from hvdkit.train import optimizer
+
+
+class Regression:
+    """The smallest task: a dense layer, squared errors, weight 0 for rows of NaN targets."""
+
+    main_metric = "none"
+
+    def loss(self, outputs, targets):
+        valid = tf.cast(targets > -100, outputs.dtype)
+        return tf.square(outputs - tf.where(targets > -100, targets, 0)), valid
+
+
+def regression_step(world, config, model=None, features=4):
+    keras.utils.set_random_seed(3)
+    if model is None:
+        model = keras.Sequential([keras.Input((features,)), keras.layers.Dense(1)])
+    state = State(model, optimizer.build(config, model), config.precision)
+    micro = config.global_batch_size // config.accumulation_steps
+    first, last = share(micro, world.rank, world.size)
+    shape = [config.accumulation_steps, last - first]
+    spec = {
+        "inputs": tf.TensorSpec([*shape, features], tf.float32),
+        "targets": tf.TensorSpec([*shape, 1], tf.float32),
+    }
+    step = make_train_step(config, world, Regression(), state=state, spec=spec)
+
+    def do(x, y):
+        """One step on the global batch x, y."""
+        parts = []
+        for whole in (x, y):
+            whole = whole.reshape(config.accumulation_steps, micro, -1)
+            parts.append(tf.constant(whole[:, first:last], tf.float32))
+        return step(dict(zip(("inputs", "targets"), parts)), votes.votes())
+
+    do.step = step
+    return do, state
+
+
+def batch(seed=0, features=4, size=12):
+    x = rng(seed).normal(size=(size, features)).astype(np.float32)
+    return x, (x.sum(1, keepdims=True) + 1).astype(np.float32)
+
+
+def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(world):
+    """The loss's sums and the votes, however many ranks; each rank's own loss stays with it."""
+    do, _ = regression_step(world, PLAIN)
+    graph = do.step.get_concrete_function().graph.as_graph_def(add_shapes=True)
+    (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
+    assert f"float64 [{4 + votes.NUM_VOTES}]" in totals, totals
+    result = do(*batch())
+    by_rank = health.losses(world, 0, result)
+    assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]
+    np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)  # equal shares
+
+
+def check_loss_and_gradient_are_means_over_valid_positions_of_all_ranks(world):
+    """Ignored positions all on one rank: a mean of the ranks' means would be wrong."""
+    x, y = batch()
+    y[:3] = -1000.0
+    do, state = regression_step(world, PLAIN)
+    before = state.model.get_weights()
+    result = do(x, y)
+    errors = (x @ before[0] + before[1] - y)[3:]
+    np.testing.assert_allclose(result["loss"], np.mean(errors**2), rtol=1e-5)
+    kernel = before[0] - 0.1 * 2 * x[3:].T @ errors / 9
+    np.testing.assert_allclose(state.model.get_weights()[0], kernel, rtol=1e-5, atol=1e-6)
+
+
+def check_the_rate_of_the_schedule_is_the_one_applied(world):
+    """In the first of 4 steps of warm-up a quarter of the rate: w - 0.1 / 4 * gradient."""
+    config = dataclasses.replace(PLAIN, lr_policy="constant", warmup_steps=4)
+    do, state = regression_step(world, config)
+    kernel, bias = (v.numpy() for v in state.model.variables)
+    x, y = batch()
+    result = do(x, y)
+    error = x @ kernel + bias - y
+    slopes = 2 * x.T @ error / len(x), 2 * error.mean(0)
+    for variable, before, slope in zip(state.model.variables, (kernel, bias), slopes):
+        np.testing.assert_allclose(variable.numpy(), before - 0.025 * slope, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(float(result["lr"]), 0.025)
+
+
+def check_accumulation_equals_the_large_batch(world):
+    results = []
+    for steps in (1, 2):
+        config = dataclasses.replace(PLAIN, accumulation_steps=steps)
+        do, state = regression_step(world, config)
+        for seed in range(3):
+            result = do(*batch(seed))
+        results.append((state.model.get_weights(), float(result["grad_norm"])))
+    for a, b in zip(results[0][0], results[1][0]):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-5)
+
+
+def check_clipping_is_by_the_global_norm_and_equal_on_all_ranks(world):
+    config = dataclasses.replace(PLAIN, clip_norm=0.25, base_lr=1.0, log_gradients=True)
+    do, state = regression_step(world, config)
+    before = state.model.get_weights()
+    result = do(*batch())
+    moved = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(before, state.model.get_weights())))
+    assert float(result["grad_norm"]) > 0.25
+    np.testing.assert_allclose(moved, 0.25, rtol=1e-5)
+    # The figures of each layer are of the gradients before clipping.
+    errors = batch()[0] @ before[0] + before[1] - batch()[1]
+    kernel = 2 * batch()[0].T @ errors / 12
+    expected = [[kernel.sum(), np.linalg.norm(kernel), 0], [2 * errors.mean()] * 2 + [0]]
+    expected[1][1] = abs(expected[1][1])
+    np.testing.assert_allclose(result["layers"], expected, rtol=1e-4, atol=1e-6)
+    norms = np.linalg.norm(result["layers"][:, 1])
+    np.testing.assert_allclose(result["grad_norm"], norms, rtol=1e-6)
+    assert len(set(world.gather_objects(float(result["grad_norm"]), "norms"))) == 1
+
+
+def check_l2_pulls_kernels_only(world):
+    config = dataclasses.replace(PLAIN, weight_decay=0.5)
+    (do, decayed), (plain_do, plain) = (regression_step(world, c) for c in (config, PLAIN))
+    kernel = plain.model.get_weights()[0]
+    do(*batch()), plain_do(*batch())
+    ours, theirs = decayed.model.get_weights(), plain.model.get_weights()
+    np.testing.assert_allclose(ours[0], theirs[0] - 0.1 * 0.5 * kernel, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(ours[1], theirs[1])
+
+
+def check_an_overflow_on_one_rank_makes_all_skip_the_same_step(world):
+    config = dataclasses.replace(PLAIN, precision="float16")
+    keras.utils.set_random_seed(3)
+    layer = keras.layers.Dense(1, dtype="mixed_float16")
+    head = keras.layers.Activation("linear", dtype="float32")
+    do, state = regression_step(world, config, keras.Sequential([keras.Input((4,)), layer, head]))
+    do(*(0.1 * part for part in batch()))
+    assert float(state.loss_scale.value) == 2.0**15 and int(state.skipped) == 0
+    before = state.model.get_weights()
+    x, y = (0.1 * part for part in batch(1))
+    x[-1] = 6e4  # the last rank's: its product with the loss scale is beyond float16
+    result = do(x, y)
+    assert not bool(result["finite"])
+    assert int(state.step) == 2 and int(state.skipped) == 1
+    assert int(state.optimizer.iterations) == 1
+    assert float(state.loss_scale.value) == 2.0**14
+    for a, b in zip(before, state.model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    result = do(*(0.1 * part for part in batch(2)))
+    assert bool(result["finite"]) and int(state.skipped) == 1
+    lr = 0.1 * (1 - 2 / 100) ** 0.9  # of step 2, counting the skipped one: one step variable
+    np.testing.assert_allclose(result["lr"], lr, rtol=1e-6)
+    assert not np.array_equal(before[0], state.model.get_weights()[0])
+
+
+def check_float16_gradients_equal_float32_ones_nearly(world):
+    changes = []
+    for precision in ("float32", "float16", "bfloat16"):
+        config = dataclasses.replace(PLAIN, precision=precision)
+        policy = "float32" if precision == "float32" else f"mixed_{precision}"
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(1, dtype=policy, kernel_initializer="ones"),
+                keras.layers.Activation("linear", dtype="float32"),
+            ]
+        )
+        do, state = regression_step(world, config, model)
+        do(*batch())
+        changes.append(1 - state.model.get_weights()[0])
+        assert state.model.get_weights()[0].dtype == np.float32
+    np.testing.assert_allclose(changes[1], changes[0], rtol=0.02, atol=2e-3)
+    np.testing.assert_allclose(changes[2], changes[0], rtol=0.1, atol=2e-2)
+
+
+def check_a_vote_of_one_rank_is_seen_by_all_and_unread_data_changes_nothing(world):
+    do, state = regression_step(world, PLAIN)
+    before = state.model.get_weights()
+    x, y = batch()
+    first, last = share(12, world.rank, world.size)
+    step_batch = {
+        "inputs": tf.constant(x[None, first:last]),
+        "targets": tf.constant(y[None, first:last]),
+    }
+    result = do.step(step_batch, votes.votes(data_failed=world.rank == world.size - 1))
+    assert result["votes"].numpy().tolist() == [1] + [0] * (votes.NUM_VOTES - 1)
+    assert int(state.step) == 0
+    for a, b in zip(before, state.model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def check_a_step_compiled_by_xla_is_the_same_step(world):
+    """Batch norm, a regularizer, micro-batches; a step that is not applied leaves no trace."""
+
+    def model():
+        l2 = keras.regularizers.L2(0.01)
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        parts = [keras.layers.Dense(3, kernel_regularizer=l2), norm, keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *parts])
+
+    for steps in (1, 2):
+        config, found = dataclasses.replace(PLAIN, accumulation_steps=steps), []
+        for jit in (False, True):
+            keras.utils.set_random_seed(3)
+            do, state = regression_step(world, dataclasses.replace(config, jit=jit), model())
+            results = [do(*batch(seed)) for seed in range(3)]
+            before = state.model.get_weights()
+            x, y = batch(3)
+            x[-1] = np.inf  # the last rank's
+            assert not bool(do(x, y)["finite"])
+            for one, other in zip(before, state.model.get_weights()):
+                np.testing.assert_array_equal(one, other)
+            found.append((before, [float(r["keras_loss"]) for r in results]))
+            functions = do.step.get_concrete_function().graph.as_graph_def().library.function
+            assert any("_XlaMustCompile" in f.attr for f in functions) == jit
+        (plain, added), (weights, also_added) = found
+        for one, other in zip([*plain, added], [*weights, also_added]):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+# ---- Agreement ---------------------------------------------------------------------------------
+
+
+class Branching(keras.Model):
+    """Uses its second layer where `use` says so."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.second = (
+            keras.layers.Dense(1, name="first"),
+            keras.layers.Dense(1, name="second"),
+        )
+        self.first.build((None, 4)), self.second.build((None, 4))
+        self.use = use
+
+    def call(self, x, training=False):
+        return self.first(x) + self.second(x) if self.use else self.first(x)
+
+
+def check_a_variable_without_gradient_on_every_rank_is_allowed(world):
+    do, state = regression_step(world, PLAIN, Branching(False))
+    before = [v.numpy() for v in state.model.second.weights]
+    do(*batch())
+    for a, b in zip(before, state.model.second.weights):
+        np.testing.assert_array_equal(a, b)
+    for steps in (2, 3):  # the same when micro-batches are accumulated
+        config = dataclasses.replace(PLAIN, accumulation_steps=steps)
+        do, state = regression_step(world, config, Branching(False))
+        assert np.isfinite(float(do(*batch())["loss"]))
+
+
+def check_a_variable_without_gradient_on_one_rank_is_named(world):
+    model = Branching(world.rank != 1)
+    differ(lambda: regression_step(world, PLAIN, model), "second/kernel", "rank 1 ")
+
+
+def check_ranks_at_different_places_are_told(world):
+    place = "the end" if world.rank == 1 else "the start"
+    differ(lambda: world.gather_objects(1, place), "rank 1", "'the end'", "rank 0", "'the start'")
+
+
+def check_state_that_differs_between_ranks_is_named(world):
+    named = {name: tf.Variable([1.0, 2.0]) for name in ("a", "b", "c", "d", "e")}
+    agreement.check_same_state(world, named, "the state at step 1")
+    last = world.size - 1
+    if world.rank == last:
+        named["c"].assign([1.0, np.nextafter(np.float32(2), np.float32(3))])
+
+    def check():
+        agreement.check_same_state(world, named, "the state at step 2")
+
+    differ(check, "the state at step 2: c on", f"rank {last} ")
+    if world.rank == last:
+        for variable in named.values():
+            variable.assign([3.0, 3.0])
+    differ(check, "a, b, c and 2 more", f"rank {last} ")
+    named = {"a": tf.Variable(1.0)} | ({"new": tf.Variable(1.0)} if world.rank == last else {})
+    differ(lambda: agreement.check_same_state(world, named, "state"), "state: new", f"rank {last} ")
+
+
+def check_collectives_that_differ_by_name_or_shape_are_named(world):
+    odd = world.rank == world.size - 1
+
+    @tf.function
+    def other_name():
+        return hvd.allreduce(tf.zeros([3]), name="odd" if odd else "even", op=hvd.Sum)
+
+    @tf.function
+    def other_shape():
+        return hvd.allreduce(tf.zeros([4 if odd else 3]), name="same", op=hvd.Sum)
+
+    @tf.function
+    def hidden():
+        return tf.cond(tf.constant(True), other_shape, lambda: tf.zeros([4 if odd else 3]))
+
+    def check(function):
+        return lambda: agreement.check_collectives(world, function.get_concrete_function())
+
+    rank = f"rank {world.size - 1} "
+    differ(check(other_name), "odd", "even", rank)
+    differ(check(other_shape), "same", "[4]", "[3]", rank)
+    differ(check(hidden), "same", "[4]", "[3]", rank)
+
+
+def check_dropout_draws_belong_to_the_sample(world):
+    from hvdkit.train.dropout import SampleDropout
+
+    layer = SampleDropout(0.4, name="d")
+    keys = np.array([[1, 2], [3, 4], [5, 6]], np.int32)
+    x = np.ones((3, 50, 20), np.float32)
+    whole = layer([x, keys], training=True).numpy()
+    order = np.roll(np.arange(3), world.rank)  # each rank holds them in another order
+    ours = layer([x[order], keys[order]], training=True).numpy()
+    np.testing.assert_array_equal(ours, whole[order])
+    compiled = tf.function(lambda: layer([x, keys], training=True), jit_compile=True)
+    np.testing.assert_array_equal(compiled(), whole)
+    assert abs((whole == 0).mean() - 0.4) < 0.03
+    np.testing.assert_allclose(whole[whole > 0], 1 / 0.6, rtol=1e-6)
+    assert not np.array_equal(whole[0], whole[1])
+    other = SampleDropout(0.4, name="e")([x, keys], training=True).numpy()
+    assert not np.array_equal(whole, other)
+    np.testing.assert_array_equal(layer([x, keys], training=False), x)

@@ -1,0 +1,391 @@
+"""Run on real ranks by test_small_runs.py: models that are wrong, told before the first step."""
+
+from __future__ import annotations
+
+import h5py
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from checks_tasks import dense, refused
+from hvdkit.stop import DONE
+from keras.src.legacy.saving import legacy_h5_format
+from small_runs import CLASSES, FEATURES, Small, fit, folder
+from tensorflow.python.framework import config as tf_config
+
+from hvdkit.train import preprocessing
+
+
+class Net(keras.Model):
+    """The usual subclassed model, not built when it is returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = keras.layers.Dense(5, activation="tanh")
+        self.head = keras.layers.Dense(CLASSES)
+
+    def call(self, x, training=False):
+        return self.head(self.body(x))
+
+
+def check_a_model_that_is_not_built_is_built_from_an_example(world):
+    class Task(Small):
+        def build_model(self):
+            return Net()
+
+    ended = fit(world, Task, num_steps=2, bn_sync="full")
+    assert ended.code == DONE and len(ended.weights()) == 4, ended.message
+
+
+def check_a_head_that_only_training_calls_is_built_and_trained(world):
+    class Aux(Net):
+        def __init__(self):
+            super().__init__()
+            self.aux = keras.layers.Dense(CLASSES)
+
+        def call(self, x, training=False):
+            inner = self.body(x)
+            return self.head(inner) + (self.aux(inner) if training else 0)
+
+    class Task(Small):
+        def build_model(self):
+            return Aux()
+
+    ended = fit(world, Task, num_steps=2)
+    assert ended.code == DONE and len(ended.model.trainable_variables) == 6, ended.message
+    assert any("aux" in n for n in np.load(ended.folder / "checkpoints/step-00000002/state.npz"))
+
+
+def check_what_is_no_model_is_told(world):
+    class Task(Small):
+        def build_model(self):
+            return keras.layers.Dense(3)
+
+    refused(world, Task, "build_model must return a keras.Model")
+
+
+def check_a_model_that_trains_itself_is_told(world):
+    class Steps(Net):
+        def train_step(self, data):
+            raise NotImplementedError
+
+    class Losses(Net):
+        def compute_loss(self, *args, **kwargs):
+            raise NotImplementedError
+
+    for made, name in ((Steps, "train_step"), (Losses, "compute_loss")):
+
+        class Task(Small):
+            model = made
+
+            def build_model(self):
+                return self.model()
+
+        refused(world, Task, f"defines its own {name}", "the task's loss")
+
+
+def check_names_of_inputs(world):
+    class Task(Small):
+        def training_example(self, sample, key):
+            return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
+
+        def build_model(self):
+            image = keras.Input((FEATURES,), name="image")
+            return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
+
+    refused(world, Task, "['image']", "['img']", "names")
+
+    class NoDict(Task):
+        def training_example(self, sample, key):
+            return {"inputs": sample["x"], "targets": sample["y"]}
+
+    refused(world, NoDict, "dict", "['image']")
+
+
+def check_a_model_that_does_not_fit_the_data_is_told(world):
+    class Task(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES + 1,))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(x))
+
+    refused(world, Task, "the model", str(FEATURES))
+
+
+def check_variables_made_in_the_first_call_are_trained_and_in_training_only_refused(world):
+    class Lazy(keras.Model):
+        def __init__(self, always):
+            super().__init__()
+            self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
+
+        def call(self, x, training=False):
+            if not (training or self.always):
+                return self.head(x)
+            if self.extra is None:
+                self.extra = keras.layers.Dense(FEATURES, name="extra")
+            return self.head(self.extra(x))
+
+    class Task(Small):
+        always = True
+
+        def build_model(self):
+            return Lazy(self.always)
+
+    class InTraining(Task):
+        always = False
+
+    refused(world, InTraining, "the model", "failed", "new elements of state")
+    ended = fit(world, Task, optimizer="adam")
+    assert ended.code == DONE, ended.message
+    paths = [v.path for v in ended.model.trainable_variables]
+    assert len(paths) == 4, paths
+    first = world.gather_objects(ended.weights()[-1].tobytes(), "lazy")
+    assert len(set(first)) == 1
+    assert any("extra" in n for n in np.load(ended.folder / "checkpoints/step-00000003/state.npz"))
+
+
+def check_trainable_changed_too_late_is_told(world):
+    class Task(Small):
+        def build_model(self):
+            self.model = super().build_model()
+            return self.model
+
+        def loss(self, outputs, targets):
+            self.model.layers[1].trainable = False
+            return super().loss(outputs, targets)
+
+    refused(world, Task, "trainable", "build_model")
+
+
+def check_a_model_without_anything_to_train_is_told(world):
+    class Task(Small):
+        def build_model(self):
+            model = super().build_model()
+            model.trainable = False
+            return model
+
+    refused(world, Task, "train")
+
+
+def check_a_frozen_part_stays_as_it_is(world):
+    class Task(Small):
+        def build_model(self):
+            model = super().build_model()
+            model.layers[1].trainable = False
+            Task.before = model.layers[1].get_weights()
+            return model
+
+    ended = fit(world, Task)
+    assert ended.code == DONE
+    # Broadcast from rank 0, so every rank's seed gave the same.
+    for a, b in zip(Task.before, ended.model.layers[1].get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+class Scaled(keras.layers.Layer):
+    """Keeps state where Keras does not look for it."""
+
+    def __init__(self, trainable):
+        super().__init__()
+        self.scale = tf.Variable(1.0, trainable=trainable)
+
+    def call(self, x, training=False):
+        if not self.scale.trainable:
+            self.scale.assign_add(1.0)
+        return x * self.scale
+
+
+def check_variables_that_the_model_does_not_have_are_told(world):
+    for trainable in (True, False):
+
+        class InLayer(Small):
+            def build_model(self, trainable=trainable):
+                x = keras.Input((FEATURES,))
+                return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
+
+        refused(world, InLayer, "does not hold", "add_weight")
+        refused(world, InLayer, "does not hold", jit=True)
+
+    class Uncertainty(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.spread = tf.Variable(0.0)
+
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses * tf.exp(-self.spread) + self.spread, weights
+
+    refused(world, Uncertainty, "does not hold")
+
+
+def check_a_frozen_model_of_the_task_may_be_used(world):
+    class Distilled(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.teacher = dense(FEATURES)
+            self.teacher.trainable = False
+
+        def build_model(self):
+            return dense(FEATURES)
+
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses + tf.reduce_mean(tf.square(outputs - self.teacher(outputs)), -1), weights
+
+    ended = fit(world, Distilled)
+    assert ended.code == DONE, ended.message
+    Distilled.__init__ = lambda self, config: (
+        Small.__init__(self, config),
+        setattr(self, "teacher", dense(FEATURES)),
+    )[0]
+    refused(world, Distilled, "does not hold", "frozen model")
+
+
+def check_draws_without_a_key_are_told(world):
+    class Noise(keras.layers.Layer):
+        def call(self, x, training=False):
+            return x + tf.random.normal(tf.shape(x)) if training else x
+
+    class InLayer(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(Noise()(x)))
+
+    for jit in (False, True):
+        refused(world, InLayer, "RandomStandardNormal", "SeedGenerator", jit=jit)
+
+    class InExample(Small):
+        def training_example(self, sample, key):
+            flipped = tf.cond(
+                tf.random.uniform([]) < 0.5, lambda: sample["x"], lambda: -sample["x"]
+            )
+            return {"inputs": flipped, "targets": sample["y"]}
+
+    refused(world, InExample, "training_example draws", "`key`")
+
+    class OfState(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
+            self.layer = keras.layers.GaussianNoise(0.5, seed=1)
+
+    class Generator(OfState):
+        def training_example(self, sample, key):
+            return {"inputs": sample["x"] + self.noise.normal([FEATURES]), "targets": sample["y"]}
+
+    refused(world, Generator, "training_example draws", "RngReadAndSkip")
+
+    class Layer(OfState):
+        def training_example(self, sample, key):
+            noisy = self.layer(sample["x"][None], training=True)[0]
+            return {"inputs": noisy, "targets": sample["y"]}
+
+    refused(world, Layer, "training_example changes a variable")
+
+    class Counter(OfState):
+        def training_example(self, sample, key):
+            return {"inputs": sample["x"] + self.state.assign_add(1.0), "targets": sample["y"]}
+
+    refused(world, Counter, "training_example changes a variable", "AssignAddVariableOp")
+
+    class InEvaluation(Small):
+        def evaluation_example(self, sample):
+            noise = tf.random.normal([FEATURES])
+            return {"inputs": sample["x"] + noise, "targets": sample["y"]}
+
+    refused(world, InEvaluation, "evaluation_example draws", "leave them out")
+
+    class NoDict(Small):
+        def sources(self):
+            train, val = super().sources()
+            read = train.read
+            train.read = lambda index: tuple(read(index).values())
+            return train, val
+
+    refused(world, NoDict, "read() must return a dict of tensors, not tuple")
+
+
+def check_what_xla_cannot_compile_is_told(world):
+    """Its own errors would come in the first step, and what it leaves out never."""
+
+    class Layer(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Resizing(4, 4, "bicubic")(keras.layers.Reshape((2, 3, 1))(x))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(y)))
+
+    refused(world, Layer, "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
+
+    def checked(losses):
+        tf.debugging.assert_less(losses, 1e9)
+        return losses
+
+    def grows(losses):
+        array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
+        return array.write(tf.cast(0 * losses[0], tf.int32), losses).read(0)
+
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [0.0]), 0.0)
+    cases = [
+        (checked, "leaves out Assert ("),
+        (grows, "leaves out TensorListSetItem ("),
+        (lambda x: x + table.lookup(tf.cast(x, tf.int32)), "no lookup table"),
+        (lambda x: x + 0 * hvd.allreduce(x, name="own"), "checks_task_models.py, line", "(own)"),
+        (lambda x: tf.reshape(x, [tf.cast(12 + 0 * x[0], tf.int32)]), "compile-time constant"),
+    ]
+    for change, *words in cases:
+
+        class Loss(Small):
+            def loss(self, outputs, targets, change=change):
+                losses, weights = super().loss(outputs, targets)
+                return change(losses), weights
+
+        refused(world, Loss, "--jit", *words, jit=True)
+
+
+def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
+    """In each kind of run; its pictures' mode too. A resume does not read it again."""
+
+    class Pictures(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            y = keras.layers.Reshape((FEATURES // 3, 1, 3))(x)
+            y = preprocessing.Preprocess(name="preprocess")(y)
+            y = keras.layers.Conv2D(4, 1, name="conv1_conv")(y)
+            y = keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9)(y)
+            y = keras.layers.Flatten()(y)
+            model = keras.Model(x, keras.layers.Dense(CLASSES, name="logits")(y), name="pictures")
+            model.backbone = "conv1_bn"
+            return model
+
+    def begins(model):
+        norm = model.get_layer("conv1_bn").get_weights()
+        return [model.get_layer("conv1_conv").get_weights()[0], norm[2], norm[3]]
+
+    file = folder(world) / "backbone.h5"
+    there = Pictures(None).build_model()
+    there.set_weights([np.full(w.shape, 0.5 + i) for i, w in enumerate(there.get_weights())])
+    if world.is_chief:
+        body = keras.Model(there.get_layer("conv1_conv").input, there.get_layer("conv1_bn").output)
+        with h5py.File(file, "w") as content:
+            legacy_h5_format.save_weights_to_hdf5_group(content, body)
+    threads = tf.config.threading.get_intra_op_parallelism_threads()
+    kinds = (
+        {"precision": "bfloat16", "ema_decay": 0.5},
+        {"virtual_ranks": 2, "cpu_threads": threads, "deterministic": True},
+    )
+    for kind in kinds:
+        # Others do not look at it: there is none.
+        path = file if world.is_chief else file.with_name("nothing")
+        how = kind | {"base_lr": 1e-30, "eval_every": 1, "run_dir": str(folder(world) / "run")}
+        how |= {"backbone_preprocessing": "caffe"}
+        ended = fit(world, Pictures, num_steps=2, backbone_weights=str(path), **how)
+        again = fit(world, Pictures, num_steps=3, backbone_weights=str(file) + ".gone", **how)
+        tf_config.disable_op_determinism()
+        for run in (ended, again):
+            assert run.code == DONE, run.message
+            assert int(run.model.get_layer("preprocess").mode) == 1
+            for one, other in zip(begins(run.model), begins(there)):
+                np.testing.assert_allclose(one, other, rtol=1e-3)
+        if world.is_chief and "ema_decay" in kind:
+            with np.load(again.folder / "checkpoints/step-00000003/state.npz") as state:
+                name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
+                np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

@@ -1,0 +1,354 @@
+"""Run on real ranks by test_small_runs.py: a task's mistakes are told before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hvdkit.data.arrays import Arrays
+from hvdkit.run.health import Ending
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
+from small_runs import CLASSES, FEATURES, Small, fit, numbers
+from tensorflow.python.framework import config as tf_config
+
+
+def refused(world, task, *words, **settings):
+    """The run ends before its first step, on every rank with one message of these words."""
+    ended = fit(world, task, **settings)
+    assert ended.code == WRONG_USE, (ended.code, ended.message)
+    assert all(word in ended.message for word in words), ended.message
+    assert "\n" not in ended.message and not ended.checkpoints
+    return ended.message
+
+
+def dense(outputs=CLASSES, **settings):
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, keras.layers.Dense(outputs, **settings)(x))
+
+
+def _mean(task, outputs, targets):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
+
+
+def _column(task, outputs, targets):
+    losses, weights = Small.loss(task, outputs, targets)
+    return losses, weights[:, None]
+
+
+def _squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
+    losses = tf.square(outputs - tf.cast(targets, outputs.dtype))
+    return losses, tf.ones_like(losses)
+
+
+def _sums(name, made):
+    return {
+        "sums": lambda task, outputs, targets: (
+            Small.sums(task, outputs, targets) | {name: made(outputs)}
+        )
+    }
+
+
+# What a task does otherwise, and words of the sentence about it.
+MISTAKES = [
+    (
+        {"training_example": lambda task, sample, key: {"x": sample["x"], "y": sample["y"]}},
+        *("training_example", "inputs", "targets", "['x', 'y']"),
+    ),
+    (
+        {"evaluation_example": lambda task, sample: (sample["x"], sample["y"])},
+        *("evaluation_example", "tuple"),
+    ),
+    ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
+    ({"loss": lambda *of: (_mean(*of), tf.constant(1.0))}, "a loss for each example"),
+    ({"loss": _column}, "losses", "weights", "the same shape"),
+    ({"loss": _squares, "build_model": lambda task: dense(1)}, "one example more", "[n, 1]"),
+    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy']"),
+    ({"main_metric": "loss"}, "highest", '-sums["loss"] / sums["weight"]'),
+    (
+        {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
+        *('a figure "loss"', "another name"),
+    ),
+    (_sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
+    (_sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
+    (_sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "depends on the batch"),
+    (
+        {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
+        *("draw must return", "uint8", "float32 [4, 8, 3]"),
+    ),
+    ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
+]
+
+
+def check_mistakes_of_a_task_are_told_in_one_sentence(world):
+    for methods, *words in MISTAKES:
+        refused(world, type("Task", (Small,), methods), *words)
+
+
+def check_a_mistake_in_a_tasks_function_names_its_line(world):
+    class Task(Small):
+        def loss(self, outputs, targets):
+            return outputs["logits"], targets
+
+    refused(world, Task, "the task's loss failed", "checks_tasks.py, line", "TypeError")
+
+    class Branch(Small):
+        def training_example(self, sample, key):
+            if sample["y"] > 1:
+                return {"inputs": -sample["x"], "targets": sample["y"]}
+            return super().training_example(sample, key)
+
+    refused(world, Branch, "training_example failed", "checks_tasks.py, line")
+
+    class Runs(Small):  # it is traced without a fault
+        def sums(self, outputs, targets):
+            return super().sums(outputs, targets) | {"one": tf.gather([0], tf.size(targets))}
+
+    refused(world, Runs, "evaluating one sample failed: indices = 1 is not in [0, 1)")
+
+    class Reads(Small):  # outside of any graph
+        def sources(self):
+            tf.io.read_file("/nothing/there")
+
+    refused(world, Reads, "sources failed: checks_tasks.py, line", "NotFoundError: /nothing/there")
+
+    class Bytes(Small):
+        def sources(self):
+            train, val = super().sources()
+            val.fingerprint = lambda: b"bytes"
+            return train, val
+
+    refused(world, Bytes, "fingerprint() must return text", "b'bytes'")
+
+
+def check_a_label_that_is_no_class_is_told_by_value(world):
+    """From arrays, whose values nothing has looked at; at the first sample or in mid-run."""
+    for place in (0, 37):
+
+        class Task(Small):
+            bad = place
+
+            def sources(self):
+                train = numbers(1, 60)
+                train._arrays["y"][self.bad] = 7
+                return train, numbers(2, 20)
+
+            def training_example(self, sample, key):
+                from hvdkit.train import losses
+
+                return {
+                    "inputs": sample["x"],
+                    "targets": losses.require_classes(sample["y"], CLASSES),
+                }
+
+        ended = fit(world, Task, num_steps=6)
+        assert ended.code == WRONG_USE, (place, ended.code, ended.message)
+        assert "label 7 is no class: classes are 0 to 2" in ended.message, ended.message
+
+
+def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
+    class Task(Small):
+        def sources(self):
+            x = np.ones((60, FEATURES), np.float32)
+            return Arrays(x=x, y=np.full(60, 3, np.int32)), numbers(2, 20)
+
+    ended = fit(world, Task)
+    assert ended.code == 3 and "labels that are no class" in ended.message, ended.message
+
+
+def acting(act):
+    """A task with one action, `act(run, step, result)`, at every even step."""
+
+    class Acts:
+        settles = True
+
+        def __init__(self, run):
+            self.run = run
+
+        def due(self, step):
+            return step % 2 == 0
+
+        def __call__(self, step, result):
+            return act(self.run, step, result)
+
+    class Task(Small):
+        def actions(self, run):
+            return [Acts(run)]
+
+    return Task
+
+
+def check_prepare_is_called_once_on_every_host(world):
+    """By the first rank of each; here it makes what it alone needs on its disk."""
+    called = []
+
+    class Prepares(Small):
+        def prepare(self):
+            called.append(world.rank)
+
+    one_host = fit(world, Prepares)
+    assert one_host.code == DONE and called == ([0] if world.is_chief else [])
+    called.clear()
+    # As where each rank is on a host of its own.
+    apart = fit(dataclasses.replace(world, local_rank=0, local_size=1), Prepares)
+    assert apart.code == DONE and called == [world.rank]
+
+
+def check_a_task_of_its_own_actions_and_schedule(world):
+    seen = []
+
+    def look(run, step, result):
+        seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
+
+    class Task(acting(look)):
+        def schedule(self, config):
+            return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
+
+    ended = fit(world, Task, num_steps=5, base_lr=0.6)
+    assert ended.code == DONE
+    np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], 0.6 / np.arange(1, 6))
+    assert [(s, n) for s, _, n in seen] == [(2, 4), (4, 4)]
+    np.testing.assert_allclose([r for _, r, _ in seen], [0.3, 0.15], rtol=1e-6)
+
+
+def check_actions_that_are_none_are_told(world):
+    class Nothing(Small):
+        def actions(self, run):
+            return None
+
+    refused(world, Nothing, "actions must return a list", "NoneType")
+
+    class Function(Small):
+        def actions(self, run):
+            return [lambda step, result: None]
+
+    refused(world, Function, "settles", "due(step)", "a function")
+
+    class Mistake(Small):
+        def actions(self, run):
+            if world.rank == world.size - 1:
+                raise KeyError("histogram")
+            return []
+
+    refused(world, Mistake, "actions failed", "KeyError")
+
+
+def check_what_an_action_does_wrong_is_told(world):
+    def fails_on_one_rank(run, step, result):
+        if world.rank == world.size - 1:
+            raise KeyError("histogram")
+
+    for act, words in (
+        (
+            lambda run, step, result: "stop",
+            "Acts returned 'stop': it must return None, or an Ending",
+        ),
+        (fails_on_one_rank, "Acts failed: checks_tasks.py, line"),
+    ):
+        ended = fit(world, acting(act))
+        assert ended.code == WRONG_USE and words in ended.message, ended.message
+        assert ended.message.startswith("step 2: ") and "\n" not in ended.message
+
+
+def check_an_ending_of_one_ranks_action_ends_all(world):
+    enough = Ending(PREEMPTED, "enough", "the budget is used up", save=True)
+    ended = fit(world, acting(lambda run, step, result: enough if world.is_chief else None))
+    assert ended.code == PREEMPTED and "the budget is used up: saved at step 2" in ended.message
+    assert ended.checkpoints == ["step-00000002"]
+
+
+def check_what_an_action_changes_is_in_the_checkpoint(world):
+    def halve(run, step, result):
+        for variable in run.model.trainable_variables:
+            variable.assign(variable / 2)
+
+    usual = {"lr_policy": "constant", "checkpoint_every": 2, "deterministic": True}
+    whole = fit(world, acting(halve), num_steps=4, **usual)
+    first = fit(world, acting(halve), num_steps=2, **usual)
+    parts = fit(world, acting(halve), num_steps=4, run_dir=first.folder, **usual)
+    for one, other in zip(whole.weights(), parts.weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    tf_config.disable_op_determinism()
+
+
+def check_a_schedule_that_gives_no_rate_is_told(world):
+    for value, words in (
+        (-0.1, "learning rate of -0.1 after 0 steps"),
+        (float("nan"), "rate of nan"),
+        (None, "schedule failed"),
+    ):
+
+        class Task(Small):
+            rate = value
+
+            def schedule(self, config):
+                return lambda step: self.rate
+
+        refused(world, Task, words)
+
+    class Dips(Small):
+        def schedule(self, config):
+            return lambda step: tf.where(step == 1, -0.1, 0.1)
+
+    ended = fit(world, Dips)
+    assert ended.code == DIVERGED and "learning rate -0.1" in ended.message, ended.message
+
+
+def check_parts_of_an_example_that_make_no_batch_are_told(world):
+    def unknown(x, y):
+        return tf.ensure_shape(x[: y + 1], [None])
+
+    for part, words in (
+        (lambda x, y: tf.sparse.from_dense(x), "a SparseTensor"),
+        (lambda x, y: tf.RaggedTensor.from_row_lengths(x, [2, FEATURES - 2]), "a RaggedTensor"),
+        (lambda x, y: None, "a NoneType"),
+        (unknown, "shape (None,)"),
+    ):
+
+        class Task(Small):
+            def training_example(self, sample, key, part=part):
+                return {"inputs": sample["x"], "targets": part(sample["x"], sample["y"])}
+
+        refused(world, Task, "training_example", words)
+
+
+def check_weights_that_depend_on_outputs_are_told(world):
+    class Focal(Small):
+        def loss(self, outputs, targets):
+            losses, _ = super().loss(outputs, targets)
+            return losses, 1 - tf.exp(-losses)
+
+    for micro_batches in (1, 2):
+        refused(world, Focal, "tf.stop_gradient", accumulation_steps=micro_batches)
+
+    class Stopped(Focal):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses, tf.stop_gradient(weights)
+
+    assert fit(world, Stopped).code == DONE
+
+
+def check_arrays_of_objects(world):
+    names = np.array(["a", "bb", "ccc"] * 10, object)
+    x = np.ones([30, FEATURES], np.float32)
+
+    class Strings(Small):
+        values = names
+
+        def sources(self):
+            # New objects, with other addresses on every rank.
+            values = np.array([x if x is None else "".join(x) for x in self.values], object)
+            return Arrays(x=x, y=values), Arrays(x=x, y=values)
+
+        def training_example(self, sample, key):
+            return self.evaluation_example(sample)
+
+        def evaluation_example(self, sample):
+            return {"inputs": sample["x"], "targets": tf.strings.length(sample["y"]) - 1}
+
+    ended = fit(world, Strings, num_steps=1)
+    assert ended.code == DONE, ended.message
+    Strings.values = np.array(["a", None, "ccc"] * 10, object)
+    refused(world, Strings, "array y", "objects")

@@ -1,0 +1,410 @@
+"""Run on real ranks by test_virtual.py: one run's bits, whatever the number of ranks.
+
+Each launch trains the same runs and leaves what came of them in $VIRTUAL_RUNS/LAUNCH.json; the test
+compares the launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hvdkit.observe.records import TIMES
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
+from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
+
+from hvdkit.evaluate import metrics
+from hvdkit.ranks import world as world_lib
+
+FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
+LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
+
+VIRTUAL = {
+    "virtual_ranks": 4,
+    "deterministic": True,
+    "cpu_threads": 1,
+    "global_batch_size": 10,  # shares of 2, 3, 2 and 3
+    "num_steps": 4,
+    "weight_decay": 1e-3,
+}
+
+
+class Always(keras.layers.Layer):
+    """Draws in evaluation too, as the middle of a variational autoencoder does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(tf.shape(x), dtype=x.dtype, seed=self.generator)
+
+
+class Ordinary(Small):
+    """Batch norm, dropout twice, noise, a regularizer, an embedding, and weights that differ."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        l2 = keras.regularizers.L2(0.01)
+        y = keras.layers.Dense(32, activation="relu", kernel_regularizer=l2)(x)
+        y = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(y))
+        ids = keras.layers.Lambda(lambda t: tf.cast(t > 0, tf.int32))(x)
+        more = keras.layers.Flatten()(keras.layers.Embedding(2, 4)(ids))
+        y = keras.layers.Concatenate()([y, keras.layers.GaussianNoise(0.1)(more)])
+        y = keras.layers.BatchNormalization()(keras.layers.Dense(32, activation="relu")(y))
+        y = Always()(keras.layers.Dropout(0.2)(y))
+        return keras.Model(x, keras.layers.Dense(CLASSES, dtype="float32")(y))
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        return losses, weights * tf.gather([1.0, 0.0, 2.5], targets)
+
+    def sums(self, outputs, targets):
+        # A float: its sum over batches depends on their order, if it is rounded.
+        return super().sums(outputs, targets) | {"logits": tf.reduce_sum(tf.sin(outputs))}
+
+    def metrics(self, sums):
+        return super().metrics(sums) | {"logits": float(sums["logits"])}
+
+
+RUNS = {
+    "sgd": {"global_batch_size": 20, "accumulation_steps": 2, "clip_norm": 0.5, "ema_decay": 0.5},
+    "adam": {"optimizer": "adam", "eval_every": 2},
+    "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "global_batch_size": 8},
+    "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
+    "jit": {"jit": True, "accumulation_steps": 2, "global_batch_size": 18, "num_steps": 2},
+}
+# What these launches are needed for; 3 ranks end an "adam" besides.
+ONLY = {"3-gloo": ["sgd", "bfloat16"]}
+
+
+def begin(world):
+    """Threads are chosen before the first operation; other modules' helpers would choose theirs."""
+    world_lib.set_up(world, Config(cpu_threads=1))
+
+
+def train(world, name, task=Ordinary, stop_signal=None, **settings):
+    """One of RUNS by `name`, or a part of one (""), with the graph's optimizer, as users have it.
+
+    Others leave it out, which takes most of a small run's time.
+    """
+    begin(world)
+    left_out = name not in ("", *RUNS)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
+    run_dir = FOLDER / f"{LAUNCH}-{name}"
+    return fit(world, task, stop_signal, **{"run_dir": run_dir} | VIRTUAL | settings)
+
+
+def leave(world, name, ended):
+    """What must be equal: fingerprint of all variables, and the records without times."""
+    if world.is_chief:
+        path = FOLDER / f"{LAUNCH}.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        records = [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in ended.records]
+        found[name] = [ended.summary["weights_sha256"], records]
+        path.write_text(json.dumps(found))
+
+
+def check_runs_of_every_kind(world):
+    for name in ONLY.get(LAUNCH, RUNS):
+        ended = train(world, name, **RUNS[name])
+        assert ended.code == DONE, ended.message
+        assert all(np.isfinite(w).all() for w in ended.weights())
+        leave(world, name, ended)
+
+
+class Later(StopSignal):
+    """A signal that comes in the second step."""
+
+    def __init__(self):
+        self._asked = 0
+
+    @property
+    def asked(self):
+        self._asked += 1
+        return self._asked > 1
+
+
+def check_a_run_goes_on_with_another_number_of_ranks(world):
+    """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
+    settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "", stop_signal=Later(), **settings)
+        assert ended.code == PREEMPTED, ended.message
+    if LAUNCH == "3-gloo":
+        ended = train(world, "", **settings)
+        assert ended.code == DONE, ended.message
+        leave(world, "handed on", ended)
+
+
+def check_sums_of_an_evaluation_are_rounded_once(world):
+    begin(world)
+    values = np.random.default_rng(2).normal(size=30) * 10.0 ** np.arange(-15, 15)
+    values[3] = -values[20]
+    zeros = {
+        "x": np.zeros(()),
+        "none": np.zeros(()),
+        "huge": np.zeros(()),
+        "bad": np.zeros(2),
+        "n": np.zeros((), np.int64),
+    }
+    sums = metrics.ExactSums(world, zeros)
+    for place in range(world.rank, len(values), world.size):
+        bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
+        large = 1.7e308 if place < 2 else 0.0
+        more = {"x": values[place], "none": 0.0, "huge": large, "bad": bad, "n": np.int64(place)}
+        sums.add({name: np.asarray(value) for name, value in more.items()})
+    totals = sums.over_ranks()
+    assert totals["x"] == math.fsum(values)
+    assert totals["none"] == 0.0 and np.isposinf(totals["huge"])
+    assert np.isnan(totals["bad"][0]) and np.isposinf(totals["bad"][1])
+    assert totals["n"] == sum(range(30)) and totals["n"].dtype == np.int64
+
+
+class Draws(keras.layers.Layer):
+    """Remembers what it drew and its square: their means tell whether the draws were alike."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.generator = keras.random.SeedGenerator(1)
+
+    def build(self, shape):
+        self.drawn = self.add_weight(shape=(2,), trainable=False, name="drawn")
+
+    def call(self, x, training=False):
+        if training:
+            draw = keras.random.uniform((), seed=self.generator)
+            self.drawn.assign(tf.stack([draw, draw**2]))
+        return x
+
+
+class Remembers(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Draws()(Draws()(x))))
+
+
+def check_every_virtual_rank_step_and_generator_draws_its_own(world):
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "draws", Remembers, num_steps=3, checkpoint_every=1)
+        assert ended.code == DONE, ended.message
+        states = [np.load(p / "state.npz") for p in sorted(ended.folder.glob("checkpoints/step*"))]
+        drawn = [s[name] for s in states for name in s.files if name.endswith("/drawn")]
+        means = [float(mean) for mean, _ in drawn]
+        assert len(set(means)) == len(means) == 6, means
+        # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
+        assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
+        seeds = [s[name] for s in states for name in s.files if "seed_generator" in name]
+        assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
+
+
+class AddsNothing(Small):
+    """What the model adds depends on no variable: an activity of its inputs."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.ActivityRegularization(l2=0.1)(x)
+        return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+
+
+class Adds(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(tf.square(x - 1.0)))
+        return tf.stop_gradient(x)
+
+
+class OnlyAdds(Small):
+    """What the task adds depends on no variable, and its weights are not 1."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, Adds()(keras.layers.Dense(CLASSES)(x)))
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        return losses, weights * tf.gather([1.0, 0.0, 2.5], targets)
+
+
+def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
+    for task in (AddsNothing, OnlyAdds) if LAUNCH == "2-mpirun" else ():
+        shown = []
+        for count in (0, 4):
+            name = f"{task.__name__}-{count}"
+            ended = train(world, name, task, virtual_ranks=count, num_steps=2)
+            assert ended.code == DONE, ended.message
+            shown.append([[r["keras_loss"], r["grad_norm"]] for r in ended.records if "loss" in r])
+        np.testing.assert_allclose(*shown, rtol=1e-5)
+
+
+HELD = {"float32": (1e-25, 3e-15, np.inf), "bfloat16": (1.5,), "complex64": (1 + 2j,)}
+
+
+class Holds(keras.layers.Layer):
+    """State that nothing changes, of sizes and types that the grids do not hold."""
+
+    def build(self, shape):
+        for dtype, values in HELD.items():
+            for place, value in enumerate(values):
+                start = keras.initializers.Constant(value)
+                name = f"held_{dtype}_{place}"
+                self.add_weight((), start, dtype, trainable=False, name=name)
+
+    def call(self, x):
+        return x + 0.0 * sum(tf.cast(tf.math.real(w.value), x.dtype) for w in self.weights[:2])
+
+
+class Held(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Holds()(x)))
+
+
+def check_state_that_nothing_changes_stays_as_it_is(world):
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "held", Held)
+        assert ended.code == DONE, ended.message
+        held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
+        for dtype, values in HELD.items():
+            for place, value in enumerate(values):
+                assert held[f"held_{dtype}_{place}"] == np.asarray(
+                    value, held[f"held_{dtype}_0"].dtype
+                )
+
+
+# ---- What is told ------------------------------------------------------------------------------
+
+
+def told(world, task, code, *words, **settings):
+    """Once is enough: on two ranks."""
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "told", task, resume="never", **settings)
+        assert ended.code == code and all(w in ended.message for w in words), ended.message
+        assert ended.message.count("\n") == 0
+        assert all(np.isfinite(w).all() for w in ended.weights())
+
+
+def check_more_ranks_than_virtual_ones_are_refused(world):
+    if world.size > 1:
+        ended = train(world, "refused", virtual_ranks=1)
+        assert ended.code == WRONG_USE and "at most 1" in ended.message, ended.message
+
+
+class Scaled(Small):
+    factor = 1.0
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        return losses * self.factor, weights
+
+
+def check_a_gradient_beyond_the_grid_ends_the_run_and_is_told(world):
+    class Huge(Scaled):
+        factor = 1e9
+
+    told(world, Huge, DIVERGED, "at step 1", "fixed point", "--base_lr")
+
+
+def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(world):
+    class Broken(Scaled):
+        factor = math.inf
+
+    told(world, Broken, DIVERGED, "diverged at step 1", max_bad_steps=1)
+
+
+def check_gradients_that_round_to_nothing_are_told_once(world):
+    class Flat(Scaled):
+        factor = 1e-16
+
+    if LAUNCH == "2-mpirun":
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            ended = train(world, "flat", Flat)
+        assert ended.code == DONE, ended.message
+        notes = said.getvalue().count("all gradients of a virtual rank are smaller than 6e-14")
+        assert notes == world.is_chief, said.getvalue()
+
+
+class Spectral(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        inner = keras.layers.SpectralNormalization(keras.layers.Dense(9))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(inner(x)))
+
+
+def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
+    told(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
+
+
+class Complex(keras.layers.Layer):
+    def build(self, shape):
+        self.seen = self.add_weight((), "zeros", "complex64", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            self.seen.assign_add(1j)
+        return x
+
+
+class Rotates(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Complex()(x)))
+
+
+def check_state_that_cannot_be_brought_together_is_refused(world):
+    told(world, Rotates, WRONG_USE, "seen", "float or integer")
+
+
+def check_float16_skips_steps_until_its_scale_fits(world):
+    class Steep(Scaled):
+        factor = 1e3
+
+    if LAUNCH == "2-mpirun":
+        settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
+        ended = train(world, "steep", Steep, **settings)
+        assert ended.code == DONE, ended.message
+        assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
+
+
+class Counts(keras.layers.Layer):
+    """Counts calls or, with `samples`, what is positive among them."""
+
+    def __init__(self, samples=False, **kwargs):
+        super().__init__(**kwargs)
+        self.samples = samples
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), dtype="int32", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            positive = tf.math.count_nonzero(x > 0, dtype=tf.int32)
+            self.seen.assign_add(positive if self.samples else 1)
+        return x
+
+
+def counting(samples):
+    class Task(Small):
+        def build_model(self):
+            x = keras.Input((FEATURES,))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(Counts(samples)(x)))
+
+    return Task
+
+
+def check_counters_that_differ_between_virtual_ranks_are_told(world):
+    told(world, counting(True), BUG, "at step 1", "counter", "differs between virtual ranks")
+
+
+def check_counters_that_agree_count_steps(world):
+    if LAUNCH == "2-mpirun":
+        ended = train(world, "counts", counting(False))
+        assert ended.code == DONE, ended.message
+        assert [int(w) for w in ended.weights() if w.dtype == np.int32] == [4]

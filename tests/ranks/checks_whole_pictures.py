@@ -1,0 +1,203 @@
+"""Run on real ranks by test_small_runs.py: scores of whole pictures against plain NumPy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+
+import keras
+import numpy as np
+import plain_evaluation as plain
+import tensorflow as tf
+from hvdkit.data.pipeline import EvaluationFeed, reader
+from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.run.context import Run
+from hvdkit.settings.config import Config, eval_scales
+from hvdkit.stop import WRONG_USE, Stop
+from PIL import Image
+from shared_checks import differ
+from small_runs import folder
+
+from hvdkit.ranks import world as world_lib
+from hvdkit.run import context as run_lib
+from tasks.segmentation import Task
+
+CLASSES, CROP, STRIDE = 3, 16, 2
+# Smaller than the crop, odd, wide and high, larger than the window, a row of pixels; then again.
+SIZES = [(7, 12), (17, 23), (16, 40), (41, 18), (50, 66), (1, 9), (17, 23)]
+WAYS = {
+    "whole": {},
+    "all": {"eval_window": 24, "eval_scales": "0.7,1.5", "eval_flip": True},
+    "crop": {"eval_crop": CROP},
+}
+
+
+@functools.cache
+def small_run(world) -> Run:
+    """A model as it is made, and pictures of noise in files."""
+    root = folder(world) / "data"
+    if world.is_chief:
+        rng = np.random.default_rng(5)
+        for name in ("images", "labels", "splits"):
+            (root / name).mkdir(parents=True)
+        for number, size in enumerate(SIZES):
+            # Blocks, so that a scaled or a shifted picture gives other classes.
+            image = np.kron(rng.integers(256, size=(10, 12, 3)), np.ones((6, 6, 1)))
+            label = rng.choice([0, 1, 2, 255], size=size, p=[0.4, 0.3, 0.2, 0.1])
+            for kind, pixels in (("images", image[: size[0], : size[1]]), ("labels", label)):
+                Image.fromarray(pixels.astype(np.uint8)).save(root / kind / f"{number}.png")
+        for split in ("train", "val"):
+            (root / "splits" / f"{split}.txt").write_text("\n".join(map(str, range(len(SIZES)))))
+    world.gather_objects(None, "whole.data")
+    config = dataclasses.replace(
+        Config(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
+    )
+    world_lib.set_up(world, config)
+    run = run_lib.prepare(config, world)
+    rng = np.random.default_rng(6)
+    for variable in run.model.trainable_variables:  # bolder than they are made
+        fan_in = np.prod(variable.shape[:-1]) or 1
+        variable.assign(rng.normal(size=variable.shape) * (3 / fan_in) ** 0.5)
+    return run
+
+
+@functools.cache
+def evaluator(world, name: str) -> Evaluator:
+    """Of WAYS; it is traced once for all checks. Virtual ranks: floats are added up exactly."""
+    run = small_run(world)
+    config = dataclasses.replace(run.config, virtual_ranks=2, **WAYS[name])
+    run = dataclasses.replace(run, config=config, task=Task(config))
+    made = Evaluator(run, feed(run, world.rank, world.size, 3))
+    made.run_of_it = run
+    return made
+
+
+def feed(run: Run, rank: int, size: int, batch: int) -> EvaluationFeed:
+    made = reader(run.val_source, run.task.evaluation_example, keyed=False)
+    return EvaluationFeed(run.val_source, made, batch, rank, size)
+
+
+def by_hand(run: Run) -> tuple[float, float]:
+    """mIoU and mean loss, in plain NumPy but for the model itself."""
+    config, labels, found, losses = run.config, [], [], []
+    ways = {"window": config.eval_window, "scales": eval_scales(config), "flip": config.eval_flip}
+
+    def model(image: np.ndarray) -> np.ndarray:
+        return run.model({"image": image[None].astype(np.float32)}, training=False).numpy()[0]
+
+    for number in range(len(SIZES)):
+        folder = run.task.root
+        image = np.asarray(Image.open(folder / "images" / f"{number}.png"))
+        label = np.asarray(Image.open(folder / "labels" / f"{number}.png"))
+        if config.eval_crop:
+            image, label = centre(image, 128), centre(label, 255)
+        shares = plain.probabilities(model, image, STRIDE, **ways)
+        labels, found = [*labels, label], [*found, shares.argmax(-1)]
+        of_label = np.take_along_axis(shares, np.minimum(label, CLASSES - 1)[..., None], -1)
+        losses.extend(-np.log(of_label[..., 0][label != 255]))
+    return plain.miou(labels, found, CLASSES), float(np.mean(losses))
+
+
+def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
+    """The middle CROP x CROP, with `fill` where there is no picture."""
+    out = np.full((CROP, CROP, *pixels.shape[2:]), fill, pixels.dtype)
+    top, left = ((side - CROP) // 2 for side in pixels.shape[:2])
+    inside = pixels[max(top, 0) : max(top, 0) + CROP, max(left, 0) : max(left, 0) + CROP]
+    above, before = max(-top, 0), max(-left, 0)
+    out[above : above + inside.shape[0], before : before + inside.shape[1]] = inside
+    return out
+
+
+def check_scores_are_those_of_plain_numpy(world):
+    # All of them first: a rank that fails must not leave the others alone in the next.
+    found = {name: evaluator(world, name).run(lambda: False).figures for name in WAYS}
+    if not world.is_chief:
+        return
+    values = set()
+    for name, figures in found.items():
+        miou, loss = by_hand(evaluator(world, name).run_of_it)
+        assert figures["miou"] == miou, (name, figures["miou"], miou)
+        np.testing.assert_allclose(figures["loss"], loss, rtol=2e-5, err_msg=name)
+        values.add(miou)
+    assert len(values) == len(WAYS)
+
+
+def check_scores_are_the_same_to_the_last_digit_on_any_number_of_ranks(world):
+    different = []
+    for name in ("whole", "all"):
+        made = evaluator(world, name)
+        shared, usual = made.run(lambda: False).figures, made._feed
+        # Each rank all pictures, in other batches: on 2 ranks, all sums are twice as large.
+        made._feed = feed(made.run_of_it, 0, 1, batch=1)
+        alone, made._feed = made.run(lambda: False).figures, usual
+        different += [] if shared == alone else [(name, shared, alone)]
+    assert not different
+
+
+def check_pictures_of_all_sizes_are_traced_once_and_drawn_on_one_sheet(world):
+    made = evaluator(world, "whole")
+    made.try_out()
+    found = made.run(lambda: False)
+    assert made._step.experimental_get_tracing_count() == 1
+    if world.is_chief:
+        assert found.pictures.shape == (4, 256, 3 * 256, 3)
+
+
+def check_the_share_that_a_crop_sees_is_said_once(world):
+    made = evaluator(world, "crop")
+    made._said = set()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        made.try_out()
+        for _ in range(2):
+            made.run(lambda: False)
+    seen = sum(min(height, CROP) * min(width, CROP) for height, width in SIZES)
+    share = f"{seen / sum(height * width for height, width in SIZES):.2%}"
+    assert printed.getvalue().count(f"scores are of {share}") == (1 if world.is_chief else 0)
+
+
+def check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
+    made = evaluator(world, "whole")
+    step, last = made._step, world.rank == world.size - 1
+
+    def full(batch):
+        if last and batch["inputs"]["image"].shape[1] == 17:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+        return step(batch)
+
+    full.get_concrete_function, made._step = step.get_concrete_function, full
+    try:
+        made.run(lambda: False)
+    except Stop as stop:
+        assert stop.code == WRONG_USE and "--eval_window" in str(stop), str(stop)
+        assert "[1, 17, 23, 3]" in str(stop)
+    else:
+        raise AssertionError("no Stop was raised")
+    finally:
+        made._step = step
+
+
+def check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
+    """Two halvings and a concatenation take multiples of 4; the first picture is padded to one."""
+    usual = small_run(world)
+
+    class Deep(Task):
+        def build_model(self):
+            image = keras.Input((None, None, 3), name="image")
+            up, halve = keras.layers.UpSampling2D(2), keras.layers.AveragePooling2D(2)
+            half = halve(image)
+            both = keras.layers.Concatenate()([half, up(halve(half))])
+            return keras.Model({"image": image}, up(keras.layers.Conv2D(CLASSES, 1)(both)))
+
+    def made(stride: int) -> Evaluator:
+        Deep.stride = stride
+        task = Deep(usual.config)
+        run = dataclasses.replace(usual, task=task, model=task.build_model())
+        return Evaluator(run, feed(run, world.rank, world.size, 1))
+
+    small, sample = made(2), 1 if world.size == 1 else 4  # the lowest rank speaks: 0 has even ones
+    small.try_out()
+    size = f"sample {sample} (counted from 0; inputs of shape {[1, *SIZES[sample], 3]}): ConcatOp"
+    differ(lambda: small.run(lambda: False), size, "`stride`", "--eval_crop")
+    assert made(4).run(lambda: False).figures["miou"] > 0
