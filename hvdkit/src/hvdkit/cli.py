@@ -46,4 +46,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")
     module = importlib.import_module(COMMANDS[name][0])
-    sys.exit(module.main([f"hvdkit {name}", *words[2:]]))
+    sys.argv = [f"hvdkit {name}", *words[2:]]  # argparse names the program by it
+    sys.exit(module.main(sys.argv))

@@ -60,7 +60,7 @@ def page_of(folder: Path) -> Page:
 
 
 def call(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, words)]
+    command = [sys.executable, "-m", "hvdkit", *map(str, words)]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100)
 
 

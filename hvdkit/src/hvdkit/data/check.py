@@ -188,7 +188,7 @@ def _splits(root: Path, layout: str) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=argv[0], description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")

@@ -203,7 +203,7 @@ def _to_disk(path: Path) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half done goes too
-    parser = argparse.ArgumentParser(prog=argv[0], description="Packs one split of a data set into shards.")
+    parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=READERS, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--split", required=True, help="which split to pack")

@@ -285,7 +285,7 @@ def _already_made(root: Path, settings: Settings) -> bool:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog=argv[0], description="Makes the demo data set.")
+    parser = argparse.ArgumentParser(description="Makes the demo data set.")
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
