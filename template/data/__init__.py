@@ -1,1 +1,0 @@
-"""Readers of training data, augmentation, and the demo data set."""
