@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from summary_of_sweeps import pytest_terminal_summary
+from tiny_runs import TINY_FLAGS
 
 from hvdkit.settings import project
 from ranks import PROJECT
@@ -14,20 +15,6 @@ __all__ = ["pytest_terminal_summary"]
 project.use(PROJECT)
 
 from hvdkit.data.demo import scenes  # noqa: E402
-
-# A run of a few seconds; flags after these win.
-TINY_FLAGS = (
-    "--model=tiny",
-    "--image_size=32",
-    "--eval_crop=32",
-    "--global_batch_size=7",
-    "--eval_batch_size=4",
-    "--num_steps=4",
-    "--warmup_steps=0",
-    "--log_every=1",
-    "--eval_every=0",
-    "--checkpoint_every=0",
-)
 
 
 @pytest.fixture(scope="session")

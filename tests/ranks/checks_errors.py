@@ -13,8 +13,8 @@ from hvdkit.data.packed_strings import Names
 from hvdkit.stop import WRONG_USE
 from PIL import Image
 from small_runs import fit_config, folder
+from tiny_runs import TINY_FLAGS
 
-from conftest import TINY_FLAGS
 from hvdkit.run import context as run_lib
 from hvdkit.settings import config as config_lib
 from tasks.segmentation import Task

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hvdkit.data.readers.digits import Digits
 from PIL import Image
+from tiny_runs import TINY_FLAGS
 
-from conftest import TINY_FLAGS
 from hvdkit.evaluate import confusion
 from ranks import PROJECT, last_lines, launch, train
 

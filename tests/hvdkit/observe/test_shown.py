@@ -11,7 +11,8 @@ import tensorflow as tf
 from hvdkit.commands.export import Exported
 
 from hvdkit.commands import evaluate, predict
-from hvdkit.evaluate import confusion, evaluator, records, report
+from hvdkit.evaluate import confusion, evaluator
+from hvdkit.observe import records, report
 
 # Of 10 labels of class 0, 8 were told right; of 5 of class 1, one.
 CONFUSION = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])
