@@ -103,14 +103,15 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
     """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
     sys.path.insert(0, str(TEMPLATE))
-    import hvdkit.ranks.quiet  # noqa: F401
+    import hvdkit.ranks.quiet
 
     # isort: split
     import horovod.tensorflow as hvd
     import hvdkit
     import tensorflow as tf
     from horovod.tensorflow import functions
-    from hvdkit.run import actions
+    from hvdkit.run import actions, health
+    from hvdkit.run import finish as finish_lib
 
     import train
 
@@ -175,29 +176,27 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         say(middle | whole | held())
         return finish(run, *rest)
 
-    finish, hvdkit.run.finish.finish = train.finish, ending
+    finish, finish_lib.finish = finish_lib.finish, ending
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name)
-    for name in ("allgather", "broadcast"):  # of broadcast_object and such
-        count(functions, name)
-    after(train.health.Health, "_judge", judged)
+    count(functions, "broadcast")  # of variables
+    after(health.Health, "_judge", judged)
     after(actions.Log, "__call__", logged)
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
     if mocked:
-        be_one_of(mocked, train)
+        be_one_of(mocked)
     return hvdkit.main(train.train, ["train.py", *flags])
 
 
-def be_one_of(ranks: int, train) -> None:
+def be_one_of(ranks: int) -> None:
     """Rank 0 of so many, in one process, with a sample for each."""
-    import horovod.tensorflow as hvd
+    from hvdkit.ranks import world as world_lib
 
     from tasks import blank
 
-    connect, numbers = train.world_lib.connect, blank.numbers
-    train.world_lib.connect = lambda knobs: connect(knobs) and train.World(0, ranks, 0, 1)
+    connect, numbers = world_lib.connect, blank.numbers
+    world_lib.connect = lambda knobs: connect(knobs) and world_lib.World(0, ranks, 0, 1)
     blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
-    hvd.global_process_set.size = lambda: ranks  # allgather_object reads what so many sent
 
 
 def held() -> dict[str, float]:

@@ -35,7 +35,8 @@ def check_every_pair_of_flags(world):
     for values in tables:
         start, before = time.process_time(), made.runs
         array = flag_values.covering(values, made.accepts)
-        array = world.broadcast_object(array, "flags.array")
+        parts = [array.rows, array.pairs, array.refused]
+        array = flag_values.Array(*world.broadcast_object(parts, "flags.array"))
         rows = array.rows[: -(-len(array.rows) // PART) if world.size == 1 else ROWS_ON_RANKS]
         all_pass(world, functools.partial(try_row, made), [(row,) for row in rows])
         count(

@@ -87,6 +87,15 @@ class Found(NamedTuple):
         return self.path.parent.resolve() == folder.resolve()
 
 
+def _fields(found: Found | None) -> list[Any] | None:
+    """For other ranks: `_found` makes it again."""
+    return [str(found.path), found.step, found.asked] if found else None
+
+
+def _found(fields: list[Any] | None) -> Found | None:
+    return Found(Path(fields[0]), *fields[1:]) if fields else None
+
+
 def _seen(value: tf.Tensor) -> np.ndarray:
     """Its memory, not copied where it lies in the host's."""
     # NumPy takes no scalar of a type that is not its own.
@@ -189,7 +198,8 @@ class Checkpoints:
             path = files.best(there, self.measure)
             about = files.read_manifest(path) if path else None
             found = Best(about.score, about.step) if about else None
-        return self.world.broadcast_object(found, "checkpoint.best")
+        found = self.world.broadcast_object(found, "checkpoint.best")
+        return found and Best(*found)
 
     def has_score(self, path: Path) -> bool:
         """Whether the checkpoint was evaluated as this run does, be its score a number or not."""
@@ -216,7 +226,7 @@ class Checkpoints:
                     "scores are not compared with this run's"
                 )
                 newest = (step, said)
-        return self.world.broadcast_object(newest, "checkpoint.other_scores")
+        return tuple(self.world.broadcast_object(newest, "checkpoint.other_scores"))
 
     def holds(self, found: Found) -> bool:
         """Whether it is one of this run's own, and not of another run's folder."""
@@ -243,10 +253,10 @@ class Checkpoints:
                     )
             except (OSError, ValueError) as caught:
                 error = why_not(caught, self.folder)
-        found, error = self.world.broadcast_object((found, error), "checkpoint.find")
+        fields, error = self.world.broadcast_object((_fields(found), error), "checkpoint.find")
         if error:
             raise Stop(WRONG_USE, f"--resume={resume}: {error}")
-        return found
+        return _found(fields)
 
     def sound_before(self, step: int) -> Found | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
@@ -256,7 +266,7 @@ class Checkpoints:
                 path, _ = files.newest_sound(self.folder, step)
                 if path:
                     found = Found(path, files.read_manifest(path).step, asked=True)
-        return self.world.broadcast_object(found, "checkpoint.sound_before")
+        return _found(self.world.broadcast_object(_fields(found), "checkpoint.sound_before"))
 
     def of_memory(self, step: int) -> Found:
         """Stands for what ranks kept in memory: as a checkpoint of this run's, on disk or not."""

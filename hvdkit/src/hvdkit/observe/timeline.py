@@ -62,7 +62,7 @@ class Timeline:
             if self._world.is_chief:
                 self._start(f"step-{step:08d}")
             # Or the others would be in the step already, and rank 0 the one that all wait for.
-            self._world.meet("timeline.start")
+            self._world.barrier_max("timeline.start")
         self._recorded.append(step)
         if not self._world.is_chief:
             return

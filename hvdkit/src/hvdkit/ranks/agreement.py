@@ -90,7 +90,7 @@ def check_code(world: World) -> None:
             own = fingerprints.code(project.folder(), project.ENGINE)
     whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
     first = world.broadcast_object(whole, "agreement.code")
-    if world.meet("agreement.odd_code", bool(own) and whole != first) == [0]:
+    if world.barrier_max("agreement.odd_code", bool(own) and whole != first) == [0]:
         return
     everyone = world.gather_objects((own, hostname()), "agreement.files")
     first, _ = everyone[0]

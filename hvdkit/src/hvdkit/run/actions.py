@@ -136,7 +136,7 @@ class Own:
                     "(hvdkit/run/health.py) where the run must end"
                 )
         everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
-        return next((theirs for theirs in everyone if theirs), None)
+        return next((Ending(*theirs) for theirs in everyone if theirs), None)
 
 
 def evaluation_due(config: Config, step: int) -> bool:

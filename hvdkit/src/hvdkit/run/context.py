@@ -101,7 +101,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
     with world.together("opening the data"), task_checks.told("sources"), listing:
         train, val = sources = task.sources()
-    found = world.broadcast_large(found, "listings")
+    found = world.broadcast_object(found, "listings")
     with world.together("opening the data"), task_checks.told("sources"):
         if sources is None:  # it came to where something is looked for
             with shared_listing.given(found, look=world.local_rank == 0):
