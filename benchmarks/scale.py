@@ -9,7 +9,7 @@ files; what the network costs is not in them.
 
   start         seconds from the command to the first step done
   log, save     milliseconds of one log line (with the ranks' times), of one checkpoint's copy
-  together      milliseconds of World.together, in which all ranks learn whether one failed
+  together      milliseconds of World.fail_together, in which all ranks learn whether one failed
   MB, files     resident memory and open files at the end
   exchanges     collectives outside of graphs until the first step, and kB that they gave to rank 0
 
@@ -168,7 +168,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     def ending(run, *rest):
         for name in ("first", *["scale"] * 20):
             start = time.perf_counter()
-            with run.world.together(name):
+            with run.world.fail_together(name):
                 pass
             seen.setdefault("together", []).append((time.perf_counter() - start) * 1e3)
         middle = {n: statistics.median(seen[n][1:] or seen[n]) for n in ("log", "save", "together")}

@@ -92,7 +92,7 @@ class Commits:
         Raises:
           Stop: on all ranks, when they are others: who has joined runs other code.
         """
-        with world.together("going on from memory"):
+        with world.fail_together("going on from memory"):
             if world.rank == kept.rank:
                 if missing := variables.keys() ^ self._values.keys():
                     raise ValueError(f"the model has other variables than before: {some(missing)}")

@@ -45,7 +45,7 @@ def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
 
 def check_what_all_ranks_did_well_takes_one_small_collective(world):
     with counted(world) as found:
-        with world.together("all is well"):
+        with world.fail_together("all is well"):
             pass
         world.check_same("the same" * 1000, "long texts")
         assert world.gather_alike({"a": [1.5]}, "alike") == [{"a": [1.5]}] * world.size
@@ -57,7 +57,7 @@ def check_one_rank_s_failure_is_told_by_all(world):
     for failing in range(world.size):
         with counted(world) as found:
             try:
-                with world.together("reading"):
+                with world.fail_together("reading"):
                     if world.rank >= failing:
                         raise ValueError(f"what rank {world.rank} lacks")
             except Stop as stop:
@@ -89,7 +89,7 @@ def check_objects_of_any_length_come_in_rank_order(world):
 
 def check_ranks_at_different_places_are_told_whatever_they_exchange(world):
     def one_fails():
-        with world.together("reading"):
+        with world.fail_together("reading"):
             pass
 
     def another_sends():
@@ -99,7 +99,7 @@ def check_ranks_at_different_places_are_told_whatever_they_exchange(world):
         world.check_same("a", "weights")
 
     for other in (another_sends, a_third_looks):
-        differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'together.reading'")
+        differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'fail_together.reading'")
 
 
 def malformed(world, changed, send, *words):

@@ -261,7 +261,7 @@ class Checkpoints:
     def sound_before(self, step: int) -> Found | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
         found = None
-        with self.world.together("looking for a checkpoint to go back to"):
+        with self.world.fail_together("looking for a checkpoint to go back to"):
             if self.world.is_chief:
                 path, _ = files.newest_sound(self.folder, step)
                 if path:
@@ -281,7 +281,7 @@ class Checkpoints:
           Stop: on all ranks, when names, shapes or types do not fit; names the first that does not.
         """
         changed = []
-        with self.world.together(f"restoring {found.path}"):
+        with self.world.fail_together(f"restoring {found.path}"):
             if self.world.is_chief:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)

@@ -106,14 +106,14 @@ def _probe(world: World, writers: Writers, run_dir: Path) -> None:
     folder = run_dir / world.broadcast_object(f".shared-{secrets.token_hex(4)}", "parts.probe")
     others, what = writers.ranks[1:], f"writing checkpoints in {writers.parts} parts"
     try:
-        with world.together(what):
+        with world.fail_together(what):
             if world.is_chief:
                 folder.mkdir(parents=True)
-        with world.together(what):
+        with world.fail_together(what):
             if world.rank in others:
                 _look_for(folder, writers, 0)
                 (folder / str(world.rank)).touch()
-        with world.together(what):
+        with world.fail_together(what):
             for number, rank in enumerate(others, 1) if world.is_chief else ():
                 _look_for(folder / str(rank), writers, number)
     finally:

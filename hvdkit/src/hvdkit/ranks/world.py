@@ -1,8 +1,8 @@
 """The ranks: one process each, one GPU each, and how they come to the same decision.
 
-A rank never acts alone on what it alone saw. `World.together` runs a piece of start-up on every
-rank and ends all of them with one message when any of them failed; `World.broadcast_object` hands
-out a decision that rank 0 took.
+A rank never acts alone on what it alone saw. `World.fail_together` runs a piece of start-up on
+every rank and ends all of them with one message when any of them failed;
+`World.broadcast_object` hands out a decision that rank 0 took.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class World:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def fail_together(self, what: str) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
         Every rank must come here with the same `what`: it names the collective.
@@ -60,7 +60,7 @@ class World:
         except (ValueError, OSError) as caught:
             error = f"{what}: {caught}", hostname()
         lowest = -self.rank if error else -self.size
-        lowest, anyone_well = self.barrier_max(f"together.{what}", lowest, not error)
+        lowest, anyone_well = self.barrier_max(f"fail_together.{what}", lowest, not error)
         if -lowest < self.size:
             text, host = self.broadcast_object(error, f"error.{what}", -lowest)
             where = f" (rank {-lowest} on {host})" if anyone_well else ""
@@ -243,7 +243,7 @@ def set_up(world: World, config: Config) -> None:
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
-    with world.together("choosing a device"):
+    with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or _threads() or _share_of_cores(world)
         _choose_device(world, config.device, threads)

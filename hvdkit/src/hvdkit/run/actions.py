@@ -128,7 +128,7 @@ class Own:
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""
         ending = None
-        with self._world.together(f"step {step}"), task_checks.told(self._name):
+        with self._world.fail_together(f"step {step}"), task_checks.told(self._name):
             ending = self._action(step, result)
             if not isinstance(ending, Ending | None):
                 raise ValueError(

@@ -54,7 +54,7 @@ def on_ranks(settings: Config, work: Callable[[World, StopSignal], None]) -> int
         return stop.code
     try:
         world_lib.set_up(world, settings)
-        with world.together("choosing what carries gradients"):
+        with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(settings)
         with Peers(world, reduction.stall_seconds(settings)):
             work(world, stop_signal)
