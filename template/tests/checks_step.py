@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement, votes
+from hvdkit.run import health
 from hvdkit.train import optimizer
 from hvdkit.train.state import State
 

@@ -39,6 +39,8 @@ MEETS = ("largest", 32)
 def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
     expected = messages.Mpi if hvd.mpi_enabled() else messages.Horovod
     assert type(world.carrier) is expected, world.carrier
+    with mock.patch("mpi4py.MPI.Query_thread", return_value=2):  # no thread but one may call MPI
+        assert type(messages.carrier()) is messages.Horovod
     assert (world.rank, world.size) == (hvd.rank(), hvd.size())
     assert (world.local_rank, world.local_size) == (hvd.local_rank(), hvd.local_size())
 

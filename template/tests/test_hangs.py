@@ -35,7 +35,7 @@ def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str, me
 def test_an_exception_on_one_rank_ends_those_that_wait_for_it(meet: list[str]):
     """Python's own way out would wait in MPI's finalize for them."""
     ended = launch(2, [WAITS, "raise", 600, *meet], "mpirun", timeout=100)
-    assert ended.code == 1 and "RuntimeError: only here" in ended.output, last_lines(ended.output)
+    assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
 
 
 def test_a_stopped_rank_is_not_said_to_have_ended():
