@@ -18,6 +18,8 @@ import hvdkit.ranks.quiet  # noqa: F401
 import keras
 import numpy as np
 import tensorflow as tf
+from small_runs import Small, fit_config
+
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.demo import scenes
 from hvdkit.observe import compare
@@ -25,8 +27,6 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.settings import config as config_lib
 from hvdkit.stop import DONE
-
-from small_runs import Small, fit_config
 from tasks import classification, segmentation
 
 # As in a run: TensorFlow may join and reorder kernels here, which small_runs leaves out.

@@ -20,9 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-from hvdkit.data.demo import scenes
-
 import equivalence
+from hvdkit.data.demo import scenes
 from ranks import last_lines, launch
 
 

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
 from hvdkit.settings.config import Config
-
 from ranks import last_lines, launch
 
 WORKER = Path(__file__).parent / "gpu_runs.py"

@@ -25,17 +25,17 @@ import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import horovod.tensorflow as hvd
-import hvdkit
 import keras
 import numpy as np
 import tensorflow as tf
+
+import hvdkit
+import train
 from hvdkit.observe import speed
 from hvdkit.ranks import devices
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
 from hvdkit.settings import config as config_lib
-
-import train
 from tasks import classification
 
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow

@@ -86,10 +86,9 @@ def rate(python: str, name: str, kind: str, data: Path, cores: int, seconds: flo
 
 def make(kind: str, root: Path) -> None:
     """The set's files in `root`, and the set packed beside it."""
+    from hvdkit.data import pack
     from hvdkit.data.demo import scenes
     from hvdkit.data.smaller import Smaller
-
-    from hvdkit.data import pack
 
     if kind == "demo":
         scenes.make(root, scenes.Settings(train=320, val=4))

@@ -30,10 +30,10 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
 
     # isort: split
     import tensorflow as tf
+
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
     from hvdkit.settings.config import Config
-
     from tasks import classification, segmentation
 
     task_class = classification if kind == "photos" else segmentation

@@ -184,6 +184,7 @@ def _keras_parts():
     """Model, optimizer with its slots, and the function of (logits, labels) to losses."""
     import keras
     import tensorflow as tf
+
     from hvdkit.models.resnet import resnet50
 
     model = resnet50(SIZE, CLASSES, dropout=0.0)
@@ -208,7 +209,6 @@ def _feed(steps: int, rank: int, size: int):
     """What train.py makes of the same flags."""
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-
     from hvdkit.settings import config as config_lib
     from tasks import classification
 

@@ -95,7 +95,6 @@ def worker(words: list[str]) -> None:
     """train.py with flags; its feed notes where steps begin."""
     sys.path.insert(0, str(PROJECT))
     import hvdkit
-
     import train
 
     begun: list[float] = []

@@ -9,7 +9,7 @@ files; what the network costs is not in them.
 
   start         seconds from the command to the first step done
   log, save     milliseconds of one log line (with the ranks' times), of one checkpoint's copy
-  together      milliseconds of World.together, in which all ranks learn whether one failed
+  together      milliseconds of World.fail_together, in which all ranks learn whether one failed
   MB, files     resident memory and open files at the end
   exchanges     collectives outside of graphs until the first step, and kB that they gave to rank 0
 
@@ -103,16 +103,17 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
     """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
     sys.path.insert(0, str(TEMPLATE))
-    import hvdkit.ranks.quiet  # noqa: F401
+    import hvdkit.ranks.quiet
 
     # isort: split
     import horovod.tensorflow as hvd
-    import hvdkit
     import tensorflow as tf
     from horovod.tensorflow import functions
-    from hvdkit.run import actions
 
+    import hvdkit
     import train
+    from hvdkit.run import actions, health
+    from hvdkit.run import finish as finish_lib
 
     seen: dict[str, list[float]] = {"log": [], "save": [], "kB": [], "start": []}
 
@@ -167,7 +168,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     def ending(run, *rest):
         for name in ("first", *["scale"] * 20):
             start = time.perf_counter()
-            with run.world.together(name):
+            with run.world.fail_together(name):
                 pass
             seen.setdefault("together", []).append((time.perf_counter() - start) * 1e3)
         middle = {n: statistics.median(seen[n][1:] or seen[n]) for n in ("log", "save", "together")}
@@ -175,29 +176,26 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         say(middle | whole | held())
         return finish(run, *rest)
 
-    finish, hvdkit.run.finish.finish = train.finish, ending
+    finish, finish_lib.finish = finish_lib.finish, ending
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name)
-    for name in ("allgather", "broadcast"):  # of broadcast_object and such
-        count(functions, name)
-    after(train.health.Health, "_judge", judged)
+    count(functions, "broadcast")  # of variables
+    after(health.Health, "_judge", judged)
     after(actions.Log, "__call__", logged)
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
     if mocked:
-        be_one_of(mocked, train)
+        be_one_of(mocked)
     return hvdkit.main(train.train, ["train.py", *flags])
 
 
-def be_one_of(ranks: int, train) -> None:
+def be_one_of(ranks: int) -> None:
     """Rank 0 of so many, in one process, with a sample for each."""
-    import horovod.tensorflow as hvd
-
+    from hvdkit.ranks import world as world_lib
     from tasks import blank
 
-    connect, numbers = train.world_lib.connect, blank.numbers
-    train.world_lib.connect = lambda knobs: connect(knobs) and train.World(0, ranks, 0, 1)
+    connect, numbers = world_lib.connect, blank.numbers
+    world_lib.connect = lambda knobs: connect(knobs) and world_lib.World(0, ranks, 0, 1)
     blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
-    hvd.global_process_set.size = lambda: ranks  # allgather_object reads what so many sent
 
 
 def held() -> dict[str, float]:

@@ -35,7 +35,8 @@ def tiny(tiny_data: Path, tmp_path: Path) -> list[str]:
 def kept(tmp_path: Path):
     """`Checkpoints` that keep the two newest ones of a run on one rank."""
     # TensorFlow takes seconds, and prints lines where hvdkit.ranks.quiet does not come first.
-    from hvdkit.checkpoint.checkpoints import Checkpoints
     from small_checkpoints import ALONE
+
+    from hvdkit.checkpoint.checkpoints import Checkpoints
 
     return Checkpoints(tmp_path / "checkpoints", keep=2, world=ALONE)

@@ -259,7 +259,14 @@ def main() -> int:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
     table(outcomes)
-    words = [sys.executable, "-m", "hvdkit", "compare", str(folder / "whole"), str(folder / "chaos")]
+    words = [
+        sys.executable,
+        "-m",
+        "hvdkit",
+        "compare",
+        str(folder / "whole"),
+        str(folder / "chaos"),
+    ]
     code = subprocess.run(words, cwd=ROOT / "template", check=False).returncode
     if not args.folder and not code:
         shutil.rmtree(folder)

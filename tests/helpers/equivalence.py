@@ -75,12 +75,12 @@ def largest_difference(a: Path, b: Path) -> float:
 def _run(config, world):
     """Variables by position after all steps, the last loss, and seconds a step."""
     import tensorflow as tf
-    from hvdkit.data.pipeline import TrainingFeed
-    from hvdkit.data.sampler import Sampler
-    from hvdkit.run.context import prepare
     from steps import make_train_step
 
+    from hvdkit.data.pipeline import TrainingFeed
+    from hvdkit.data.sampler import Sampler
     from hvdkit.ranks import votes
+    from hvdkit.run.context import prepare
     from hvdkit.train import batch_norm
 
     run = prepare(config, world)
@@ -104,11 +104,11 @@ def _run(config, world):
 
 def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "template"))
-    import hvdkit.ranks.quiet  # noqa: F401
     import numpy as np
-    from hvdkit.settings.config import Config
 
+    import hvdkit.ranks.quiet  # noqa: F401
     from hvdkit.ranks import world as world_lib
+    from hvdkit.settings.config import Config
 
     usual = dataclasses.replace(Config(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()

@@ -16,16 +16,16 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 from flag_values import words
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
-from hvdkit.stop import DONE
-from hvdkit.train.dropout import SampleDropout
 from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder
 from tensorflow.python.framework import config as tf_config
 
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE
 from hvdkit.train import losses, reduction
+from hvdkit.train.dropout import SampleDropout
 
 
 class Varied(Small):

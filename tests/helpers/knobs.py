@@ -17,13 +17,13 @@ def main(argv: list[str]) -> None:
     # isort: split
     import keras
     import tensorflow as tf
-    from hvdkit.train.state import State
     from steps import make_train_step
 
     from hvdkit.ranks import votes
     from hvdkit.ranks import world as world_lib
     from hvdkit.settings import config as config_lib
     from hvdkit.train import optimizer, reduction
+    from hvdkit.train.state import State
 
     config = config_lib.parse(argv)
     world = world_lib.connect(reduction.environment(config))

@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.testing import ENVIRONMENT, Launch, last_lines, launch
-
 from hvdkit import testing
+from hvdkit.testing import ENVIRONMENT, Launch, last_lines, launch
 
 __all__ = ["CHECKS", "ENVIRONMENT", "PROJECT", "Launch", "last_lines", "launch", "train"]
 
@@ -63,7 +62,6 @@ def _main(results: str, *files: str) -> None:
     import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
-    import horovod.tensorflow as hvd
 
     from hvdkit.ranks import world as world_lib
 
@@ -79,7 +77,7 @@ def _main(results: str, *files: str) -> None:
             failure = None
         except Exception:
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"
-        everyone = hvd.allgather_object(failure, name=f"outcome.{name}")
+        everyone = world.gather_objects(failure, f"outcome.{name}")
         outcomes[name] = next((f for f in everyone if f), None)
     if world.is_chief:
         Path(results).write_text(json.dumps(outcomes))

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.data.source import Source
 from PIL import Image
 
 from hvdkit.data import pipeline
+from hvdkit.data.source import Source
 
 
 def save(path: Path, pixels: np.ndarray, palette: bytes | None = None) -> None:

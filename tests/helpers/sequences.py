@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import tensorflow as tf
+
 from hvdkit.data.arrays import Arrays
 from hvdkit.settings.config import Config
-
 from hvdkit.train import losses
 
 WORDS, LONGEST, WIDTH = 12, 10, 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+
 from hvdkit.settings.config import Config
 from hvdkit.stop import Stop
 

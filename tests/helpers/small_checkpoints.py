@@ -1,6 +1,7 @@
 """Checkpoints of one small variable, by one rank, without a launcher."""
 
 import tensorflow as tf
+
 from hvdkit.ranks.world import World
 from hvdkit.settings.config import Config
 

@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_models import functional
-from hvdkit.train.dropout import SampleDropout
 from keras import layers
+
+from hvdkit.train.dropout import SampleDropout
 
 IDS = 12  # what `of_ids` takes is below
 

@@ -14,15 +14,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+import train
 from hvdkit.data.arrays import Arrays
+from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
+from hvdkit.run import context as run_lib
 from hvdkit.run.main import run_on
 from hvdkit.settings.config import Config
 from hvdkit.stop import DONE, Stop
-
-import train
-from hvdkit.ranks import world as world_lib
-from hvdkit.run import context as run_lib
 from hvdkit.train import losses, reduction
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import horovod.tensorflow as hvd
-from hvdkit.train.step import Step
 
 import train
 from hvdkit.train import reduction
+from hvdkit.train.step import Step
 
 
 def make_train_step(settings, world, task, *, state, spec):

@@ -1,6 +1,7 @@
 """Run on real ranks by test_hangs.py: ranks that add up until rank 1 comes no more.
 
-waits.py stop|hang|end [SECONDS]: it is stopped, hangs elsewhere or ends; --stall_shutdown_s.
+waits.py stop|hang|end|raise SECONDS [message]: it is stopped, hangs elsewhere, ends or raises;
+--stall_shutdown_s; the others wait in a sum of Horovod's, or in a message.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import hvdkit.ranks.quiet  # noqa: F401
 # isort: split
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from hvdkit.ranks.peers import Peers
 
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.peers import Peers
 from hvdkit.settings import config as config_lib
 from hvdkit.train import reduction
 
@@ -31,6 +32,8 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(1000)
+    if how == "raise":
+        raise RuntimeError("only here")
     os._exit(9)
 
 
@@ -43,8 +46,11 @@ def main() -> None:
             if step == 5 and world.rank == 1:
                 time.sleep(3)  # each has heard its neighbour
                 fail(sys.argv[1])
-            hvd.allreduce(tf.zeros([2]), name="sum")
-            heartbeat.beat()
+            if sys.argv[3:]:
+                world.barrier_max("sum")
+            else:
+                hvd.allreduce(tf.zeros([2]), name="sum")
+                heartbeat.beat()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_runs import state
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.sampler import Sampler
-from hvdkit.settings.config import Config
-from hvdkit.stop import DIVERGED, DONE
 from small_runs import Small, fit, numbers
 
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DIVERGED, DONE
 
 SAMPLES, BATCH = 600, 12
 PLAIN = {"precision": "float64", "momentum": 0.0, "lr_policy": "constant", "base_lr": 0.05}

@@ -6,10 +6,10 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.ranks.world import raw
 from shared_checks import gathered, rng
 
 from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw
 from hvdkit.train import batch_norm
 
 SHARES = (5, 3, 2)  # rows of each rank, uneven

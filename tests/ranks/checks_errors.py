@@ -6,17 +6,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from hvdkit.data.demo import scenes
-from hvdkit.data.packed_strings import Names
-from hvdkit.stop import WRONG_USE
 from PIL import Image
 from small_runs import fit_config, folder
 from tiny_runs import TINY_FLAGS
 
+from hvdkit.data.demo import scenes
+from hvdkit.data.packed_strings import Names
 from hvdkit.run import context as run_lib
 from hvdkit.settings import config as config_lib
+from hvdkit.stop import WRONG_USE
 from tasks.segmentation import Task
 
 
@@ -138,19 +137,14 @@ def check_folder_named_as_a_picture(world):
     assert "is a folder" in message, message
 
 
-class Found(NamedTuple):
-    names: Names
-    more: list[str]
-
-
 def check_names_of_several_messages_arrive_whole(world):
     """What holds arrays travels in parts; the rest, nested as readers nest it, beside them."""
     many = [f"{number:06}" for number in range(1_000_000)]  # 6 and 4 MB
-    value = {("a", "train"): Found(Names.of(many), ["b"]), ("c", 1): (Names.of([]), True)}
-    got = world.broadcast_large(value if world.is_chief else {}, "errors.large")
-    found, (none, flag) = got["a", "train"], got["c", 1]
-    assert isinstance(found, Found) and found.more == ["b"] and flag is True
-    assert found.names.digest() == Names.of(many).digest() and len(none) == 0
+    value = {"train": (Names.of(many), ["b"]), "val": (Names.of([]), True)}
+    got = world.broadcast_object(value if world.is_chief else {}, "errors.large")
+    (names, more), (none, flag) = got["train"], got["val"]
+    assert more == ["b"] and flag is True
+    assert names.digest() == Names.of(many).digest() and len(none) == 0
 
 
 def check_rank_0_alone_lists(world):

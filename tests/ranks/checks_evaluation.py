@@ -8,12 +8,12 @@ import io
 import numpy as np
 import tensorflow as tf
 from checks_runs import position_of
-from hvdkit.checkpoint.saver import Saver
-from hvdkit.observe.telemetry import Telemetry
-from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import Small, StopSignal, fit, folder, numbers
 
+from hvdkit.checkpoint.saver import Saver
+from hvdkit.observe.telemetry import Telemetry
 from hvdkit.run import context as run_lib
+from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 
 def check_a_failing_evaluation_loses_no_training(world):

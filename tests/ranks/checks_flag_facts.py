@@ -8,6 +8,7 @@ import time
 import flag_values
 import numpy as np
 from flag_runs import all_pass, count, sweep
+
 from hvdkit.stop import WRONG_USE
 
 

@@ -10,14 +10,14 @@ import flag_values
 import numpy as np
 from flag_runs import Sweep, all_pass, count, judge_weights, sweep
 from flag_values import Row
-from hvdkit.ranks.world import World
-from hvdkit.run.actions import evaluation_due
-from hvdkit.settings.config import Config
-from hvdkit.stop import DIVERGED, PREEMPTED
 from small_runs import Outcome, StopSignal
 
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.run.actions import evaluation_due
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DIVERGED, PREEMPTED
 
 # The first rows have most pairs. Of all rows on 1 rank: one part of so many.
 PART = int(os.environ["FLAGS_PART"])
@@ -35,7 +35,8 @@ def check_every_pair_of_flags(world):
     for values in tables:
         start, before = time.process_time(), made.runs
         array = flag_values.covering(values, made.accepts)
-        array = world.broadcast_object(array, "flags.array")
+        parts = [array.rows, array.pairs, array.refused]
+        array = flag_values.Array(*world.broadcast_object(parts, "flags.array"))
         rows = array.rows[: -(-len(array.rows) // PART) if world.size == 1 else ROWS_ON_RANKS]
         all_pass(world, functools.partial(try_row, made), [(row,) for row in rows])
         count(

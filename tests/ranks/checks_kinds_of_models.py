@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.pipeline import EvaluationFeed
-from hvdkit.evaluate.evaluator import Evaluator
-from hvdkit.settings.config import Config
-from hvdkit.stop import DONE
 from kinds_of_models import KINDS, Kind
 from small_runs import USUAL, Small, fit, folder
 
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.pipeline import EvaluationFeed
+from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import context as run_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE
 from hvdkit.train import task_checks
 
 gc.freeze()  # what was imported is not looked through again and again

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_batch_norm import SHARES
-from hvdkit.ranks.world import raw
 from shared_checks import refused, rng
 
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import raw
 from hvdkit.train import batch_norm, gradients
 
 layers = keras.layers

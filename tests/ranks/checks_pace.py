@@ -7,10 +7,10 @@ import io
 
 import keras
 import tensorflow as tf
-from hvdkit.stop import DONE
 from small_runs import CLASSES, FEATURES, Small, fit
 
 from hvdkit.ranks import world as world_lib
+from hvdkit.stop import DONE
 
 
 class Work(keras.layers.Layer):

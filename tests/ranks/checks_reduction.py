@@ -7,11 +7,11 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.ranks.world import raw
 from shared_checks import PLAIN, rng
 from steps import distribute
 
 from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw
 from hvdkit.train import gradients, reduction
 
 

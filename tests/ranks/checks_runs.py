@@ -11,13 +11,13 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data.sampler import Sampler
-from hvdkit.stop import DIVERGED, DONE, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, fit, numbers
 
+from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import config as config_lib
+from hvdkit.stop import DIVERGED, DONE, WRONG_USE
 
 
 def state(ended, step):

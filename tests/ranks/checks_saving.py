@@ -9,11 +9,12 @@ import sys
 import threading
 
 import numpy as np
+from small_runs import Outcome, Small, fit
+from tensorflow.python.data.ops import iterator_ops
+
 from hvdkit.ranks.world import World, raw
 from hvdkit.run.health import Ending
 from hvdkit.stop import BUG, DONE, PREEMPTED
-from small_runs import Outcome, Small, fit
-from tensorflow.python.data.ops import iterator_ops
 
 
 def blocked(*steps: int, until: float = 0) -> type:

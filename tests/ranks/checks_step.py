@@ -8,14 +8,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data.sampler import share
-from hvdkit.train.state import State
 from shared_checks import PLAIN, differ, rng
 from steps import make_train_step
 
+from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement, votes
 from hvdkit.run import health
 from hvdkit.train import optimizer
+from hvdkit.train.state import State
 
 
 class Regression:

@@ -8,11 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_tasks import dense, refused
-from hvdkit.stop import DONE
 from keras.src.legacy.saving import legacy_h5_format
 from small_runs import CLASSES, FEATURES, Small, fit, folder
 from tensorflow.python.framework import config as tf_config
 
+from hvdkit.stop import DONE
 from hvdkit.train import preprocessing
 
 

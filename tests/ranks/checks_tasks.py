@@ -7,11 +7,12 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
+from small_runs import CLASSES, FEATURES, Small, fit, numbers
+from tensorflow.python.framework import config as tf_config
+
 from hvdkit.data.arrays import Arrays
 from hvdkit.run.health import Ending
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
-from small_runs import CLASSES, FEATURES, Small, fit, numbers
-from tensorflow.python.framework import config as tf_config
 
 
 def refused(world, task, *words, **settings):

@@ -16,13 +16,13 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.observe.records import TIMES
-from hvdkit.settings.config import Config
-from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 
 from hvdkit.evaluate import metrics
+from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")

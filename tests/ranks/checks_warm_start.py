@@ -14,12 +14,12 @@ import os
 from pathlib import Path
 
 import numpy as np
-from hvdkit.settings.config import Config
-from hvdkit.stop import DONE, WRONG_USE
 from small_runs import Outcome, fit_config
 
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import DONE, WRONG_USE
 from tasks.blank import Task
 
 RUNS = Path(os.environ.get("WARM_RUNS", "."))

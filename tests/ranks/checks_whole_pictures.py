@@ -11,17 +11,17 @@ import keras
 import numpy as np
 import plain_evaluation as plain
 import tensorflow as tf
-from hvdkit.data.pipeline import EvaluationFeed, reader
-from hvdkit.evaluate.evaluator import Evaluator
-from hvdkit.run.context import Run
-from hvdkit.settings.config import Config, eval_scales
-from hvdkit.stop import WRONG_USE, Stop
 from PIL import Image
 from shared_checks import differ
 from small_runs import folder
 
+from hvdkit.data.pipeline import EvaluationFeed, reader
+from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import context as run_lib
+from hvdkit.run.context import RunContext
+from hvdkit.settings.config import Config, eval_scales
+from hvdkit.stop import WRONG_USE, Stop
 from tasks.segmentation import Task
 
 CLASSES, CROP, STRIDE = 3, 16, 2
@@ -35,7 +35,7 @@ WAYS = {
 
 
 @functools.cache
-def small_run(world) -> Run:
+def small_run(world) -> RunContext:
     """A model as it is made, and pictures of noise in files."""
     root = folder(world) / "data"
     if world.is_chief:
@@ -74,12 +74,12 @@ def evaluator(world, name: str) -> Evaluator:
     return made
 
 
-def feed(run: Run, rank: int, size: int, batch: int) -> EvaluationFeed:
+def feed(run: RunContext, rank: int, size: int, batch: int) -> EvaluationFeed:
     made = reader(run.val_source, run.task.evaluation_example, keyed=False)
     return EvaluationFeed(run.val_source, made, batch, rank, size)
 
 
-def by_hand(run: Run) -> tuple[float, float]:
+def by_hand(run: RunContext) -> tuple[float, float]:
     """mIoU and mean loss, in plain NumPy but for the model itself."""
     config, labels, found, losses = run.config, [], [], []
     ways = {"window": config.eval_window, "scales": eval_scales(config), "flip": config.eval_flip}

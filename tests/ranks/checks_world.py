@@ -1,72 +1,81 @@
 """On real ranks: how they meet, send and compare, and in how many collectives of what size.
 
-Numbers of collectives and bytes are those that this rank gives to Horovod.
+Run over Gloo, where Horovod carries what is sent, and under mpirun, where mpi4py does.
 """
 
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from hvdkit.stop import Stop
 from shared_checks import differ
 
-from hvdkit.ranks import messages
+from hvdkit.ranks import encoding, messages
+from hvdkit.stop import Stop
 
 
 @contextlib.contextmanager
-def counted():
-    """Bytes of each collective that begins in the block, by kind, in order."""
-    found, real = [], {}
-    for kind in ("allreduce", "allgather", "broadcast"):
-        real[kind] = getattr(messages.hvd, kind)
+def counted(world):
+    """Call and bytes of each collective that begins in the block, in order."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name in ("largest", "gather", "broadcast"):
+            real = getattr(type(world.carrier), name)
 
-        def call(value, *args, kind=kind, **how):
-            found.append((kind, np.asarray(value).nbytes))
-            return real[kind](value, *args, **how)
+            def call(self, value, *rest, name=name, real=real):
+                found.append((name, np.asarray(value).nbytes))
+                return real(self, value, *rest)
 
-        setattr(messages.hvd, kind, call)
-    try:
+            stack.enter_context(mock.patch.object(type(world.carrier), name, call))
         yield found
-    finally:
-        for kind, function in real.items():
-            setattr(messages.hvd, kind, function)
 
 
-MEETS = ("allreduce", 32)
+MEETS = ("largest", 32)
+
+
+def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
+    expected = messages.Mpi if hvd.mpi_enabled() else messages.Horovod
+    assert type(world.carrier) is expected, world.carrier
+    if hvd.mpi_enabled():  # to import MPI's module is to initialize it
+        with mock.patch("mpi4py.MPI.Query_thread", return_value=2):  # threads must take turns
+            assert type(messages.carrier()) is messages.Horovod
+    assert (world.rank, world.size) == (hvd.rank(), hvd.size())
+    assert (world.local_rank, world.local_size) == (hvd.local_rank(), hvd.local_size())
 
 
 def check_what_all_ranks_did_well_takes_one_small_collective(world):
-    with counted() as found:
-        with world.together("all is well"):
+    with counted(world) as found:
+        with world.fail_together("all is well"):
             pass
         world.check_same("the same" * 1000, "long texts")
         assert world.gather_alike({"a": [1.5]}, "alike") == [{"a": [1.5]}] * world.size
-        world.meet("the end")
+        world.barrier_max("the end")
     assert found == [MEETS] * 4, found
 
 
 def check_one_rank_s_failure_is_told_by_all(world):
     for failing in range(world.size):
-        with counted() as found:
+        with counted(world) as found:
             try:
-                with world.together("reading"):
+                with world.fail_together("reading"):
                     if world.rank >= failing:
                         raise ValueError(f"what rank {world.rank} lacks")
             except Stop as stop:
                 said = str(stop)
         assert f"reading: what rank {failing} lacks" in said
         assert (f"(rank {failing} on " in said) == (failing > 0), said
-        assert [kind for kind, _ in found] == ["allreduce", "allreduce", "broadcast"]
+        assert [kind for kind, _ in found] == ["largest", "largest", "broadcast"]
 
 
 def check_a_broadcast_is_one(world):
     for root in range(world.size):
         own = {"rank": world.rank, "text": "x" * 5000}
-        with counted() as found:
+        with counted(world) as found:
             assert world.broadcast_object(own, "the largest", root)["rank"] == root
-        assert [kind for kind, _ in found] == ["allreduce", "broadcast"], found
+        assert [kind for kind, _ in found] == ["largest", "broadcast"], found
         assert 5000 < found[1][1] < 6000
     large = np.arange(9_000_000, dtype=np.uint8)
     assert np.array_equal(world.broadcast_object(large if world.is_chief else None, "8 MB"), large)
@@ -75,13 +84,15 @@ def check_a_broadcast_is_one(world):
 def check_objects_of_any_length_come_in_rank_order(world):
     everyone = world.gather_objects("x" * world.rank * 100_000, "uneven")
     assert [len(text) for text in everyone] == [r * 100_000 for r in range(world.size)]
+    everyone = world.gather_objects({"own": np.full((2, world.rank), world.rank)}, "arrays")
+    assert [theirs["own"].shape for theirs in everyone] == [(2, r) for r in range(world.size)]
     everyone = world.gather_alike(world.rank == 1, "one is not like the others")
     assert everyone == [rank == 1 for rank in range(world.size)]
 
 
 def check_ranks_at_different_places_are_told_whatever_they_exchange(world):
     def one_fails():
-        with world.together("reading"):
+        with world.fail_together("reading"):
             pass
 
     def another_sends():
@@ -91,7 +102,46 @@ def check_ranks_at_different_places_are_told_whatever_they_exchange(world):
         world.check_same("a", "weights")
 
     for other in (another_sends, a_third_looks):
-        differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'together.reading'")
+        differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'fail_together.reading'")
+
+
+def malformed(world, changed, send, *words):
+    """Rank 1 sends what `changed` makes of a message: all ranks say so."""
+    module, name, change = changed
+    with contextlib.ExitStack() as stack:
+        if world.rank == 1:
+            real = getattr(module, name)
+            stack.enter_context(mock.patch.object(module, name, lambda *a: change(real(*a))))
+        differ(send, "rank 1", "'spoilt'", *words)
+    assert world.gather_objects(world.rank, "it goes on") == [*range(world.size)]
+
+
+def check_a_malformed_message_is_told_by_all_with_its_rank(world):
+    def gather():
+        world.gather_objects({"names": ["a", 1.0]}, "spoilt")
+
+    def broadcast():
+        world.broadcast_object({"names": ["a", 1.0]}, "spoilt", 1)
+
+    pickle = np.frombuffer(b"\x80\x04cos\nsystem\n(S'true'\ntR.", np.uint8)
+    pack, encode = (encoding, "pack"), (encoding, "encode")
+    malformed(world, (*pack, lambda message: pickle), gather, "malformed")
+    malformed(world, (*pack, lambda message: message[:-1]), gather, "malformed")
+    malformed(world, (*pack, lambda message: np.r_[message, message]), gather, "not those")
+    malformed(world, (*pack, lambda message: message * 0), gather, "malformed")
+    for text in (b"{1", b'{"code": [1]}', b'{"array": ["object", [3]]}', b"[" * 10_000):
+        malformed(world, (*encode, lambda sent, text=text: (text, [])), broadcast, "malformed")
+
+
+def check_a_message_that_is_too_large_is_told_by_all_with_its_rank(world):
+    with mock.patch.object(messages, "MOST_GATHERED", 3000):
+        value = "x" * 5000 * (world.rank == 1)
+        differ(lambda: world.gather_objects(value, "much"), "rank 1 sends 5,010 bytes")
+    with mock.patch.object(encoding, "MOST_TEXT", 3000):
+        differ(lambda: world.broadcast_object("x" * 5000, "much", 1), "rank 1", "more than 3,000")
+    with mock.patch.object(encoding, "MOST_ARRAYS", 3000):
+        array = np.zeros((50, 100), np.int8)
+        differ(lambda: world.broadcast_object(array, "much", 1), "rank 1", "more than 3,000")
 
 
 def check_variables_of_types_that_horovod_lacks_come_from_rank_0(world):

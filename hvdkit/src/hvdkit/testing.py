@@ -1,12 +1,12 @@
 """What a fork's tests use: real ranks that never hang, and two promises of a task.
 
-    from hvdkit import testing
+from hvdkit import testing
 
-    def test_same_weights_on_any_number_of_ranks():
-        testing.assert_same_weights("--flagfile=configs/mine.cfg", ranks=(1, 2))
+def test_same_weights_on_any_number_of_ranks():
+    testing.assert_same_weights("--flagfile=configs/mine.cfg", ranks=(1, 2))
 
-    def test_it_learns_one_batch():
-        testing.assert_learns_one_batch("--flagfile=configs/mine.cfg")
+def test_it_learns_one_batch():
+    testing.assert_learns_one_batch("--flagfile=configs/mine.cfg")
 """
 
 from __future__ import annotations

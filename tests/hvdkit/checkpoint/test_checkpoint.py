@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
-from hvdkit.settings.config import Config
-from hvdkit.stop import Stop
 from kills import killed_at_each
 from small_checkpoints import ALONE, names, restored, save, variables
 
 from hvdkit.checkpoint import files, writing
+from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 
 def test_what_was_saved_is_restored(kept):

@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.settings.config import Config
-from hvdkit.stop import Stop
 from small_checkpoints import restored, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 
 def test_200_random_mutations_restore_right_or_are_passed_over_by_name(

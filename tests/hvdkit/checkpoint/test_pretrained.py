@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.train.preprocessing import Preprocess
 from keras.applications import imagenet_utils
 from keras.src.legacy.saving import legacy_h5_format
 
 from hvdkit.checkpoint import pretrained, warm_start
 from hvdkit.train import preprocessing, variable_names
+from hvdkit.train.preprocessing import Preprocess
 
 PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)
 PLACES = ("conv2_block3_out", "conv4_block6_out", "conv5_block3_out")

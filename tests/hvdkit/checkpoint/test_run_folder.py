@@ -13,16 +13,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.checkpoint.checkpoints import Checkpoints
-from hvdkit.observe.telemetry import Telemetry
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
-from hvdkit.stop import Stop
 from kills import killed_at_each
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdkit.checkpoint import files, run_folder, writing
+from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.ranks.world import World
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 ALONE = World(0, 1, 0, 1)
 RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "predictions.png")

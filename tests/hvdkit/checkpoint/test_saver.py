@@ -3,13 +3,13 @@
 import keras
 import numpy as np
 import tensorflow as tf
+
+from hvdkit.checkpoint import files
 from hvdkit.checkpoint.saver import Saver
+from hvdkit.ranks import drift
 from hvdkit.ranks.world import raw
 from hvdkit.settings.config import Config
 from hvdkit.train.state import State
-
-from hvdkit.checkpoint import files
-from hvdkit.ranks import drift
 
 
 def test_what_is_written_are_the_values_at_the_step(kept):

@@ -1,17 +1,16 @@
 """Averages of weights, weights of other runs, and when to give up."""
 
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
-from hvdkit.train.state import State
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.evaluate import early_stop
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 from hvdkit.train import ema
+from hvdkit.train.state import State
 from ranks import CHECKS, names_of_checks, run_checks
 
 WORLD = World(0, 1, 0, 1)

@@ -11,10 +11,10 @@ import sys
 
 import numpy as np
 import pytest
-from hvdkit.data.readers.digits import Digits
 from PIL import Image
 from tiny_runs import TINY_FLAGS
 
+from hvdkit.data.readers.digits import Digits
 from hvdkit.evaluate import confusion
 from ranks import PROJECT, last_lines, launch, train
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.readers.class_folders import ClassFolders
 from PIL import Image
 
 from hvdkit.data import check, pack, pipeline
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.settings import config as config_lib
 from ranks import PROJECT
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.readers.digits import ROWS, Digits
 
 from hvdkit.data import crops
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.readers.digits import ROWS, Digits
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
-from hvdkit.data.readers import exif, folders, pictures
 from PIL import Image, ImageOps
+
+from hvdkit.data.readers import exif, folders, pictures
 
 ROWS, COLUMNS = np.mgrid[:24, :40]
 SMOOTH = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
-from hvdkit.data.readers import folders
 from PIL import Image
+
+from hvdkit.data.readers import folders
 
 CLASSES = 5
 

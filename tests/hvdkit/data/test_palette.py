@@ -1,6 +1,7 @@
 """Colours of classes: what a person tells apart."""
 
 import numpy as np
+
 from hvdkit.data.palette import COLOURS
 
 

@@ -5,10 +5,10 @@ import io
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.data.readers import pictures
 from PIL import Image
 
 from hvdkit.data import image_ops
+from hvdkit.data.readers import pictures
 from hvdkit.train import task_checks
 
 RNG = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler

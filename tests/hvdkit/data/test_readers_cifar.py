@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+
 from hvdkit.data.readers.cifar import Cifar
 
 # Writer, classes, place of the label among a record's bytes, bytes before the pixels.

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import readers
+
 from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 
 # Ids and train ids as the authors' table pairs them, written down a second time and by name.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pictures import OTHER_SUFFIXES

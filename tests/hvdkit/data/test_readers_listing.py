@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import readers
 import tensorflow as tf
+
+from hvdkit.data import shared_listing
 from hvdkit.data.packed_strings import Names, packed
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
-
-from hvdkit.data import shared_listing
+from hvdkit.ranks import encoding
 
 
 @pytest.mark.parametrize("limit", [2**32, 0])  # places of 4 bytes, and of 8
@@ -57,6 +58,7 @@ def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
     found: dict = {}
     with shared_listing.kept(found):
         first = open_all(root)
+    found = encoding.unpack(encoding.pack(found, "listings"))  # as it comes to another rank
     with shared_listing.awaited():
         open_all(root)
         raise AssertionError("it did not wait for rank 0")

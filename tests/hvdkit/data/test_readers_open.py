@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import readers
+
+from hvdkit.data import check, pack
+from hvdkit.data import open as open_lib
 from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source
-
-from hvdkit.data import check, pack
-from hvdkit.data import open as open_lib
 from hvdkit.run import context as run_lib
 from hvdkit.settings import config as config_lib
 from ranks import PROJECT

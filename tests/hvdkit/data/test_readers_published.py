@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+from PIL import Image
+
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
-from PIL import Image
 
 SIZE = (24, 16)  # width, height
 

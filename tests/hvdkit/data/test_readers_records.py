@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+
+from hvdkit.data import pack, unfinished
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.demo import scenes
 from hvdkit.data.readers import records
@@ -19,8 +21,6 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
-
-from hvdkit.data import pack, unfinished
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import readers
+
 from hvdkit.data.readers.voc import CLASS_NAMES, NUM_CLASSES, Voc
 
 

@@ -10,8 +10,9 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.data.sampler import Sampler, share
 from hypothesis import strategies as st
+
+from hvdkit.data.sampler import Sampler, share
 
 # 1,281,167: ImageNet. A cipher's weak spots are at powers of two.
 SIZES = [6_000, 10_582, 50_000, 65_536, 1_281_167]

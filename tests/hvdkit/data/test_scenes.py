@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hvdkit.data.demo import scenes
-from hvdkit.data.readers import folders
 from PIL import Image
 from sklearn.datasets import load_digits, load_sample_images
 
+from hvdkit.data.demo import scenes
+from hvdkit.data.readers import folders
 from ranks import PROJECT
 
 SMALL = scenes.Settings(train=12, val=6)

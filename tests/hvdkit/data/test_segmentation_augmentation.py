@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.data.demo.scenes import MARKER
 from hvdkit.settings.config import Config
-
 from tasks import segmentation
 
 DEMO, USUAL = ((0.8, 1.25), False), ((0.5, 2.0), True)

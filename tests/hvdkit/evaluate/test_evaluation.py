@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed, reader
 from hvdkit.evaluate.evaluator import make_step

@@ -7,9 +7,9 @@ import numpy as np
 import plain_evaluation as plain
 import pytest
 import tensorflow as tf
+
 from hvdkit.evaluate.whole_pictures import Passes, predict
 from hvdkit.settings.config import Config
-
 from hvdkit.train import task as base
 from tasks import segmentation
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.settings.config import Config
 
 from hvdkit.models import resnet
+from hvdkit.settings.config import Config
 from hvdkit.train import batch_norm
 from hvdkit.train import task as base
 from tasks import classification

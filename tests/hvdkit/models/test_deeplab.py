@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.models.deeplab import SpreadOver
-from hvdkit.train.preprocessing import Preprocess
 
+from hvdkit.models.deeplab import SpreadOver
 from hvdkit.train import dropout
+from hvdkit.train.preprocessing import Preprocess
 from tasks.segmentation import MODELS
 
 CLASSES = 5

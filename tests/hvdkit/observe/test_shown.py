@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.commands.export import Exported
 
 from hvdkit.commands import evaluate, predict
+from hvdkit.commands.export import Exported
 from hvdkit.evaluate import confusion, evaluator
 from hvdkit.observe import records, report
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
 from keras import layers
 
 from hvdkit.observe import flops, speed
+from hvdkit.ranks.world import World
 from hvdkit.run import benchmark
+from hvdkit.settings.config import Config
 from tasks import classification
 
 

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
+
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World
 from hvdkit.settings.config import Config
-from PIL import Image
 
 
 @pytest.fixture

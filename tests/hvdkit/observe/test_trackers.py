@@ -7,10 +7,10 @@ import json
 import numpy as np
 import psutil
 import pytest
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
 
 from hvdkit.observe import telemetry, trackers
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
 from ranks import last_lines, launch
 
 FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]

@@ -14,7 +14,7 @@ WAITS = HELPERS / "waits.py"
 HOST = os.uname().nodename
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpirun"])
+@pytest.mark.parametrize("backend, meet", [("gloo", []), ("mpirun", []), ("mpirun", ["message"])])
 @pytest.mark.parametrize(
     "how, words",
     [
@@ -22,12 +22,19 @@ HOST = os.uname().nodename
         ("hang", [f"rank 1 on {HOST}", "at tests/waits.py, line", "(fail)"]),
     ],
 )
-def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str):
-    ended = launch(3, [WAITS, how, 5], backend, timeout=200)
+def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str, meet: list[str]):
+    ended = launch(3, [WAITS, how, 5, *meet], backend, timeout=200)
     assert ended.code != 0
     (said,) = ended.errors()
     assert all(word in said for word in words), said
     assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
+
+
+@pytest.mark.parametrize("meet", [[], ["message"]])
+def test_an_exception_on_one_rank_ends_those_that_wait_for_it(meet: list[str]):
+    """Python's own way out would wait in MPI's finalize for them."""
+    ended = launch(2, [WAITS, "raise", 600, *meet], "mpirun", timeout=100)
+    assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
 
 
 def test_a_stopped_rank_is_not_said_to_have_ended():

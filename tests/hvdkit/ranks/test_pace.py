@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World
 

@@ -6,12 +6,12 @@ import os
 
 import pytest
 import tensorflow as tf
-from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
-from hvdkit.stop import Stop
 
 from hvdkit.ranks import devices, fingerprint
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.settings.config import Config
+from hvdkit.stop import Stop
 
 ALONE, FOURTH = World(0, 1, 0, 1), World(0, 4, 0, 4)
 

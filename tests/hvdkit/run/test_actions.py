@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import keras
 import pytest
+
 from hvdkit.ranks.world import World
 from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.run.health import Clock

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hvdkit.stop import RANK_VARIABLES
 
 from hvdkit import stop
 from hvdkit.settings import config as config_lib
 from hvdkit.settings import fields
+from hvdkit.stop import RANK_VARIABLES
 
 HERE = Path(config_lib.__file__).resolve().parent
 

@@ -8,9 +8,9 @@ import re
 from collections import Counter
 
 import pytest
-from hvdkit.settings.config import Config
 
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
 
 
 @pytest.fixture

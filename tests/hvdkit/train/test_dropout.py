@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
+
 from hvdkit.train.dropout import SampleDropout
 
 FEATURES = tf.ones([3, 2000])

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import tensorflow as tf
-from hvdkit.data.pipeline import said
 
+from hvdkit.data.pipeline import said
 from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_errors.py"

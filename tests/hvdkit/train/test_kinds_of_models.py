@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hvdkit.stop import DONE
 from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
 
+from hvdkit.stop import DONE
 from ranks import CHECKS, run_checks
 
 CHECKS = CHECKS / "checks_kinds_of_models.py"

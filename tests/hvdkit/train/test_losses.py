@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from hvdkit.train.losses import cross_entropy
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])

@@ -12,8 +12,7 @@ PARTS = {
     ("mpi", 2): ("reduction", "step"),
 }
 FILES = {
-    launch: [CHECKS / f"checks_{part}.py" for part in parts]
-    for launch, parts in PARTS.items()
+    launch: [CHECKS / f"checks_{part}.py" for part in parts] for launch, parts in PARTS.items()
 }
 
 

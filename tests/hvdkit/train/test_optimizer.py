@@ -6,13 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.ranks.world import raw, set_precision
 from hvdkit.settings.config import Config
+from hvdkit.train import ema, gradients, optimizer, schedule
 from hvdkit.train.gradients import LossScale, is_kernel
 from hvdkit.train.lamb import Lamb
 from hvdkit.train.sgd import SGD
-
-from hvdkit.train import ema, gradients, optimizer, schedule
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hvdkit.settings.config import Config
 
+from hvdkit.settings.config import Config
 from hvdkit.train import reduction
 from ranks import HELPERS, last_lines, launch
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import tensorflow as tf
-from hvdkit.settings.config import Config
 
+from hvdkit.settings.config import Config
 from hvdkit.train import schedule
 
 N, BASE, END = 200, 0.4, 0.01

@@ -15,11 +15,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.settings.config import Config
 
 from hvdkit.checkpoint import files
 from hvdkit.ranks import fingerprint
 from hvdkit.settings import config as config_lib
+from hvdkit.settings.config import Config
 from hvdkit.train import task as base
 from hvdkit.train import task_checks
 from ranks import PROJECT, last_lines, launch

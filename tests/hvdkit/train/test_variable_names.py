@@ -3,9 +3,9 @@
 import keras
 import pytest
 import tensorflow as tf
-from hvdkit.train.state import State
 
 from hvdkit.train import batch_norm, variable_names
+from hvdkit.train.state import State
 
 # Names of variables.
 

@@ -9,13 +9,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.data.sampler import Sampler
-from hvdkit.train.seeds import Seeds
-
 from hvdkit.settings import config as config_lib
 from hvdkit.train import fixed_point, virtual
+from hvdkit.train.seeds import Seeds
 from ranks import CHECKS, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"

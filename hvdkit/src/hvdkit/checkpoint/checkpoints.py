@@ -82,6 +82,15 @@ class Found(NamedTuple):
         return self.path.parent.resolve() == folder.resolve()
 
 
+def _fields(found: Found | None) -> list[Any] | None:
+    """For other ranks: `_found` makes it again."""
+    return [str(found.path), found.step, found.asked] if found else None
+
+
+def _found(fields: list[Any] | None) -> Found | None:
+    return Found(Path(fields[0]), *fields[1:]) if fields else None
+
+
 def _seen(value: tf.Tensor) -> np.ndarray:
     """Its memory, not copied where it lies in the host's."""
     # NumPy takes no scalar of a type that is not its own.
@@ -161,7 +170,8 @@ class Checkpoints:
             path = files.best(there, self.measure)
             about = files.read_manifest(path) if path else None
             found = Best(about.score, about.step) if about else None
-        return self.world.broadcast_object(found, "checkpoint.best")
+        found = self.world.broadcast_object(found, "checkpoint.best")
+        return found and Best(*found)
 
     def has_score(self, path: Path) -> bool:
         """Whether the checkpoint was evaluated as this run does, be its score a number or not."""
@@ -188,7 +198,7 @@ class Checkpoints:
                     "scores are not compared with this run's"
                 )
                 newest = (step, said)
-        return self.world.broadcast_object(newest, "checkpoint.other_scores")
+        return tuple(self.world.broadcast_object(newest, "checkpoint.other_scores"))
 
     def holds(self, found: Found) -> bool:
         """Whether it is one of this run's own, and not of another run's folder."""
@@ -215,20 +225,20 @@ class Checkpoints:
                     )
             except (OSError, ValueError) as caught:
                 error = why_not(caught, self.folder)
-        found, error = self.world.broadcast_object((found, error), "checkpoint.find")
+        fields, error = self.world.broadcast_object((_fields(found), error), "checkpoint.find")
         if error:
             raise Stop(WRONG_USE, f"--resume={resume}: {error}")
-        return found
+        return _found(fields)
 
     def sound_before(self, step: int) -> Found | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
         found = None
-        with self.world.together("looking for a checkpoint to go back to"):
+        with self.world.fail_together("looking for a checkpoint to go back to"):
             if self.world.is_chief:
                 path, _ = files.newest_sound(self.folder, step)
                 if path:
                     found = Found(path, files.read_manifest(path).step, asked=True)
-        return self.world.broadcast_object(found, "checkpoint.sound_before")
+        return _found(self.world.broadcast_object(_fields(found), "checkpoint.sound_before"))
 
     def restore(self, found: Found, variables: Variables, config: Config) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
@@ -239,7 +249,7 @@ class Checkpoints:
           Stop: on all ranks, when names, shapes or types do not fit; names the first that does not.
         """
         changed = []
-        with self.world.together(f"restoring {found.path}"):
+        with self.world.fail_together(f"restoring {found.path}"):
             if self.world.is_chief:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)

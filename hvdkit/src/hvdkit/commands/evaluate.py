@@ -72,7 +72,7 @@ class Worst:
 def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
     """Every rank must call it; rank 0 writes. Raises Stop, on all ranks, if it cannot be done."""
     run, path = load_run.restored(config, world, own.checkpoint)
-    with world.together("reading the validation data"):
+    with world.fail_together("reading the validation data"):
         reader = task_checks.reader(run.task, run.val_source, training=False)
         share = (world.rank, world.size)
         workers = world_lib.data_workers(world, config)
@@ -83,7 +83,7 @@ def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) ->
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
-    with world.together(f"writing {out}"):  # known before what may take hours
+    with world.fail_together(f"writing {out}"):  # known before what may take hours
         if world.is_chief:
             out.mkdir(parents=True, exist_ok=True)
     with ema.averaged(run.model, run.optimizer) if averaged else contextlib.nullcontext():
@@ -94,7 +94,7 @@ def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) ->
                     out.rmdir()
             raise Stop(PREEMPTED, "stopped before the end: nothing was written")
         samples = worst.of_all_ranks()
-        with world.together(f"writing {out}"):
+        with world.fail_together(f"writing {out}"):
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
                 about |= {"split": config.val_split, "samples": len(run.val_source)}

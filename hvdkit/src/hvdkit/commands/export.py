@@ -77,7 +77,7 @@ def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> N
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
-    with world.together("exporting"):
+    with world.fail_together("exporting"):
         data = _readable(own.check) if own.check else _some_picture()
         own.out.mkdir(parents=True, exist_ok=True)
         averaged = own.ema and config.ema_decay > 0

@@ -47,7 +47,7 @@ class Unreadable(ValueError):
 
 def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
-    with world.together("making the model"):
+    with world.fail_together("making the model"):
         task, model, path = load_run.model_of(
             config, own.checkpoint, own.ema and config.ema_decay > 0
         )
@@ -83,7 +83,7 @@ def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> 
     everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
     rows = sorted(row for theirs, _, _ in everyone for row in theirs)
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
-    with world.together(f"writing {own.out}"):
+    with world.fail_together(f"writing {own.out}"):
         if world.is_chief and rows:
             table(own.out / "predictions.csv", rows, class_names(Path(config.run_dir)))
     for fault in faults:

@@ -11,7 +11,6 @@ After a kill, the next pack of that split into OUT removes the leftovers. `hvdki
 verifies a pack.
 """
 
-
 import argparse
 import hashlib
 import os

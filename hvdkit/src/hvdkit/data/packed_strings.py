@@ -10,9 +10,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.ranks import encoding
+
 _NARROW = 2**32  # bytes of text that 32-bit places reach
 
 
+@encoding.sendable("names")
 class Names:
     """File names, or paths, in order; any bytes that a file system takes.
 
@@ -81,6 +84,8 @@ class Names:
 
     @classmethod
     def made_of(cls, text: np.ndarray, lengths: np.ndarray) -> Names:
+        if text.dtype != np.uint8 or lengths.sum() != text.size:
+            raise ValueError(f"{text.size} bytes of names are not the {lengths.sum()} of each")
         return cls(text.tobytes(), lengths)
 
 

@@ -7,30 +7,30 @@ does, the others are given what it found. Without that (tests, hvdkit.data.pack)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Finding = Callable[[Hashable, Callable[[], Any], Callable[[Any], None]], Any]
+Finding = Callable[[str, Callable[[], Any], Callable[[Any], None]], Any]
 
 
-def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
+def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
     """What `find()` returns, here or on rank 0.
 
     Args:
-      key: what is looked for, the same on all ranks that look for the same.
+      key: what is looked for; its repr() is the same on all ranks that look for the same.
       find: takes no part in anything that ranks do together; what it returns is made of what
-        `World.broadcast_large` takes.
+        `hvdkit.ranks.encoding` sends, so a tuple may come as a list.
       look: compares what rank 0 found with this host's disk; called on one rank of each other
         host. Raises ValueError or OSError where they differ.
     """
-    return _finding(key, find, look)
+    return _finding(repr(key), find, look)
 
 
-def kept(findings: dict[Hashable, Any]) -> contextlib.AbstractContextManager[None]:
+def kept(findings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """For rank 0: all that is found inside is kept in `findings` too."""
 
-    def find_and_keep(key: Hashable, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
+    def find_and_keep(key: str, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
         findings[key] = find()
         return findings[key]
 
@@ -48,14 +48,14 @@ def awaited() -> Iterator[None]:
         yield
 
 
-def given(findings: dict[Hashable, Any], look: bool) -> contextlib.AbstractContextManager[None]:
+def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextManager[None]:
     """For other ranks, with rank 0's findings: what it did not look for is found here.
 
     Args:
       look: whether this is the rank that compares them with its host's disk.
     """
 
-    def take(key: Hashable, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
+    def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
         if key not in findings:
             return find()
         if look:

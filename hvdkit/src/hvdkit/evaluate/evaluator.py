@@ -75,7 +75,7 @@ class Evaluator:
         Raises:
           Stop: on all ranks, with a sentence about what the task's functions return.
         """
-        with self._world.together("evaluating one sample"):
+        with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
             with task_checks.told("evaluating one sample"), unchanged(self._model), unoptimized():
                 outputs, sums = self._step(batch)
@@ -122,11 +122,11 @@ class Evaluator:
             heartbeat.beat()
             if ballot.any(stop_asked()):
                 return None
-        with self._world.together("evaluating the validation data"):
+        with self._world.fail_together("evaluating the validation data"):
             if error:
                 raise error
         sums = total.over_ranks()
-        with self._world.together("computing the figures"):
+        with self._world.fail_together("computing the figures"):
             if not sums["weight"]:
                 raise ValueError("all weights of the validation set are 0: nothing to score")
             figures = self._figures(sums)

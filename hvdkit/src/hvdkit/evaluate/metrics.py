@@ -51,9 +51,11 @@ class ExactSums(RankSums):
 
     def over_ranks(self) -> dict[str, np.ndarray]:
         totals = super().over_ranks()
-        everyone = self._world.gather_objects(self._units, "metrics.exact")
+        own = {name: units.tolist() for name, units in self._units.items()}
+        everyone = self._world.gather_objects(own, "metrics.exact")
         for name in self._units:
-            units = np.ravel(np.asarray(sum(theirs[name] for theirs in everyone), object))
+            total = sum(np.array(theirs[name], object) for theirs in everyone)
+            units = np.ravel(np.asarray(total, object))
             rounded = totals[name]
             exact = np.reshape([_rounded(n) for n in units], rounded.shape)
             # What is no number stays none in any order.

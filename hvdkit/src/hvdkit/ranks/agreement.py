@@ -85,12 +85,12 @@ def check_code(world: World) -> None:
     Each rank would train by what it has. One rank a host reads them.
     """
     own = {}
-    with world.together("reading the project's code"):
+    with world.fail_together("reading the project's code"):
         if world.local_rank == 0:
             own = fingerprints.code(project.folder(), project.ENGINE)
     whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
     first = world.broadcast_object(whole, "agreement.code")
-    if world.meet("agreement.odd_code", bool(own) and whole != first) == [0]:
+    if world.barrier_max("agreement.odd_code", bool(own) and whole != first) == [0]:
         return
     everyone = world.gather_objects((own, hostname()), "agreement.files")
     first, _ = everyone[0]

@@ -1,89 +1,156 @@
-"""What ranks send each other outside of a step, in collectives whose cost does not grow with them.
+"""What carries messages between ranks outside of a step: mpi4py, or Horovod where there is no MPI.
 
-Outside a graph Horovod gives all collectives of a kind one name. So every exchange begins with the
-same one (`most`), by which `World` sees that all ranks are at the same place, and the next may be
-of any kind and length.
+Both carriers have the same four calls: `largest`, `gather`, `broadcast` and `local`. Every rank
+must make the same ones in the same order, from one thread. Each costs as much on thousands of
+ranks as on two, but for what `gather` returns.
+
+Horovod gives all collectives of a kind outside a graph one name, and MPI gives them none. So
+`World` begins each exchange with the same call, `largest`, which shows that all are at one place.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
 
-import cloudpickle
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.ranks import heartbeat
+from hvdkit.stop import BUG
 
-_PART = 2**22  # bytes of one message
-_LENGTH = 8  # bytes of a number before each rank's object
-
-
-def most(numbers: Sequence[int]) -> list[int]:
-    """The largest of each number over the ranks; as many on all of them, each less than 2^63."""
-    with tf.device("CPU:0"):
-        found = hvd.allreduce(tf.constant(numbers, tf.int64), op=hvd.Max, name="messages.most")
-    heartbeat.beat()
-    return found.numpy().tolist()
+MOST_GATHERED = 2**31 - 1  # bytes of all ranks' messages in one `gather`: MPI counts in 32 bits
+_PART = 2**22  # bytes of one broadcast
+_LENGTH = 8  # bytes of a number before each rank's message
+_LONGEST_NAP = 0.01  # seconds
 
 
-def gather(value: Any, size: int) -> list[Any]:
-    """Every rank's picklable `value`, in rank order: one collective, in which lengths travel."""
-    content = cloudpickle.dumps(value)
-    own = np.frombuffer(len(content).to_bytes(_LENGTH, "big") + content, np.uint8)
-    with tf.device("CPU:0"):
-        together = hvd.allgather(own, name="messages.gather").numpy().data
-    heartbeat.beat()
-    found, start = [], 0
-    for _ in range(size):
-        begin = start + _LENGTH
-        start = begin + int.from_bytes(together[start:begin], "big")
-        found.append(cloudpickle.loads(together[begin:start]))
-    return found
+class Horovod:
+    """Over Gloo, and alone."""
 
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over the ranks; as many on all, each less than 2^63."""
+        with tf.device("CPU:0"):
+            found = hvd.allreduce(tf.constant(numbers, tf.int64), op=hvd.Max, name="messages.max")
+        heartbeat.beat()
+        return found.numpy().tolist()
 
-def pickled(value: Any) -> np.ndarray:
-    return np.frombuffer(cloudpickle.dumps(value), np.uint8)
+    def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
+        """Every rank's message, uint8 [n], in rank order, on every rank."""
+        length = np.frombuffer(own.size.to_bytes(_LENGTH, "big"), np.uint8)
+        with tf.device("CPU:0"):
+            everything = hvd.allgather(np.concatenate([length, own]), name="messages.gather")
+        heartbeat.beat()
+        everything, found, end = everything.numpy(), [], 0
+        for _ in range(size):
+            start = end + _LENGTH
+            end = start + int.from_bytes(everything[end:start].tobytes(), "big")
+            found.append(everything[start:end])
+        return found
 
-
-def unpickled(content: np.ndarray) -> Any:
-    return cloudpickle.loads(content.data)
-
-
-def fill(array: np.ndarray, own: bool, root: int = 0) -> None:
-    """Gives an array the values that rank `root`'s has, in parts; `own`: this is that rank."""
-    data = array.reshape(-1).view(np.uint8)
-    for start in range(0, data.size, _PART):
-        part = data[start : start + _PART]
+    def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
+        """Gives uint8 [n] the values that rank `root`'s has; `own`: this is that rank."""
         with tf.device("CPU:0"):  # it may be more than a GPU has room for
-            sent = hvd.broadcast(part, root_rank=root, name="messages.fill")
+            sent = hvd.broadcast(part, root_rank=root, name="messages.broadcast")
         if not own:
             part[:] = sent
         heartbeat.beat()
 
-
-def digest(text: str) -> int:
-    """63 bits of a text; of two texts they differ but for one case in 10^19."""
-    found = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(found, "big") >> 1
+    def local(self) -> tuple[int, int]:
+        """This rank among those of its host, and their number."""
+        return hvd.local_rank(), hvd.local_size()
 
 
-class Aside(NamedTuple):
-    """In place of an object whose arrays travel by themselves."""
+class Mpi:
+    """Through mpi4py, on a communicator of its own: it never meets a step's collectives.
 
-    kind: type
-    forms: list[tuple[tuple[int, ...], np.dtype]]  # shape and type of each array
+    Calls do not block in MPI: a rank that waits there would keep a core busy, hear no signal, and
+    count as one that computes.
+    """
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD.Dup()
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """As Horovod's."""
+        own = np.array(numbers, np.int64)
+        found = np.empty_like(own)
+        self._wait(self._world.Iallreduce(own, found, self._mpi.MAX))
+        return found.tolist()
+
+    def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
+        """As Horovod's."""
+        lengths = np.empty(size, np.int64)
+        self._wait(self._world.Iallgather(np.array([own.size], np.int64), lengths))
+        everything = np.empty(lengths.sum(), np.uint8)
+        self._wait(self._world.Iallgatherv(own, [everything, lengths.tolist()]))
+        return np.split(everything, np.cumsum(lengths)[:-1])
+
+    def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
+        """As Horovod's."""
+        self._wait(self._world.Ibcast(part, root))
+
+    def local(self) -> tuple[int, int]:
+        """As Horovod's: of the ranks that share this one's memory."""
+        host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
+        found = host.rank, host.size
+        host.Free()
+        return found
+
+    def _wait(self, request: Any) -> None:
+        start = time.monotonic()
+        while not request.Test():
+            time.sleep(min(_LONGEST_NAP, (time.monotonic() - start) / 8))
+        heartbeat.beat()
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dicts, lists and tuples anew, with `change` applied to what is in them."""
-    if isinstance(value, dict):
-        return {key: mapped(item, change) for key, item in value.items()}
-    if isinstance(value, Aside) or not isinstance(value, (list, tuple)):
-        return change(value)
-    items = [mapped(item, change) for item in value]
-    named = hasattr(value, "_fields")  # a NamedTuple takes its parts one by one
-    return type(value)(*items) if named else type(value)(items)
+Carrier = Horovod | Mpi
+
+
+def in_mpi_world() -> bool:
+    """Whether mpirun or `srun --mpi=pmix` started this process, and Horovod will use MPI."""
+    gloo = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+    gloo = gloo or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
+    return not gloo and bool({"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & set(os.environ))
+
+
+def carrier() -> Carrier:
+    """The one for this world; call it after hvd.init, and on every rank."""
+    if not (in_mpi_world() and hvd.mpi_enabled()):
+        return Horovod()
+    from mpi4py import MPI
+
+    # Horovod's thread calls MPI too.
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE or MPI.COMM_WORLD.size != hvd.size():
+        return Horovod()
+    _end_all_on_exceptions()
+    return Mpi()
+
+
+def fill(carrier: Carrier, array: np.ndarray, root: int, own: bool) -> None:
+    """Gives an array of any type the values that rank `root`'s has, in parts."""
+    data = array.reshape(-1).view(np.uint8)
+    for start in range(0, data.size, _PART):
+        carrier.broadcast(data[start : start + _PART], root, own)
+
+
+def _end_all_on_exceptions() -> None:
+    """An uncaught exception ends the process at once, so that the launcher ends the others.
+
+    Python's own way out would wait in MPI's finalize for ranks that wait for this one.
+    """
+    show = sys.excepthook
+
+    def show_and_end(*error: Any) -> None:
+        show(*error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(BUG)
+
+    sys.excepthook = show_and_end

@@ -1,8 +1,8 @@
 """The ranks: one process each, one GPU each, and how they come to the same decision.
 
-A rank never acts alone on what it alone saw. `World.together` runs a piece of start-up on every
-rank and ends all of them with one message when any of them failed; `World.broadcast_object` hands
-out a decision that rank 0 took.
+A rank never acts alone on what it alone saw. `World.fail_together` runs a piece of start-up on
+every rank and ends all of them with one message when any of them failed;
+`World.broadcast_object` hands out a decision that rank 0 took.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.ranks import devices, heartbeat, live, messages
+from hvdkit.ranks import devices, encoding, heartbeat, live, messages
 from hvdkit.settings.config import Config
 from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
@@ -39,13 +39,14 @@ class World:
     size: int
     local_rank: int
     local_size: int
+    carrier: messages.Carrier = dataclasses.field(default_factory=messages.Horovod, repr=False)
 
     @property
     def is_chief(self) -> bool:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def fail_together(self, what: str) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
         Every rank must come here with the same `what`: it names the collective.
@@ -59,13 +60,13 @@ class World:
         except (ValueError, OSError) as caught:
             error = f"{what}: {caught}", hostname()
         lowest = -self.rank if error else -self.size
-        lowest, anyone_well = self.meet(f"together.{what}", lowest, not error)
+        lowest, anyone_well = self.barrier_max(f"fail_together.{what}", lowest, not error)
         if -lowest < self.size:
             text, host = self.broadcast_object(error, f"error.{what}", -lowest)
             where = f" (rank {-lowest} on {host})" if anyone_well else ""
             raise Stop(WRONG_USE, text + where)
 
-    def meet(self, name: str, *numbers: int) -> list[int]:
+    def barrier_max(self, name: str, *numbers: int) -> list[int]:
         """Waits for all ranks; the largest of each of at most two numbers over them.
 
         One collective of a few bytes, the same wherever ranks call it: ranks that are at different
@@ -73,31 +74,44 @@ class World:
         """
         if self.size == 1:
             return [int(number) for number in numbers]
-        place = messages.digest(name)
+        place = _digest(name.encode(errors="surrogateescape"))
         own = [place, -place, *map(int, numbers), *[0] * (2 - len(numbers))]
-        largest, smallest, *found = messages.most(own)
+        largest, smallest, *found = self.carrier.largest(own)
         if largest != -smallest:
-            self._check_place(messages.gather(name, self.size))
+            self._check_place(self._gather(encoding.pack(name, name), "the place"))
         return found[: len(numbers)]
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
-        """Every rank's picklable `value`, in rank order, on every rank: for few and small ones."""
-        if self.size == 1:
-            return [value]
-        self.meet(name)
-        return messages.gather(value, self.size)
-
-    def gather_alike(self, value: Any, name: str) -> list[Any]:
-        """As `gather_objects`, for what is usually the same on all ranks: then nothing is sent.
+        """Every rank's `value`, in rank order, on every rank: for few and small ones.
 
         Args:
-          value: its repr() says all of it.
+          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists.
+        Raises:
+          TypeError: it is of another type.
+          Stop: on all ranks, when a rank's is too large or malformed; names the rank.
         """
-        own = messages.digest(repr(value))
-        least, most = self.meet(name, -own, own)
+        message = encoding.pack(value, name)
+        if self.size == 1:
+            return [encoding.unpack(message)]
+        (longest,) = self.barrier_max(name, message.size)
+        if (most := messages.MOST_GATHERED // self.size) < longest:
+            lengths = self.gather_numbers([message.size], "messages.lengths")
+            rank = int(lengths.argmax())
+            raise Stop(
+                BUG,
+                f"rank {rank} sends {longest:,} bytes as {name!r}, more than {most:,}, which "
+                f"{self.size} ranks may exchange at once",
+            )
+        return self._gather(message, name)
+
+    def gather_alike(self, value: Any, name: str) -> list[Any]:
+        """As `gather_objects`, for what is usually the same on all ranks: then nothing is sent."""
+        message = encoding.pack(value, name)
+        own = _digest(message.tobytes())
+        least, most = self.barrier_max(name, -own, own)
         if -least == most:
-            return [value] * self.size
-        return messages.gather(value, self.size)
+            return [encoding.unpack(message)] * self.size
+        return self.gather_objects(value, name)
 
     def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
         """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
@@ -107,49 +121,41 @@ class World:
         return everyone.numpy()
 
     def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
-        """Rank `root`'s picklable `value` on every rank."""
-        if self.size == 1:
-            return value
-        own = self.rank == root
-        content = messages.pickled(value) if own else np.empty(0, np.uint8)
-        (length,) = self.meet(name, content.size)
-        content = content if own else np.empty(length, np.uint8)
-        messages.fill(content, own, root)
-        return value if own else messages.unpickled(content)
-
-    def broadcast_large(self, value: Any, name: str) -> Any:
-        """As `broadcast_object`, for what holds arrays of many megabytes: in parts, one copy.
+        """Rank `root`'s `value` on every rank; arrays in it may be large: they go in parts.
 
         Args:
-          value: dicts, lists and tuples of what is picklable, and of objects that are made of
-            arrays: `arrays()` gives them, and type(object).made_of(*arrays) makes it again.
+          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists. Where it
+            holds arrays, rank `root` gets its own value back.
+        Raises:
+          TypeError: it is of another type.
+          Stop: when it is too large or malformed; names the rank.
         """
-        if self.size == 1:
-            return value
-        arrays = []
+        own = self.rank == root
+        text, arrays = encoding.encode(value, name) if own else (b"", [])
+        (length,) = self.barrier_max(name, len(text))
+        try:
+            if length > encoding.MOST_TEXT:
+                raise ValueError(f"{length:,} bytes of JSON, more than {encoding.MOST_TEXT:,}")
+            sent = np.frombuffer(text, np.uint8) if own else np.empty(length, np.uint8)
+            if self.size > 1:
+                messages.fill(self.carrier, sent, root, own)
+            plain, forms = encoding.read(sent.tobytes())
+            if not own:
+                arrays = [np.empty(form.shape, form.dtype) for form in forms]
+            for array in arrays * (self.size > 1):
+                messages.fill(self.carrier, array, root, own)
+            return value if own and arrays else encoding.build(plain, arrays)
+        except ValueError as error:
+            raise _malformed(root, name, error) from None
 
-        def put_aside(item: Any) -> Any:
-            if not hasattr(item, "arrays"):
-                return item
-            own = item.arrays()
-            arrays.extend(own)
-            return messages.Aside(type(item), [(array.shape, array.dtype) for array in own])
-
-        # Pickled, between the ranks of one world, without what is large.
-        sent = messages.mapped(value, put_aside) if self.is_chief else None
-        rest = self.broadcast_object(sent, name)
-        waiting = iter(arrays)
-
-        def fetch(item: Any) -> Any:
-            if not isinstance(item, messages.Aside):
-                return item
-            own = [next(waiting) if self.is_chief else np.empty(*form) for form in item.forms]
-            for array in own:
-                messages.fill(array, self.is_chief)
-            return None if self.is_chief else item.kind.made_of(*own)
-
-        made = messages.mapped(rest, fetch)
-        return value if self.is_chief else made
+    def _gather(self, message: np.ndarray, name: str) -> list[Any]:
+        found: list[Any] = []
+        try:
+            for sent in self.carrier.gather(message, self.size):
+                found.append(encoding.unpack(sent))
+        except ValueError as error:
+            raise _malformed(len(found), name, error) from None
+        return found
 
     def _check_place(self, names: Sequence[str]) -> None:
         odd = [rank for rank, name in enumerate(names) if name != names[0]]
@@ -213,7 +219,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
             )
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    elif "OMPI_COMM_WORLD_RANK" in os.environ:
+    elif messages.in_mpi_world():
         # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
         from mpi4py import MPI  # noqa: F401
     hvd.init()
@@ -225,7 +231,8 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
             f"{hvd.size()}: their MPI is not the one that Horovod was built with. Use horovodrun, "
             "that MPI's own mpirun, or srun --mpi=pmix",
         )
-    return World(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    carrier = messages.carrier()
+    return World(hvd.rank(), hvd.size(), *carrier.local(), carrier)
 
 
 def set_up(world: World, config: Config) -> None:
@@ -234,7 +241,7 @@ def set_up(world: World, config: Config) -> None:
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
-    with world.together("choosing a device"):
+    with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or _threads() or _share_of_cores(world)
         _choose_device(world, config.device, threads)
@@ -260,7 +267,7 @@ def set_numbers(config: Config) -> None:
 
 def finish(world: World) -> None:
     """Waits for every rank, so that no launcher kills a slower one that is still writing."""
-    world.meet("finish")
+    world.barrier_max("finish")
     hvd.shutdown()
 
 
@@ -314,6 +321,15 @@ def _choose_device(world: World, device: str, threads: int) -> None:
         raise ValueError(reason)
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
+
+
+def _malformed(rank: int, name: str, error: ValueError) -> Stop:
+    return Stop(BUG, f"rank {rank} sent a malformed message as {name!r}: {error}")
+
+
+def _digest(content: bytes) -> int:
+    """63 bits of it; of two contents they differ but for one case in 10^19."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
 def _share_of_cores(world: World) -> int:

@@ -127,7 +127,7 @@ class Own:
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""
         ending = None
-        with self._world.together(f"step {step}"), task_checks.told(self._name):
+        with self._world.fail_together(f"step {step}"), task_checks.told(self._name):
             ending = self._action(step, result)
             if not isinstance(ending, Ending | None):
                 raise ValueError(
@@ -135,7 +135,7 @@ class Own:
                     "(hvdkit/run/health.py) where the run must end"
                 )
         everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
-        return next((theirs for theirs in everyone if theirs), None)
+        return next((Ending(*theirs) for theirs in everyone if theirs), None)
 
 
 def evaluation_due(config: Config, step: int) -> bool:

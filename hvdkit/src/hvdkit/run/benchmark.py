@@ -61,7 +61,10 @@ class Benchmark:
                 f"step(s): {WINDOWS} windows need --num_steps={FEWEST + first_step} or more",
             )
             return
-        with run.world.together("counting the model's operations"), task_checks.told("the model"):
+        with (
+            run.world.fail_together("counting the model's operations"),
+            task_checks.told("the model"),
+        ):
             self._flops = count_operations(run.context, run.feed.spec) if run.world.is_chief else {}
 
     def due(self, step: int) -> bool:
@@ -77,7 +80,7 @@ class Benchmark:
         if world.is_chief:
             record = self._record(everyone)
         path = Path(self._run.config.run_dir) / "benchmark.json"
-        with world.together("writing benchmark.json"):
+        with world.fail_together("writing benchmark.json"):
             if world.is_chief:
                 whole_files.write_json(path, record)
                 say(world, f"{table(record)}\nwritten: {path}")

@@ -52,13 +52,13 @@ def prepare(config: Config, world: World) -> RunContext:
     """
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
-    with world.together("preparing the data"), task_checks.told("preparing the data"):
+    with world.fail_together("preparing the data"), task_checks.told("preparing the data"):
         task = tasks.load(config)
         prepare = tasks.optional(task, "prepare")
         if prepare and world.local_rank == 0:
             prepare()
     train_source, val_source = open_sources(world, task)
-    with world.together("building the model"):
+    with world.fail_together("building the model"):
         with task_checks.told("build_model"):
             model = task.build_model()
         train_reader = task_checks.reader(task, train_source, training=True)
@@ -77,7 +77,7 @@ def prepare(config: Config, world: World) -> RunContext:
         optimizer = optimizers.build(config, model)
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
-    with world.together("opening the data"):
+    with world.fail_together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
@@ -97,10 +97,10 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     """
     sources, found = None, {}
     listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
-    with world.together("opening the data"), task_checks.told("sources"), listing:
+    with world.fail_together("opening the data"), task_checks.told("sources"), listing:
         train, val = sources = task.sources()
-    found = world.broadcast_large(found, "listings")
-    with world.together("opening the data"), task_checks.told("sources"):
+    found = world.broadcast_object(found, "listings")
+    with world.fail_together("opening the data"), task_checks.told("sources"):
         if sources is None:  # it came to where something is looked for
             with shared_listing.given(found, look=world.local_rank == 0):
                 train, val = task.sources()

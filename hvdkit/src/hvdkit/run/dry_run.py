@@ -45,7 +45,7 @@ _WIRE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of a float32's bytes
 def throwaway(config: Config, world: World) -> Iterator[Config]:
     """The settings with another run_dir, which is removed at the end; every rank must call it."""
     run_dir, made = Path(config.run_dir), ""
-    with world.together(f"--run_dir={run_dir}"):
+    with world.fail_together(f"--run_dir={run_dir}"):
         if world.is_chief:
             there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
             if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

@@ -47,7 +47,7 @@ class FindLr:
         if not (step >= self._run.config.num_steps or (blown_up and step >= _FEWEST)):
             return None
         rate = suggested(self._rates, smooth)
-        with self._run.world.together(f"writing {self._page}"):
+        with self._run.world.fail_together(f"writing {self._page}"):
             if self._run.world.is_chief:
                 self._write(smooth, rate)
         if len(smooth) < _FEWEST:

@@ -27,7 +27,7 @@ def run(config: Config, work: Callable[[World, StopSignal], None]) -> int:
     try:
         # One GPU a process, or a share of the cores.
         world_lib.set_up(world, config)
-        with world.together("choosing what carries gradients"):
+        with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
         with Peers(world, reduction.stall_seconds(config)):
             work(world, stop_signal)

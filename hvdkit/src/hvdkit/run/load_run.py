@@ -78,7 +78,7 @@ def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
     def on_each(world: World, stop_signal: StopSignal) -> None:
         agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
         agreement.check_code(world)
-        with world.together("reading the settings"):
+        with world.fail_together("reading the settings"):
             resolved = config_lib.for_ranks(config, world.size)
         work(resolved, world, stop_signal)
 
@@ -92,7 +92,7 @@ def restored(config: Config, world: World, which: str) -> tuple[RunContext, Path
       Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
     run, found = prepare(config, world), ""
-    with world.together(f"--checkpoint={which}"):
+    with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
             found = str(chosen(run.checkpoints.folder, which))
             checkpoints.load(Path(found), run.state.variables)

@@ -66,7 +66,7 @@ class Run:
         agreement.check_code(world)
         self.where = world_lib.describe(world)
         say(world, self.where)
-        with world.together("reading the settings"):
+        with world.fail_together("reading the settings"):
             self.settings = config_lib.for_ranks(given, world.size)
         self.context = context = prepare(self.settings, world)
         self.task, self.model = context.task, context.model
@@ -92,7 +92,7 @@ class Run:
     def _make_feeds(self) -> None:
         """This rank's share of the data, and the evaluation."""
         context, settings, world = self.context, self.settings, self.world
-        with world.together("sharing out the data"):
+        with world.fail_together("sharing out the data"):
             self.sampler = Sampler(
                 len(context.train_source),
                 settings.global_batch_size,
@@ -116,7 +116,7 @@ class Run:
             workers,
             world_lib.gpu(),
         )
-        with world.together("reading the validation data"):
+        with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
             source = modes.scored(context)
             size, share = settings.eval_batch_size, (world.rank, world.size)
@@ -152,7 +152,7 @@ class Run:
         own = self.parts.own_step()
         if own is None:
             return make(self)
-        with self.world.together("making the step"):
+        with self.world.fail_together("making the step"):
             custom_step.check_plain(make, self.settings)
         return self.function(own)
 
@@ -219,7 +219,7 @@ class Run:
         modes.before_folder(self)
         others = modes.actions_of_task(context)
         make_up = start.found is not None and left_out(context, start.found)
-        with world.together("opening the run folder"):
+        with world.fail_together("opening the run folder"):
             if world.is_chief:
                 run_dir = Path(settings.run_dir)
                 note = run_folder.begin(run_dir, start.found, settings, make_up, self.given)

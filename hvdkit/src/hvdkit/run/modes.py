@@ -76,7 +76,7 @@ def actions_of_task(context: RunContext) -> list[Action]:
     make = tasks.optional(context.task, "actions")
     if not make:
         return []
-    with context.world.together("making the task's actions"), task_checks.told("actions"):
+    with context.world.fail_together("making the task's actions"), task_checks.told("actions"):
         return [Own(context.world, action) for action in task_checks.actions(make(context))]
 
 

@@ -39,7 +39,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         --backbone_weights names cannot be read or does not fit the model.
     """
     config, world, state = context.config, context.world, context.state
-    with world.together("locking the run folder"):
+    with world.fail_together("locking the run folder"):
         if world.is_chief:
             run_folder.lock(Path(config.run_dir))
     resume = back.path if back else config.resume
@@ -49,7 +49,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
         read = warm_start.start if config.init_from else pretrained.start
-        with world.together("reading the first weights"):
+        with world.fail_together("reading the first weights"):
             if world.is_chief:
                 read(context.model, config)
     world.broadcast_variables(list(state.variables.values()))

@@ -90,7 +90,7 @@ class Step:
         self.reduction = reduction.arguments(settings)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = [raw(v) for v in state.model.non_trainable_variables]
-        with world.together("making the schedule"), task_checks.told("schedule"):
+        with world.fail_together("making the schedule"), task_checks.told("schedule"):
             self._rate = make_schedule(task, settings, world.size)
         # What XLA compiles: each micro-batch's forward and backward pass, without collectives.
         self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
@@ -223,7 +223,7 @@ class Step:
                 self._traced = None
             return result
 
-        with self._world.together("making the step"), task_checks.told("the step"):
+        with self._world.fail_together("making the step"), task_checks.told("the step"):
             whole = train_step.get_concrete_function()
             self._check(whole.graph)
         agreement.check_gradients(self._world, self._variables, self._connected)

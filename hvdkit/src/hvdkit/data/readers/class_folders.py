@@ -44,7 +44,7 @@ class ClassFolders:
     def __init__(self, root: Path, split: str):
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
-        listed = shared_listing.found(key, lambda: _list(self.root, split))
+        listed = _Listed(*shared_listing.found(key, lambda: _list(self.root, split)))
         self.class_names = listed.classes
         self.num_classes = len(listed.classes)
         self._files, self._count = listed.files, len(listed.files)

@@ -37,13 +37,15 @@ class Voc(PicturePairs):
     class_names = CLASS_NAMES
 
     def __init__(self, root: Path, split: str):
-        listed = shared_listing.found(("voc", str(root), split), lambda: _list(Path(root), split))
+        year, *names = shared_listing.found(
+            ("voc", str(root), split), lambda: _list(Path(root), split)
+        )
         super().__init__(
-            *listed, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
+            Path(year), *names, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
         )
 
 
-def _list(root: Path, split: str) -> tuple[Path, Names, Names]:
+def _list(root: Path, split: str) -> tuple[str, Names, Names]:
     """The year's folder, pictures and labels."""
     if (root / "VOC2012").is_dir():
         root = root / "VOC2012"
@@ -56,11 +58,11 @@ def _list(root: Path, split: str) -> tuple[Path, Names, Names]:
     names = listing.read_names(path)
     first = next(iter(names))
     if first.startswith("/") or len(first.split()) > 1:
-        return root, *listed(*_pairs(root, path, names))
+        return str(root), *listed(*_pairs(root, path, names))
     folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
     listing.check_folder(root / folder, "label PNGs")
     images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
-    return root, *listed(images, listing.find(root / folder, names, (".png",)))
+    return str(root), *listed(images, listing.find(root / folder, names, (".png",)))
 
 
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
