@@ -171,7 +171,7 @@ def worker(words: list[str]) -> int:
             return keras.Model(numbers, x, name="waiting")
 
     blank.Task = Task
-    return hvdkit.main(train.train, ["train.py", *words])
+    return hvdkit.main(train.train, train.Settings, ["train.py", *words])
 
 
 if __name__ == "__main__":

@@ -65,10 +65,10 @@ def measure(root: Path, count: int) -> None:
     from hvdkit.data.arrays import Arrays
     from hvdkit.data.readers.class_folders import ClassFolders
     from hvdkit.ranks import world as world_lib
-    from hvdkit.settings.config import Config
+    from hvdkit.settings import Settings
 
     world = world_lib.connect()
-    world_lib.set_up(world, Config())
+    world_lib.set_up(world, Settings())
     make_up(root / "train", count // CLASSES)
 
     class Task:

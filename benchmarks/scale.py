@@ -103,7 +103,7 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
     """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
     sys.path.insert(0, str(TEMPLATE))
-    import hvdkit.ranks.quiet  # noqa: F401
+    import hvdkit.ranks.quiet
 
     # isort: split
     import horovod.tensorflow as hvd
@@ -185,7 +185,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
     if mocked:
         be_one_of(mocked, train)
-    return hvdkit.main(train.train, ["train.py", *flags])
+    return hvdkit.main(train.train, train.Settings, ["train.py", *flags])
 
 
 def be_one_of(ranks: int, train) -> None:

@@ -106,7 +106,7 @@ def up_to(stage: str, kind: str, folder: Path) -> Iterator[object]:
     import tensorflow as tf
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-    from hvdkit.settings.config import Config
+    from hvdkit.settings import Settings
 
     from tasks import classification, segmentation
 
@@ -117,7 +117,7 @@ def up_to(stage: str, kind: str, folder: Path) -> Iterator[object]:
             return {"index": index}
 
     photos = kind == "photos"
-    config = Config(
+    config = Settings(
         image_size=SIZES[kind],
         num_classes=4 if photos else 21,
         data_dir=str(folder),

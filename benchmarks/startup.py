@@ -128,7 +128,7 @@ def rank(typed: float, flags: list[str]) -> None:
     look(train, "make_train_step")
     look(train.Evaluator, "try_out")
     look(train.health.Health, "_judge")
-    code = hvdkit.main(train.train, ["train.py", *flags])
+    code = hvdkit.main(train.train, train.Settings, ["train.py", *flags])
     if hvdkit.stop.launch_rank() == 0:
         print(MARK + json.dumps([b - a for a, b in pairwise(times)][: len(PARTS)]))
     sys.exit(code)

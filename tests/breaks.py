@@ -71,7 +71,7 @@ def breaks() -> list[Break]:
 
 _IGNORED = """
 
-_whole = Config.__init__
+_whole = Settings.__init__
 
 
 def _ignoring(self, *args, **settings):
@@ -79,7 +79,7 @@ def _ignoring(self, *args, **settings):
     object.__setattr__(self, {name!r}, {default!r})
 
 
-Config.__init__ = _ignoring
+Settings.__init__ = _ignoring
 """
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from hvdkit.data.arrays import Arrays
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import losses
 
 WORDS, LONGEST, WIDTH = 12, 10, 16
@@ -22,7 +22,7 @@ def sequences(seed: int, size: int) -> Arrays:
 class Task:
     main_metric = "accuracy"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self.config = config
 
     def prepare(self) -> None:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hvdkit import settings as settings_lib
 from hvdkit.settings import combinations
-from hvdkit.settings import config as config_lib
 
 import flag_values
 from flags_seen import SEEN
@@ -25,7 +25,7 @@ PAIRS, FACTS = (Path(__file__).parent / f"checks_{part}.py" for part in ("flags"
 LAUNCHES = {"pairs-1": ([PAIRS], 1), "facts-1": ([FACTS], 1), "all-2": ([PAIRS, FACTS], 2)}
 SLOW = "all-pairs-1"
 LAUNCHES[SLOW] = LAUNCHES["pairs-1"]
-NAMES = [field.name for field in dataclasses.fields(config_lib.Config)]
+NAMES = [field.name for field in dataclasses.fields(settings_lib.Settings)]
 CHECKS = {launch: names_of_checks(*files) for launch, (files, _) in LAUNCHES.items()}
 
 
@@ -105,7 +105,7 @@ def test_of_each_flag_it_is_said_where_it_is_seen():
 
 def test_every_flag_is_read_by_code():
     """As an attribute or, where names are gone over, as a text; not in config.py alone."""
-    project = Path(config_lib.__file__).parent
+    project = Path(settings_lib.__file__).parent
     files = [p for p in project.rglob("*.py") if not {"tests", "datasets"} & {*p.parts}]
     read = set()
     for file in files:
@@ -121,8 +121,8 @@ def test_each_contradiction_is_refused_in_one_sentence(usual):
     reached = set()
     for flags, part in flag_values.REFUSED.items():
         with pytest.raises(ValueError) as caught:
-            config = config_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
-            config_lib.for_ranks(config, 2)
+            config = settings_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
+            config.for_ranks(2)
         assert part in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
         reached.add(traceback.extract_tb(caught.value.__traceback__)[-1].lineno)
     file = Path(combinations.__file__)
@@ -130,7 +130,7 @@ def test_each_contradiction_is_refused_in_one_sentence(usual):
     assert raised <= reached, f"{file.name}: never tried: lines {sorted(raised - reached)}"
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(config_lib.Config), ids=lambda f: f.name)
+@pytest.mark.parametrize("field", dataclasses.fields(settings_lib.Settings), ids=lambda f: f.name)
 def test_a_value_beyond_a_limit_is_refused_in_one_sentence(field, usual):
     meta = field.metadata
     bad = {"int": ["x", "1.5", "", str(2**31)], "float": ["x", "nan", "inf", ""]}
@@ -140,5 +140,5 @@ def test_a_value_beyond_a_limit_is_refused_in_one_sentence(field, usual):
     bad += [str(meta["below"])] if meta["below"] < float("inf") else []
     for value in bad:
         with pytest.raises(ValueError, match=f"--{field.name}") as caught:
-            config_lib.parse(["train.py", f"--flagfile={usual}", f"--{field.name}={value}"])
+            settings_lib.parse(["train.py", f"--flagfile={usual}", f"--{field.name}={value}"])
         assert "\n" not in str(caught.value), str(caught.value)

@@ -19,14 +19,14 @@ def main(run_dir: str) -> None:
     # isort: split
     from hvdkit.data.pipeline import TrainingFeed
     from hvdkit.ranks import world as world_lib
-    from hvdkit.settings.config import Config
+    from hvdkit.settings import Settings
     from hvdkit.train import reduction
 
     from small_runs import USUAL, fit_config
 
     # No step of these is logged, which would be one more exchange.
     settings = {"timeline": "3:5", "num_steps": 6, "log_every": 6, "run_dir": run_dir}
-    config = dataclasses.replace(Config(), **USUAL | settings)
+    config = dataclasses.replace(Settings(), **USUAL | settings)
     world = world_lib.connect(reduction.environment(config))
     read = TrainingFeed.next
 

@@ -29,7 +29,7 @@ import tensorflow as tf
 from horovod.common.elastic import notification_manager
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, WRONG_USE, Stop, complain
 from hvdkit.words import some
 
@@ -104,7 +104,7 @@ class Commits:
         self.hosts_changed = True
 
 
-def check(config: Config) -> None:
+def check(config: Settings) -> None:
     """Raises Stop where --elastic and what started this process do not fit."""
     started = os.environ.get(_STARTED, "0") == "1"
     if config.elastic and not started:
@@ -134,7 +134,7 @@ def connect(knobs: Mapping[str, str], commits: Commits) -> World:
     return world
 
 
-def check_device(config: Config) -> None:
+def check_device(config: Settings) -> None:
     """Raises ValueError for --elastic on GPUs."""
     if config.elastic and tf.config.get_visible_devices("GPU"):
         raise ValueError(

@@ -27,7 +27,7 @@ from hvdkit.checkpoint import saver
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.ranks import world as world_lib
 from hvdkit.run.health import Ending
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 
 from checks_runs import assert_equal
@@ -49,7 +49,7 @@ def part_of(launch: str) -> Callable:
         @functools.wraps(check)
         def checked(world):
             # Before ranks exchange anything, as in a run.
-            world_lib.set_up(world, Config(cpu_threads=1))
+            world_lib.set_up(world, Settings(cpu_threads=1))
             if os.environ.get("PARTS_LAUNCH") == launch:
                 check(world)
 
@@ -300,7 +300,7 @@ def check_two_rank_0_does_not_wait_for_ever_when_the_run_has_ended(world):
             contextlib.redirect_stdout(io.StringIO()) as said,
             saves,
         ):
-            saves.save(1, {"w": tf.Variable(1.0)}, Config())
+            saves.save(1, {"w": tf.Variable(1.0)}, Settings())
             raise RuntimeError("as Horovod's, when rank 1 has died")
         assert "step 1 was still being written when the run ended" in said.getvalue()
         saves._thread.join(5)

@@ -10,8 +10,8 @@ import os
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings import config as config_lib
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED
 from hvdkit.train import reduction
 
@@ -23,7 +23,7 @@ from small_runs import Small, fit, folder
 def recording():
     """Horovod as a run with --timeline starts it."""
     hvd.shutdown()
-    knobs = reduction.environment(config_lib.Config(timeline="1:1", stall_shutdown_s=0))
+    knobs = reduction.environment(settings_lib.Settings(timeline="1:1", stall_shutdown_s=0))
     world_lib.connect(knobs)
     try:
         yield
@@ -120,6 +120,6 @@ def check_a_timeline_that_cannot_be_written_does_not_end_the_run(world):
 
 def check_two_timelines_are_refused(world):
     os.environ["HOROVOD_TIMELINE"] = "other.json"
-    config = config_lib.Config(timeline="1:1")
+    config = settings_lib.Settings(timeline="1:1")
     differ(lambda: reduction.environment(config), "HOROVOD_TIMELINE=other.json", "leave one out")
     del os.environ["HOROVOD_TIMELINE"]

@@ -6,14 +6,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import batch_norm
 from hvdkit.train import task as base
 
 from tasks import classification, classification_models
 from tasks.classification_models import MODELS
 
-CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)
+CONFIG = dataclasses.replace(Settings(), task="classification", num_classes=10, image_size=8)
 
 
 # He et al. 2015, table 6: 0.27 and 0.85 million.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import reduction
 
 
@@ -24,8 +24,8 @@ from hvdkit.train import reduction
 def test_each_flag_is_its_knob(flag, value, knob, told, tmp_path):
     cached = {"HOROVOD_CACHE_CAPACITY": "8192"}
     plain = {"stall_shutdown_s": 0, "run_dir": str(tmp_path)}
-    assert reduction.environment(Config(**plain)) == cached
-    knobs = reduction.environment(Config(**plain, **{flag: value}))
+    assert reduction.environment(Settings(**plain)) == cached
+    knobs = reduction.environment(Settings(**plain, **{flag: value}))
     knobs.pop("HOROVOD_AUTOTUNE_LOG", None)
     assert knobs == cached | {knob: told}
 
@@ -44,7 +44,7 @@ def test_how_long_ranks_wait_for_one_that_hangs(seconds, given, knobs, monkeypat
     monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
     if given:
         monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", given)
-    found = reduction.environment(Config(stall_shutdown_s=seconds))
+    found = reduction.environment(Settings(stall_shutdown_s=seconds))
     found.pop("HOROVOD_CACHE_CAPACITY")
     assert found == {f"HOROVOD_STALL_{name}_TIME_SECONDS": v for name, v in knobs.items()}
 
@@ -56,7 +56,7 @@ def test_the_best_setting_is_the_one_of_the_highest_score(tmp_path):
         "tensor_fusion_threshold,score\n"
         "0,0,1,5.0,64,10.5\n0,1,1,12.5,31.6,200.25\n1,0,1,2.5,8,99.0\n0,0,1,1.0\n"
     )
-    path = reduction.write_autotuned(Config(run_dir=str(tmp_path)))
+    path = reduction.write_autotuned(Settings(run_dir=str(tmp_path)))
     assert [line for line in path.read_text().splitlines() if line.startswith("--")] == [
         "--noautotune",
         "--fusion_threshold_mb=32",

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import pretrained, warm_start, weight_files
-from hvdkit.settings import config as config_lib
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.train.preprocessing import Preprocess
 from keras.applications import imagenet_utils
@@ -178,7 +178,7 @@ def test_what_is_on_one_side_only_is_listed(form, tmp_path, capsys):
 
 def config(file, mode):
     words = [f"--backbone_weights={file}", f"--backbone_preprocessing={mode}"]
-    return config_lib.parse(["train.py", *words])
+    return settings_lib.parse(["train.py", *words])
 
 
 def refused(model, file, words, mode="tf"):

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from hvdkit.settings import config as config_lib
+from hvdkit import settings as settings_lib
 from hvdkit.train import reduction
 
 from ranks import last_lines, launch
@@ -78,7 +78,7 @@ def test_the_cache_holds_large_models_unless_told(monkeypatch):
     monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
 
     def capacity(**settings) -> str | None:
-        found = reduction.environment(config_lib.Config(**settings))
+        found = reduction.environment(settings_lib.Settings(**settings))
         return found.get("HOROVOD_CACHE_CAPACITY")
 
     assert capacity() == "8192" and capacity(cache_capacity=5) == "5"
@@ -118,10 +118,10 @@ def test_a_backend_that_was_not_started_is_an_error(tmp_path):
 
 def test_hierarchical_reduction_reaches_horovod_as_its_knobs():
     """Only that: Horovod compiles both algorithms for GPUs alone, so none runs on CPUs."""
-    plain = reduction.environment(config_lib.Config(stall_shutdown_s=0))
+    plain = reduction.environment(settings_lib.Settings(stall_shutdown_s=0))
     asked = {"hierarchical_allreduce": True, "hierarchical_allgather": True}
     assert plain.keys() == {"HOROVOD_CACHE_CAPACITY"}
-    assert reduction.environment(config_lib.Config(stall_shutdown_s=0, **asked)) == plain | {
+    assert reduction.environment(settings_lib.Settings(stall_shutdown_s=0, **asked)) == plain | {
         "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
         "HOROVOD_HIERARCHICAL_ALLGATHER": "1",
     }
@@ -138,5 +138,5 @@ def test_autotune_writes_its_result_as_flags_that_can_be_used(tiny, tmp_path):
     assert ended.code == 0, last_lines(ended.output)
     found = tmp_path / "run" / "autotune.cfg"
     assert str(found) in ended.output
-    config = config_lib.parse(["train.py", f"--flagfile={found}"])
+    config = settings_lib.parse(["train.py", f"--flagfile={found}"])
     assert config.cycle_time_ms > 0 and config.fusion_threshold_mb >= 0 and not config.autotune

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from hvdkit.ranks import agreement, messages
 from hvdkit.ranks import fingerprint as fingerprints
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 from ranks import launch, run_checks
 
@@ -68,5 +68,5 @@ def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):
 def test_ranks_that_are_alike_send_each_other_no_details():
     """Of thousands each one's packages, device and host would be megabytes."""
     world = SimpleNamespace(gather_alike=lambda own, name: [own] * 3, gather_objects=None)
-    found = agreement.fingerprint(world, Config())
+    found = agreement.fingerprint(world, Settings())
     assert found == fingerprints.of_all([fingerprints.here()])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
 import time
 from typing import NoReturn
+
+from absl import logging
 
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
@@ -58,8 +59,11 @@ def launched_ranks() -> tuple[int, str]:
 
 
 def complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody listens: the exit code still tells
-        print(f"error: {text}", file=sys.stderr, flush=True)
+    """An error for a person, on standard error, whichever rank says it."""
+    from hvdkit import logs  # it asks this module for the rank
+
+    logs.use()
+    logging.error("error: %s", text, extra={"names_rank": True})
 
 
 def refuse(text: str) -> NoReturn:

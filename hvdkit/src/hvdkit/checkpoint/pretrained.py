@@ -12,7 +12,7 @@ from keras.src.applications import resnet
 
 from hvdkit.checkpoint import weight_files
 from hvdkit.ranks.world import raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.words import some
 
@@ -30,7 +30,7 @@ class Loaded:
     mode: str  # one of preprocessing.MODES: what the weights were trained on
 
 
-def start(model: keras.Model, config: Config) -> None:
+def start(model: keras.Model, config: Settings) -> None:
     """Loads --backbone_weights into the model and tells a person what it took and what not."""
     path = Path(config.backbone_weights)
     loaded = load(model, path, config.backbone_preprocessing)

@@ -19,7 +19,7 @@ from types import TracebackType
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, why_not
 from hvdkit.checkpoint.parts import SEEN_WITHIN, Heard, Variables
 from hvdkit.ranks.world import hostname, say
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 from hvdkit.words import some
 
@@ -78,7 +78,7 @@ class Saver:
             )
             self._heard.failed = "the run has ended"
 
-    def save(self, step: int, variables: Variables, config: Config) -> None:
+    def save(self, step: int, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
 
         It waits first for the save before it, if that is still being written.
@@ -116,7 +116,7 @@ class Saver:
             why = why_not(error, self._checkpoints.folder)
             say(self._world, f"note: the score of step {step} was not written: {why}")
 
-    def last(self, step: int, variables: Variables, config: Config) -> None:
+    def last(self, step: int, variables: Variables, config: Settings) -> None:
         """Waits for the save of `step`, the run's last; where it failed, tries again.
 
         Every rank must call it, with the variables as they were saved.

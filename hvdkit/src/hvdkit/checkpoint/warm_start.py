@@ -11,12 +11,12 @@ import numpy as np
 
 from hvdkit.checkpoint import files
 from hvdkit.ranks.world import raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.words import some
 
 
-def start(model: keras.Model, config: Config) -> None:
+def start(model: keras.Model, config: Settings) -> None:
     """Loads --init_from into the model and tells a person what it took from there."""
     path = Path(config.init_from)
     left = load(model, path, config.init_skip_mismatched, config.init_ema)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hvdkit.settings import config as config_lib
+from hvdkit import settings as settings_lib
 from hvdkit.stop import BUG, DONE, WRONG_USE, complain
 
 _STEPS = 15  # of a benchmark, at least
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
     if own.most < 1:
         complain(f"--most={own.most}: give 1 or more")
         return WRONG_USE
-    config_lib.from_command_line([argv[0], *flags])  # a mistake is told at once
+    settings_lib.check([argv[0], *flags], settings_lib.of_project())  # a mistake is told at once
     # As Ctrl-C: the process that tries a size ends with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     free = psutil.virtual_memory().available

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World, say
-from hvdkit.settings.config import Config, timeline_steps
+from hvdkit.settings import Settings
 
 
 class Timeline:
@@ -31,7 +31,7 @@ class Timeline:
 
     settles = True
 
-    def __init__(self, config: Config, world: World, telemetry: Telemetry, done: int) -> None:
+    def __init__(self, config: Settings, world: World, telemetry: Telemetry, done: int) -> None:
         """`done`: the step that the run begins after; steps up to it are not made again."""
         self._steps, self._world, self._telemetry = timeline_steps(config), world, telemetry
         self._dir = Path(config.run_dir)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from absl import app
+
+from hvdkit import logs
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
@@ -11,41 +15,52 @@ from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
 from hvdkit.run import modes
 from hvdkit.run.loop import TrainFunction, run_once
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings, absl_flags
 from hvdkit.stop import DONE, Stop, complain, launch_rank
 from hvdkit.train import reduction
 
 
-def main(train: TrainFunction, argv: Sequence[str]) -> int:
+def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int:
     """Trains by `train(run)`; returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted.
 
-    `train` may be called twice: after steps that are not finite a run goes back once.
+    `train` may be called twice: after steps that are not finite a run goes back once. It runs in
+    absl's app.run, which hands on what the flags' parser returns: the settings.
     """
-    settings = config_lib.from_command_line(argv)
 
-    def work(world: World, stop_signal: StopSignal) -> None:
-        run_on(world, settings, train, stop_signal=stop_signal)
+    def whole(settings: Settings) -> int:
+        def work(world: World, stop_signal: StopSignal) -> None:
+            run_on(world, settings, train, stop_signal=stop_signal)
 
-    return on_ranks(settings, work)
+        return on_ranks(settings, work)
+
+    try:
+        app.run(
+            whole,
+            list(argv),
+            flags_parser=lambda words: settings_lib.from_command_line(words, kind),
+        )
+    except SystemExit as end:
+        return end.code or DONE
 
 
 def run_on(
-    world: World, settings: Config, train: TrainFunction, *, stop_signal: StopSignal
+    world: World, settings: Settings, train: TrainFunction, *, stop_signal: StopSignal
 ) -> None:
     """A run on ranks that are connected and have their devices. Raises Stop, on every rank."""
-    agreement.check_settings(world, settings)
+    beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
+    agreement.check_settings(world, settings, beside)
     with modes.folder(settings, world) as changed:
         run_once(train, changed, world, stop_signal=stop_signal)
 
 
-def on_ranks(settings: Config, work: Callable[[World, StopSignal], None]) -> int:
+def on_ranks(settings: Settings, work: Callable[[World, StopSignal], None]) -> int:
     """Does the work on the ranks that were launched, each with its device; returns the exit code.
 
     Where it ends in a Stop, rank 0 prints its one sentence.
     """
     # From here on: a run may be told to stop while it starts.
     stop_signal, code = StopSignal(launch_rank()), DONE
+    logs.use()
     try:
         world = world_lib.connect(reduction.environment(settings))
     except Stop as stop:

@@ -18,7 +18,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 
 _MIB = 1 << 20
@@ -28,7 +28,7 @@ _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _LATER = "DYNAMIC"  # as HOROVOD_TIMELINE: a timeline may be started in mid-run
 
 
-def environment(config: Config) -> dict[str, str]:
+def environment(config: Settings) -> dict[str, str]:
     """Horovod's environment variables for the flags that were set; read by hvd.init.
 
     Raises:
@@ -61,7 +61,7 @@ def environment(config: Config) -> dict[str, str]:
     return knobs
 
 
-def _timeline(config: Config) -> dict[str, str]:
+def _timeline(config: Settings) -> dict[str, str]:
     """Knobs that let `hvdkit.observe.timeline` record: started without them, Horovod refuses to."""
     told = os.environ.get("HOROVOD_TIMELINE", _LATER)
     if told != _LATER:
@@ -75,7 +75,7 @@ def _timeline(config: Config) -> dict[str, str]:
     return {"HOROVOD_TIMELINE": _LATER, "HOROVOD_CACHE_CAPACITY": capacity}
 
 
-def stall_seconds(config: Config) -> int:
+def stall_seconds(config: Settings) -> int:
     """How long ranks wait for one that hangs: Horovod's own setting, if one was given, else ours.
 
     Call it after Horovod was started with `environment`; 0: for ever.
@@ -85,7 +85,7 @@ def stall_seconds(config: Config) -> int:
     return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
 
 
-def check_backend(config: Config) -> None:
+def check_backend(config: Settings) -> None:
     """Raises ValueError when what --reduce_backend names is not what this run was started with.
 
     Gloo or MPI is chosen by the launcher; on GPUs naming one of them reduces in host memory.
@@ -98,7 +98,7 @@ def check_backend(config: Config) -> None:
         raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
 
 
-def arguments(config: Config) -> dict[str, Any]:
+def arguments(config: Settings) -> dict[str, Any]:
     """What hvd.DistributedGradientTape takes besides `op`.
 
     Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
@@ -118,7 +118,7 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def has_own_messages(config: Config) -> str:
+def has_own_messages(config: Settings) -> str:
     """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none.
 
     Horovod adds up no bfloat16, and groups gradients by their variables' names, which repeat in
@@ -140,7 +140,7 @@ class RankSumTape:
     """
 
     def __init__(
-        self, tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
+        self, tape: tf.GradientTape, config: Settings, variables: Sequence[keras.Variable]
     ) -> None:
         self._tape, self._config = tape, config
         self._sizes = [_bytes(v) for v in variables]
@@ -191,7 +191,7 @@ class RankSumTape:
 
 def _horovod_tape(
     own: Sequence[tf.Tensor | tf.IndexedSlices | None],
-    config: Config,
+    config: Settings,
     groups: int | list[list[_Place]] | None,
 ) -> tf.GradientTape:
     class Known(tf.GradientTape):
@@ -273,11 +273,11 @@ def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]
     return [small[i : i + max_count] for i in range(0, len(small), max_count)]
 
 
-def autotune_log(config: Config) -> Path:
+def autotune_log(config: Settings) -> Path:
     return Path(config.run_dir).absolute() / "autotune.csv"
 
 
-def write_autotuned(config: Config) -> Path | None:
+def write_autotuned(config: Settings) -> Path | None:
     """Writes the best setting that Horovod's autotuner logged as a flagfile; None if it has none.
 
     The log's columns are those of Horovod's ParameterManager: switches, cycle time (ms), fusion
