@@ -51,7 +51,6 @@ VALUES: dict[str, list[str]] = {
         "--init_from={run}",
         "--init_from={keras} --init_skip_mismatched",
         "--init_from={run} --init_ema",
-        "--backbone_weights={keras} --backbone_preprocessing=tf",
     ],
     "resume": ["--resume=never", "--resume=auto", "--resume={first}"],
     "global_batch_size": ["", "--global_batch_size=6", "--batch_per_rank=6"],
@@ -59,7 +58,6 @@ VALUES: dict[str, list[str]] = {
     "num_steps": ["--num_steps=3", "--num_steps=1"],
     "compression": [f"--compression={name}" for name in ("none", "fp16", "bf16")],
     "deterministic": ["", "--deterministic"],
-    "autotune": ["", "--autotune"],
     "virtual_ranks": ["", *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 4))],
     "base_lr": ["", "--base_lr=1e-30"],
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
@@ -78,17 +76,11 @@ VALUES: dict[str, list[str]] = {
     "dropout": ["", "--dropout=0.5"],
     "bn_sync_every": ["", "--bn_sync_every=1", "--bn_sync_every=2"],
     "reduce_backend": ["", "--reduce_backend={carrier}"],
-    "fusion_threshold_mb": ["", "--fusion_threshold_mb=0", "--fusion_threshold_mb=1"],
-    "cycle_time_ms": ["", "--cycle_time_ms=0", "--cycle_time_ms=2.5"],
-    "cache_capacity": ["", "--cache_capacity=0", "--cache_capacity=1"],
-    "hierarchical_allreduce": ["", "--hierarchical_allreduce"],
-    "hierarchical_allgather": ["", "--hierarchical_allgather"],
     "device": ["", "--device=cpu"],
     "stall_shutdown_s": ["", "--stall_shutdown_s=0", "--stall_shutdown_s=60"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],
     "log_gradients": ["", "--log_gradients"],
-    "timeline": ["", "--timeline=1:1", "--timeline=2:3"],
     "log_every": ["", "--log_every=2", "--log_every=100"],
     "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],
     "early_stop_evals": ["", "--early_stop_evals=1"],
@@ -96,14 +88,11 @@ VALUES: dict[str, list[str]] = {
     "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
     "drift_every": ["", "--drift_every=1", "--drift_every=0"],
     "drift": ["", "--drift=repair"],
-    "checkpoint_parts": ["", "--checkpoint_parts=2", "--checkpoint_parts=9"],
     "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
-    "trackers": ["", "--trackers=csv", "--trackers="],
+    "trackers": ["", "--trackers="],
     "benchmark": ["", "--benchmark"],
-    "elastic": ["", "--elastic"],
-    "elastic_commit_every": ["", "--elastic_commit_every=1"],
 }
 
 # The project's own tasks, whose models take longer: rows of their own.
@@ -133,6 +122,8 @@ LEFT_OUT = {
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_dry_run.py",
     "find_lr": "keeps nothing: test_find_lr.py",
+    "backbone_weights": "names a file: test_pretrained.py",
+    "backbone_preprocessing": "of such a file: test_pretrained.py",
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
@@ -168,8 +159,6 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--virtual_ranks=3 --cpu_threads={threads}",
         ],
     ),
-    # Of the weights that --init_from={run} begins with, so apart from it.
-    ("--seed=2", ["--backbone_weights={keras} --backbone_preprocessing=tf"]),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
     ("--warmup_steps=2", ["--warmup_from=0.02"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
@@ -185,24 +174,21 @@ KEEPS = [
     (
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
-        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --cycle_time_ms=0 "
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 "
         "--checkpoint_minutes=1e-9 --max_failed_saves=1 --max_bad_steps=1 --drift_every=2 "
-        "--drift=repair --checkpoint_parts=2",
+        "--drift=repair",
     ),
     (
         "--bn_sync_every=1",  # moving statistics are brought together where they are kept
-        "--elastic --elastic_commit_every=1",
     ),
     (
         "",
-        "--pack_bytes=1000 --pack_count=2 --fusion_threshold_mb=0 --cache_capacity=0 --autotune "
-        "--hierarchical_allreduce --hierarchical_allgather --reduce_backend={carrier} --benchmark",
+        "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark",
     ),
     ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
     (
         "",
-        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --timeline=2:3 "
-        "--trackers=csv",
+        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --trackers=",
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
@@ -211,11 +197,11 @@ KEEPS = [
 KEEPS_ON_ONE_RANK = [
     (
         "--virtual_ranks=3 --cpu_threads={threads}",
-        "--deterministic --fusion_threshold_mb=0 --cache_capacity=0 --bn_sync_every=1",
+        "--deterministic --bn_sync_every=1",
     ),
     (
         "--deterministic",
-        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear --cache_capacity=1",
+        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear",
     ),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
@@ -238,8 +224,6 @@ REFUSED = {
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",
-    "--deterministic --autotune": "--autotune",
-    "--cycle_time_ms=-0.5": "--cycle_time_ms=-0.5",
     "--end_lr=0.06": "is greater than",
     "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
     "--warmup_from=0.11 --lr_scaling=linear": "0.1 on 2 rank(s)",
@@ -247,8 +231,8 @@ REFUSED = {
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",
-    "--backbone_preprocessing=caffe": "name a file",
-    "--backbone_weights=some.h5 --init_from=other": "leave one out",
+    "--backbone_preprocessing=caffe": "need each other",
+    "--backbone_weights=some.h5 --backbone_preprocessing=tf --init_from=other": "leave one out",
     "--train_split=": "--train_split",
     "--val_split=": "--val_split",
     "--run_dir=": "--run_dir",
@@ -258,24 +242,10 @@ REFUSED = {
     "--eval_scales=1,x": "--eval_scales='1,x'",
     "--eval_scales=0.5,0.5": "different numbers",
     "--eval_crop=8 --eval_window=8": "choose one",
-    "--timeline=3": "100:104",
-    "--timeline=0:2": "from 1 up",
-    "--timeline=1_0:12": "100:104",
-    "--timeline=1:2 --benchmark": "leave one of them out",
-    "--timeline=3:2": "the first one first",
-    "--timeline=3:4": "--num_steps=3",
-    "--timeline=1:101 --num_steps=200": "name 100 at most",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
-    "--elastic --benchmark": "--benchmark looks at",
-    "--trackers=csv,paper": "paper is none of",
-    "--trackers=csv,csv": "names one twice",
-    "--elastic --dry_run": "--dry_run looks at",
+    "--trackers=paper": "paper is neither",
     "--dry_run --benchmark": "choose one",
     "--find_lr --benchmark": "choose one",
-    "--elastic --find_lr": "--find_lr looks at",
-    "--elastic --lr_scaling=linear": "--elastic makes the same run",
-    "--elastic --reduce_backend=mpi": "--elastic is for Gloo",
-    "--elastic --checkpoint_parts=2": "is written by ranks that --elastic may lose",
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {
@@ -293,9 +263,9 @@ REFUSED_BY_RUN = {
     "--init_from={run}/nothing": "{run}/nothing",
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
-    "--backbone_weights={keras}": "--backbone_preprocessing=",
-    "--backbone_weights={keras} --backbone_preprocessing=caffe": "hvdkit.train.preprocessing.Preprocess",
-    "--backbone_weights={run} --backbone_preprocessing=tf": "no such file",
+    "--backbone_weights={keras} --backbone_preprocessing=caffe": (
+        "hvdkit.train.preprocessing.Preprocess"
+    ),
 }
 
 

@@ -62,31 +62,18 @@ _BY_FILE: dict[str, dict[str, list[str]]] = {
     "template/tests/test_reduction.py": {
         "a_backend_that_was_not_started_is_an_error": ["reduce_backend"],
         "merge_groups": ["gradient_groups"],
+        "how_long_ranks_wait_for_one_that_hangs": ["stall_shutdown_s"],
     },
     "3 checks_reduction": {
         "packs_hold_small_gradients_only_and_no_more_than_asked": ["pack_bytes", "pack_count"],
-    },
-    "template/tests/test_knobs.py": {
-        "each_flag_is_its_knob": [
-            "fusion_threshold_mb",
-            "cycle_time_ms",
-            "cache_capacity",
-            "hierarchical_allreduce",
-            "hierarchical_allgather",
-            "autotune",
-        ],
-        "how_long_ranks_wait_for_one_that_hangs": ["stall_shutdown_s"],
     },
     "template/tests/test_threads.py": {
         "a_gpu_that_is_not_there_is_refused": ["device"],
         "threads_are_the_flags_or_a_share_of_the_cores": ["cpu_threads"],
         "readers_are_the_flags_or_a_share_of_the_cores": ["data_workers"],
     },
-    "1 checks_timeline": {
-        "a_timeline_holds_the_steps_that_were_asked_for": ["timeline"],
-    },
     "template/tests/test_trackers.py": {
-        "a_package_that_is_not_installed_is_refused_in_one_sentence": ["trackers"],
+        "a_tracker_of_ones_own_gets_what_is_logged": ["trackers"],
     },
     "2 checks_saving": {
         "a_checkpoint_by_the_clock_is_of_the_same_step_on_all_ranks": ["checkpoint_minutes"],
@@ -94,15 +81,14 @@ _BY_FILE: dict[str, dict[str, list[str]]] = {
         "a_bit_that_flips_on_one_rank_is_found_and_named": ["drift_every"],
         "what_drifted_is_repaired_by_rank_0s": ["drift"],
     },
-    "template/tests/test_checkpoint_parts.py": {
-        "on_ranks": ["checkpoint_parts"],
+    "2 checks_task_models": {
+        "a_backbone_is_read_by_rank_0_alone_and_goes_on": [
+            "backbone_weights",
+            "backbone_preprocessing",
+        ],
     },
     "2 checks_evaluation": {
         "a_score_of_another_measure_counts_as_none": ["early_stop_evals"],
-    },
-    "tests/test_elastic.py": {
-        "such_a_launcher_and_the_flag_need_each_other": ["elastic"],
-        "a_rank_joins_then_rank_0_is_lost": ["elastic_commit_every"],
     },
     "template/tests/test_warm_start.py": {
         "real_runs": ["init_skip_mismatched"],
