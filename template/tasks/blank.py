@@ -29,7 +29,7 @@ class Task:
 
     def __init__(self, config: Settings) -> None:
         # Settings come from flags: config.num_classes is --num_classes. A setting of your own is
-        # one more field in config.py.
+        # one more field in settings.py.
         self.config = config
 
     def sources(self) -> tuple[Source, Source]:

@@ -1,7 +1,8 @@
 """The engine of a training template for TensorFlow 2 and Horovod.
 
-A fork's train.py uses `Run` and `main`, its settings.py `Settings` and `setting`; everything else has a room of its own, named for what it
-does: settings, ranks, data, train, checkpoint, observe, evaluate, run, commands.
+A fork's train.py uses `Run` and `main`, its settings.py `Settings` and `setting`; everything else
+has a room of its own, named for what it does: settings, ranks, data, train, checkpoint, observe,
+evaluate, run, commands.
 """
 
 from __future__ import annotations

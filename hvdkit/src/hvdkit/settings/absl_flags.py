@@ -89,7 +89,7 @@ def _means_something(name: str) -> bool:
 
 
 def check(flag: Given) -> None:
-    """Raises ValueError where a flag of `beside`, if it is defined by now, does not take its value."""
+    """Raises ValueError where a flag of `beside` that is defined by now does not take its value."""
     if flag.name in FLAGS:
         try:
             FLAGS[flag.name].parser.parse(flag.value)
