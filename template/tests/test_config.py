@@ -277,8 +277,8 @@ def python(command, code):
 
 def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
     code = (
-        "import hvdkit.settings;slow = {'tensorflow', 'keras', 'numpy', 'horovod'} & set(sys.modules);"
-        "print(sorted(slow)); hvdkit.check_flags(hvdkit.Settings)"
+        "import hvdkit.settings; slow = {'tensorflow', 'keras', 'numpy', 'horovod'};"
+        "print(sorted(slow & set(sys.modules))); hvdkit.check_flags(hvdkit.Settings)"
     )
     ended = python('"$@" --lr=1', code)
     assert ended.returncode == 2 and ended.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""A fork's own settings and flags stand beside the engine's; absl's FLAGS hold what was resolved."""
+"""A fork's own settings and flags beside the engine's; absl's FLAGS hold what was resolved."""
 
 import subprocess
 import sys

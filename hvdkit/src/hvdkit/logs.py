@@ -50,6 +50,18 @@ def use() -> None:
     logging.set_verbosity(logging.INFO if own else logging.get_verbosity())
 
 
+def say(text: str) -> None:
+    """A line of progress, from whichever rank it is."""
+    use()
+    logging.info("%s", text)
+
+
+def complain(text: str) -> None:
+    """An error for a person, which says itself whose it is where that is not rank 0."""
+    use()
+    logging.error("error: %s", text, extra={"names_rank": True})
+
+
 def _give_up_stdout(error: OSError) -> None:
     # Python would complain at exit of what is left to be written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,8 +8,6 @@ import sys
 import time
 from typing import NoReturn
 
-from absl import logging
-
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -62,8 +60,7 @@ def complain(text: str) -> None:
     """An error for a person, on standard error, whichever rank says it."""
     from hvdkit import logs  # it asks this module for the rank
 
-    logs.use()
-    logging.error("error: %s", text, extra={"names_rank": True})
+    logs.complain(text)
 
 
 def refuse(text: str) -> NoReturn:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras.src.applications import resnet
 
+from hvdkit import logs
 from hvdkit.checkpoint import weight_files
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
@@ -34,17 +35,15 @@ def start(model: keras.Model, config: Settings) -> None:
     """Loads --backbone_weights into the model and tells a person what it took and what not."""
     path = Path(config.backbone_weights)
     loaded = load(model, path, config.backbone_preprocessing)
-    print(
+    logs.say(
         f"starting from the backbone in {path}: {len(loaded.set)} layers, {loaded.set[0]} to "
         f"{loaded.set[-1]}, trained on {preprocessing.MEANING[loaded.mode]} "
-        f"({loaded.mode})",
-        flush=True,
+        f"({loaded.mode})"
     )
     left, unused = (", ".join(names) or "none" for names in (loaded.left, loaded.unused))
-    print(
+    logs.say(
         f"note: layers with new weights (not in that file, or a head of another shape): {left}; "
-        f"not used from the file: {unused}",
-        flush=True,
+        f"not used from the file: {unused}"
     )
 
 

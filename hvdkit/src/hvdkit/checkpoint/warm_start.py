@@ -9,6 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from hvdkit import logs
 from hvdkit.checkpoint import files
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
@@ -21,9 +22,9 @@ def start(model: keras.Model, config: Settings) -> None:
     path = Path(config.init_from)
     left = load(model, path, config.init_skip_mismatched, config.init_ema)
     what = "averages of the weights" if config.init_ema else "weights"
-    print(f"starting from the {what} of {path}", flush=True)
+    logs.say(f"starting from the {what} of {path}")
     if left:
-        print(f"note: not in it, or of another shape, so left as made: {_some(left)}", flush=True)
+        logs.say(f"note: not in it, or of another shape, so left as made: {_some(left)}")
 
 
 def load(

@@ -19,7 +19,6 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from hvdkit import logs
 from hvdkit.ranks import devices, heartbeat, live, messages
@@ -347,5 +346,4 @@ def say(world: World, text: str) -> None:
     if not world.is_chief:
         return
     live.leave()
-    logs.use()
-    logging.info("%s", text)
+    logs.say(text)

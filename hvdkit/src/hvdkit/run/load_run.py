@@ -10,6 +10,7 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
+from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
 from hvdkit.ranks import agreement
@@ -144,7 +145,7 @@ def chosen(folder: Path, which: str) -> Path:
         if path is None:
             raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
         for why in damaged if launch_rank() == 0 else ():
-            print(f"note: passed over: {why}", flush=True)
+            logs.say(f"note: passed over: {why}")
     elif which.isdecimal():
         path = folder / f"step-{int(which):08d}"
         if not path.exists():
