@@ -19,6 +19,7 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source
 from hvdkit.run import context as run_lib
+from hvdkit.settings.data import FORMATS
 
 import readers
 
@@ -191,10 +192,10 @@ def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
 
 
 def test_every_format_is_a_choice_of_the_flag():
-    assert set(open_lib.KINDS) | {"", "records"} == set(settings_lib.FORMATS)
+    assert set(open_lib.KINDS) | {"", "records"} == set(FORMATS)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)
 def test_configs_parse(path: Path):
     config = settings_lib.parse(["train.py", f"--flagfile={path}"])
-    assert config.data_format in settings_lib.FORMATS
+    assert config.data_format in FORMATS

@@ -237,8 +237,8 @@ def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     program = (
-        f"import sys, pathlib; sys.path.insert(0, {str(project.folder())!r})\n"
-        "from config import Settings; from engine import run_folder\n"
+        f"import sys, pathlib; sys.path.insert(0, {str(project.ENGINE.parent)!r})\n"
+        "from hvdkit.settings import Settings; from hvdkit.checkpoint import run_folder\n"
         "run_folder.begin(pathlib.Path(sys.argv[1]), None, Settings(), evaluates_first=False)\n"
     )
     words = [sys.executable, "-c", program, str(tmp_path)]
