@@ -147,7 +147,8 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as hvdkit.main does
-        reduction.check_backend(config)
+        with world.together("choosing what carries gradients"):
+            reduction.check_backend(config)
         run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
