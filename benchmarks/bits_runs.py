@@ -20,12 +20,12 @@ import numpy as np
 import tensorflow as tf
 from small_runs import Small, fit_config
 
+from hvdkit import settings as settings_lib
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.demo import scenes
 from hvdkit.observe import compare
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
-from hvdkit.settings import config as config_lib
 from hvdkit.stop import DONE
 from tasks import classification, segmentation
 
@@ -111,7 +111,7 @@ ROWS = {
 def train(world: World, name: str, out: Path) -> None:
     about, flags, task = ROWS[name]
     words = f"{USUAL} {flags} --run_dir={out}/{name}".format(data=out / "data").split()
-    ended = fit_config(config_lib.parse(["train.py", *words]), world, task)
+    ended = fit_config(settings_lib.parse(["train.py", *words]), world, task)
     assert ended.code == DONE, f"{name}: {ended.message}"
     if world.is_chief:
         found = compare.read(str(ended.folder))
@@ -122,7 +122,7 @@ def train(world: World, name: str, out: Path) -> None:
 def main(out_dir: str, *names: str) -> None:
     out = Path(out_dir)
     world = world_lib.connect()
-    world_lib.set_up(world, config_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
+    world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
     if world.is_chief:
         settings = scenes.Settings(train=60, val=12, size=64)
         scenes.make(out / "data", settings)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from ranks import last_lines, launch
 
 WORKER = Path(__file__).parent / "gpu_runs.py"
@@ -69,7 +69,7 @@ def rows(gpus: bool) -> dict[str, Row]:
         "float16": Row("--precision=float16", bare=True, over=plain),
     }
     more = {"input on": Row("", data=PHOTOS), "--bn_sync=full": Row("--bn_sync=full", fewest=2)}
-    if hasattr(Config, "jit"):
+    if hasattr(Settings, "jit"):
         more["--jit"] = Row("--jit")
     for name, row in more.items():
         flags = f"--precision=bfloat16 {row.flags}"

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "template"))
 if sys.argv[1] == "photos":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-import hvdkit.ranks.quiet  # noqa: F401
+import hvdkit.ranks.quiet
 
 # isort: split
 import horovod.tensorflow as hvd
@@ -31,11 +31,11 @@ import tensorflow as tf
 
 import hvdkit
 import train
+from hvdkit import settings as settings_lib
 from hvdkit.observe import speed
 from hvdkit.ranks import devices
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
-from hvdkit.settings import config as config_lib
 from tasks import classification
 
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
@@ -66,7 +66,7 @@ def photos(folder: str) -> None:
 def bare(flags: list[str]) -> None:
     """The plainest loop: forward, backward, DistributedGradientTape, Keras's SGD; no checks."""
     world = world_lib.connect()
-    config = config_lib.for_ranks(config_lib.parse(["gpu_runs.py", *flags]), world.size)
+    config = settings_lib.parse(["gpu_runs.py", *flags]).for_ranks(world.size)
     world_lib.set_up(world, config)
     world_lib.set_numbers(config)
     model = classification.Task(config).build_model()
@@ -124,7 +124,7 @@ def main() -> int:
     if kind in ("same-batch", "train"):
         if kind == "same-batch":
             hvdkit.run.loop.TrainingFeed = SameBatch
-        return hvdkit.main(train.train, ["train.py", *words])
+        return hvdkit.main(train.train, train.Settings, ["train.py", *words])
     {"check": check, "photos": lambda: photos(*words), "bare": lambda: bare(words)}[kind]()
     return 0
 

@@ -33,12 +33,12 @@ def template(kind: str, folder: Path, workers: int, layout: str = "") -> Iterato
 
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-    from hvdkit.settings.config import Config
+    from hvdkit.settings import Settings
     from tasks import classification, segmentation
 
     task_class = classification if kind == "photos" else segmentation
     layout = layout or {"photos": "class_folders"}.get(kind, "folders")
-    config = Config(
+    config = Settings(
         image_size=SIZES[kind],
         num_classes=4 if kind == "photos" else 21,
         data_dir=str(folder),

@@ -93,7 +93,9 @@ def template(clock: Clock, run_dir: str, with_input: bool) -> None:
             return self.batch
 
     hvdkit.run.loop.TrainingFeed = Feed
-    code = hvdkit.main(train.train, ["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"])
+    code = hvdkit.main(
+        train.train, train.Settings, ["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"]
+    )
     if code:
         sys.exit(code)
     if int(os.environ["HOROVOD_RANK"]) == 0:
@@ -207,12 +209,12 @@ def _batch(rank: int):
 
 def _feed(steps: int, rank: int, size: int):
     """What train.py makes of the same flags."""
+    from hvdkit import settings as settings_lib
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-    from hvdkit.settings import config as config_lib
     from tasks import classification
 
-    config = config_lib.parse(["peers", *_flags(steps)])
+    config = settings_lib.parse(["peers", *_flags(steps)])
     task = classification.Task(config)
     source, _ = task.sources()
     order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)

@@ -105,7 +105,7 @@ def worker(words: list[str]) -> None:
             return super().next()
 
     hvdkit.run.loop.TrainingFeed = Feed
-    code = hvdkit.main(train.train, words)
+    code = hvdkit.main(train.train, train.Settings, words)
     if not code and hvdkit.stop.launch_rank() == 0:
         print(MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
     sys.exit(code)

@@ -185,7 +185,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
     if mocked:
         be_one_of(mocked)
-    return hvdkit.main(train.train, ["train.py", *flags])
+    return hvdkit.main(train.train, train.Settings, ["train.py", *flags])
 
 
 def be_one_of(ranks: int) -> None:

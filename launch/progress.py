@@ -10,19 +10,18 @@ Exit code 1: the step is unknown, because the command does not train or its fold
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import sys
 from pathlib import Path
 
+from hvdkit import settings
+
 
 def run_folder(words: list[str]) -> Path:
-    """--run_dir of a training command, as its own project's config.py reads it."""
+    """--run_dir of a training command, as its own project reads it."""
     program = next(number for number, word in enumerate(words) if word.endswith("train.py"))
-    project = Path(words[program]).resolve().parent
-    sys.path.insert(0, str(project))
-    config = importlib.import_module("config")
-    return Path(config.parse(words[program:]).run_dir)
+    sys.modules["__main__"].__file__ = words[program]  # by which hvdkit finds the project
+    return Path(settings.parse(words[program:], settings.of_project()).run_dir)
 
 
 def newest_step(folder: Path, made: bool) -> int:

@@ -11,8 +11,10 @@ import sys
 
 import hvdkit  # first: it keeps TensorFlow's start quiet, and reads flags before it
 
+from settings import Settings
+
 if __name__ == "__main__":
-    hvdkit.check_flags(sys.argv)
+    hvdkit.check_flags(Settings)
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -40,4 +42,4 @@ def train(run: hvdkit.Run) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(hvdkit.main(train, sys.argv))
+    sys.exit(hvdkit.main(train, Settings))

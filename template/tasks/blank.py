@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.source import Source
-from hvdkit.settings.config import Config, class_weights
+from hvdkit.settings import Settings
 from hvdkit.train import losses
 from hvdkit.train.preprocessing import wide
 from hvdkit.train.task import Example
@@ -27,9 +27,9 @@ class Task:
     # The figure that says which checkpoint is the best: a key of what `metrics` returns.
     main_metric = "accuracy"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         # Settings come from flags: config.num_classes is --num_classes. A setting of your own is
-        # one more field in config.py.
+        # one more field in settings.py.
         self.config = config
 
     def sources(self) -> tuple[Source, Source]:
@@ -72,7 +72,7 @@ class Task:
             outputs,
             targets,
             smoothing=self.config.label_smoothing,
-            class_weights=class_weights(self.config),
+            class_weights=self.config.class_weight_list,
         )
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -12,7 +12,7 @@ from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.models import resnet
-from hvdkit.settings.config import Config, class_weights
+from hvdkit.settings import Settings
 from hvdkit.train import losses
 from hvdkit.train.task import Example
 from PIL import Image, ImageDraw
@@ -35,7 +35,7 @@ class Task:
     main_metric = "accuracy"
     uses = ("train_split", "val_split", "mirror", "crop_area")
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self.config = config
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
@@ -85,7 +85,7 @@ class Task:
             outputs,
             targets,
             smoothing=self.config.label_smoothing,
-            class_weights=class_weights(self.config),
+            class_weights=self.config.class_weight_list,
         )
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -17,7 +17,7 @@ from hvdkit.data.palette import COLOURS
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics, whole_pictures
 from hvdkit.models.deeplab import deeplabv3plus
-from hvdkit.settings.config import PROJECT, Config, class_weights, eval_scales, scale_range
+from hvdkit.settings import Settings, project
 from hvdkit.train import losses
 from hvdkit.train.task import Example
 from PIL import Image
@@ -28,7 +28,7 @@ MODELS = {"small": models.small, "tiny": models.tiny, "deeplabv3plus": deeplabv3
 # Of what the height and the width of a model's input must be multiples.
 STRIDES = {"small": 8, "tiny": 2, "deeplabv3plus": 16}
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
-DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
+DEMO = project.folder() / "datasets" / "demo"  # made when it is first asked for
 
 
 class Task:
@@ -41,7 +41,7 @@ class Task:
     stride: int | None = None
     _built_here = False  # whether the model was built here, so that --model says its stride
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self.config = config
         self.root = Path(config.data_dir)
         self.model_name = config.model or next(iter(MODELS))
@@ -58,7 +58,7 @@ class Task:
             raise ValueError(
                 f"--eval_window={config.eval_window}: {whose} needs a multiple of {stride}"
             )
-        scales = tuple(eval_scales(config))
+        scales = tuple(config.eval_scale_list)
         return whole_pictures.Passes(
             stride, config.eval_window, scales, config.eval_flip, self.how.fill
         )
@@ -87,7 +87,7 @@ class Task:
         config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
         return augment.Augmentation(
             (config.image_size, config.image_size),
-            scale=scale_range(config) or usual,
+            scale=config.scale_limits or usual,
             mirror={"on": True, "off": False, "auto": not demo}[config.mirror],
             ignore_label=IGNORE,
         )
@@ -145,7 +145,7 @@ class Task:
             labels,
             valid=labels != IGNORE,
             smoothing=self.config.label_smoothing,
-            class_weights=class_weights(self.config),
+            class_weights=self.config.class_weight_list,
         )
 
     def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -108,9 +108,9 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
 
     import hvdkit.ranks.quiet  # noqa: F401
     from hvdkit.ranks import world as world_lib
-    from hvdkit.settings.config import Config
+    from hvdkit.settings import Settings
 
-    usual = dataclasses.replace(Config(), data_dir=data_dir, model=model, **_COMMON)
+    usual = dataclasses.replace(Settings(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
     world_lib.set_up(world, usual)
     for name in names:

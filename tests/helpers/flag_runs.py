@@ -19,10 +19,10 @@ from flag_values import words
 from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder
 from tensorflow.python.framework import config as tf_config
 
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import losses, reduction
 from hvdkit.train.dropout import SampleDropout
@@ -55,7 +55,7 @@ class Varied(Small):
             outputs,
             targets,
             smoothing=self.config.label_smoothing,
-            class_weights=config_lib.class_weights(self.config),
+            class_weights=self.config.class_weight_list,
         )
 
 
@@ -63,7 +63,7 @@ class Sweep:
     """Runs by their command lines, and what the values' braces stand for."""
 
     def __init__(self, world: World) -> None:
-        world_lib.set_up(world, Config())  # before anything is exchanged, as in a run
+        world_lib.set_up(world, Settings())  # before anything is exchanged, as in a run
         self.world, self.folder, self.runs = world, folder(world), 0
         self._knobs: dict[str, str] = {}
         self._weights: dict[str, str] = {}
@@ -81,13 +81,13 @@ class Sweep:
             made.model.save(self.names["keras"])
         world.gather_objects(None, "flags.keras")
 
-    def parse(self, values: Iterable[str]) -> Config:
+    def parse(self, values: Iterable[str]) -> Settings:
         flags = [word.format(**self.names) for word in words(values)]
-        return config_lib.parse(["train.py", f"--flagfile={self.folder}/usual.cfg", *flags])
+        return settings_lib.parse(["train.py", f"--flagfile={self.folder}/usual.cfg", *flags])
 
     def accepts(self, values: Iterable[str]) -> bool:
         try:
-            config_lib.for_ranks(self.parse(values), self.world.size)
+            self.parse(values).for_ranks(self.world.size)
         except ValueError:
             return False
         return True
@@ -98,7 +98,7 @@ class Sweep:
         task = Varied if own else importlib.import_module(f"tasks.{config.task}").Task
         return fit_config(config, self.world, task, stop_signal)
 
-    def start(self, values: Iterable[str]) -> Config:
+    def start(self, values: Iterable[str]) -> Settings:
         """As a new process would: settings, Horovod with the knobs that they turn."""
         self.runs += 1
         config = self.parse([f"--run_dir={self.folder}/{self.runs}", *values])

@@ -263,7 +263,9 @@ REFUSED_BY_RUN = {
     "--init_from={run}/nothing": "{run}/nothing",
     "--init_from={keras} --init_ema": "leave out --init_ema",
     "--init_from={plain} --init_ema": "no average",
-    "--backbone_weights={keras} --backbone_preprocessing=caffe": "hvdkit.train.preprocessing.Preprocess",
+    "--backbone_weights={keras} --backbone_preprocessing=caffe": (
+        "hvdkit.train.preprocessing.Preprocess"
+    ),
 }
 
 

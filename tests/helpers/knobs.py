@@ -19,13 +19,13 @@ def main(argv: list[str]) -> None:
     import tensorflow as tf
     from steps import make_train_step
 
+    from hvdkit import settings as settings_lib
     from hvdkit.ranks import votes
     from hvdkit.ranks import world as world_lib
-    from hvdkit.settings import config as config_lib
     from hvdkit.train import optimizer, reduction
     from hvdkit.train.state import State
 
-    config = config_lib.parse(argv)
+    config = settings_lib.parse(argv)
     world = world_lib.connect(reduction.environment(config))
     world_lib.set_up(world, config)
     world_lib.set_numbers(config)

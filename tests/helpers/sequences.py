@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.arrays import Arrays
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import losses
 
 WORDS, LONGEST, WIDTH = 12, 10, 16
@@ -23,7 +23,7 @@ def sequences(seed: int, size: int) -> Arrays:
 class Task:
     main_metric = "accuracy"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self.config = config
 
     def prepare(self) -> None:

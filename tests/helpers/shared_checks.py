@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
 PLAIN = dataclasses.replace(
-    Config(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0
+    Settings(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0
 )
 
 

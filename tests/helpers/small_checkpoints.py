@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 ALONE = World(0, 1, 0, 1)
 
@@ -14,7 +14,7 @@ def variables(value=1.0, shape=(2, 3), dtype=tf.float32):
 
 
 def save(kept, step, value=1.0, score=None, config=None):
-    path = kept.write(kept.copy(step, variables(value), config or Config()))
+    path = kept.write(kept.copy(step, variables(value), config or Settings()))
     if score is not None:
         kept.add_score(step, score)
     return path
@@ -22,7 +22,7 @@ def save(kept, step, value=1.0, score=None, config=None):
 
 def restored(kept, resume="auto"):
     into = variables(-1.0)
-    kept.restore(kept.find(resume, 10**9), into, Config())
+    kept.restore(kept.find(resume, 10**9), into, Settings())
     return float(into["w/kernel"][0, 0])
 
 

@@ -21,7 +21,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.run import context as run_lib
 from hvdkit.run.main import run_on
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE, Stop
 from hvdkit.train import losses, reduction
 
@@ -48,7 +48,7 @@ class Small:
 
     main_metric = "accuracy"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self.config = config
 
     def sources(self):
@@ -119,7 +119,7 @@ class Outcome:
 def folder(world: World) -> Path:
     """A new folder, the same one on every rank; it is left for the system to clear."""
     # Threads are chosen before TensorFlow's first operation, which the exchange below may be.
-    world_lib.set_up(world, Config())
+    world_lib.set_up(world, Settings())
     made = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
     return Path(world.broadcast_object(made, "small_runs.folder"))
 
@@ -128,16 +128,16 @@ def fit(world: World, task: type = Small, stop_signal: Any = None, **settings) -
     """Trains `task` with USUAL and `settings`; on every rank alike. Exceptions but Stop get out."""
     settings = {"run_dir": ""} | USUAL | settings
     settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
-    return fit_config(dataclasses.replace(Config(), **settings), world, task, stop_signal)
+    return fit_config(dataclasses.replace(Settings(), **settings), world, task, stop_signal)
 
 
 def fit_config(
-    config: Config, world: World, task: type = Small, stop_signal: Any = None
+    config: Settings, world: World, task: type = Small, stop_signal: Any = None
 ) -> Outcome:
     """As `fit`, with settings that are whole."""
     built: list[keras.Model] = []
 
-    def watched(config: Config) -> task:
+    def watched(config: Settings) -> task:
         made = task(config)
         build = made.build_model
         made.build_model = lambda: built.append(build()) or built[-1]
@@ -147,7 +147,8 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as hvdkit.main does
-        reduction.check_backend(config)
+        with world.together("choosing what carries gradients"):
+            reduction.check_backend(config)
         run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)

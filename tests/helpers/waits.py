@@ -20,10 +20,10 @@ import hvdkit.ranks.quiet  # noqa: F401
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.peers import Peers
-from hvdkit.settings import config as config_lib
 from hvdkit.train import reduction
 
 
@@ -38,7 +38,7 @@ def fail(how: str) -> None:
 
 
 def main() -> None:
-    config = config_lib.Config(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
+    config = settings_lib.Settings(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
     world = world_lib.connect(reduction.environment(config))
     world_lib.set_up(world, config)
     with Peers(world, reduction.stall_seconds(config)):

@@ -14,7 +14,7 @@ from small_runs import Small, fit, numbers
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, DONE
 
 SAMPLES, BATCH = 600, 12
@@ -66,7 +66,7 @@ def plain_steps(start: dict, steps: list[int]) -> list[np.ndarray]:
 
 
 def check_a_bad_step_is_skipped_and_told(world):
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     ids = batch_ids(3)
     wrong = ids[-1]  # the last share's
     ended, printed = told(world, bad([wrong]), num_steps=6, checkpoint_every=1)
@@ -90,7 +90,7 @@ def check_a_bad_step_is_skipped_and_told(world):
 
 def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
     """What is none in the gradient only is a matter of the loss scale."""
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     settings = {"precision": "float16", "num_steps": 5}
     ended, printed = told(world, bad(batch_ids(3)[:1]), **settings)
     assert ended.code == DONE, ended.message
@@ -100,7 +100,7 @@ def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
 
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
     """A bad stretch of data, steps 8 to 10: from step 6 on with the batch after it."""
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (7, 8, 9)])
     ended, printed = told(world, task, num_steps=12)
     assert ended.code == DONE, ended.message
@@ -126,7 +126,7 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
 
 def check_layers_have_their_names_again_once_it_has_gone_back(world):
     """SampleDropout draws by its name: as a run that is interrupted later, and resumes."""
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     keras.utils.clear_session()
     built = []
 
@@ -142,7 +142,7 @@ def check_layers_have_their_names_again_once_it_has_gone_back(world):
 
 
 def check_a_second_time_ends_the_run(world):
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (4, 5, 9, 10)])
     ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED, (ended.code, ended.message)
@@ -153,7 +153,7 @@ def check_a_second_time_ends_the_run(world):
 
 
 def check_without_a_checkpoint_before_it_the_run_ends(world):
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (0, 1)])
     ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED and "went back" not in ended.message, ended.message
@@ -162,7 +162,7 @@ def check_without_a_checkpoint_before_it_the_run_ends(world):
 
 def check_a_dry_run_ends_where_a_run_goes_back(world):
     """From a checkpoint without its evaluation, which it makes up for and so saves: to go back."""
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     first, _ = told(world, Small, num_steps=4)
     lacks = {"resume": str(first.folder / "checkpoints" / "step-00000002"), "eval_every": 2}
     task = bad([batch_ids(step)[0] for step in (2, 3)])
@@ -172,7 +172,7 @@ def check_a_dry_run_ends_where_a_run_goes_back(world):
 
 
 def check_virtual_ranks_are_named(world):
-    world_lib.set_up(world, Config())  # before the first operation
+    world_lib.set_up(world, Settings())  # before the first operation
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
     wrong = batch_ids(3)[3]  # of shares of 3 samples the second
     ended, printed = told(world, bad([wrong]), **settings)

@@ -11,10 +11,10 @@ from PIL import Image
 from small_runs import fit_config, folder
 from tiny_runs import TINY_FLAGS
 
+from hvdkit import settings as settings_lib
 from hvdkit.data.demo import scenes
 from hvdkit.data.packed_strings import Names
 from hvdkit.run import context as run_lib
-from hvdkit.settings import config as config_lib
 from hvdkit.stop import WRONG_USE
 from tasks.segmentation import Task
 
@@ -30,7 +30,7 @@ def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, Pat
     places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
     words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
     words += [flag.format(root=root) for flag in flags]
-    ended = fit_config(config_lib.parse(words), world, Task)
+    ended = fit_config(settings_lib.parse(words), world, Task)
     assert ended.code == WRONG_USE, (ended.code, ended.message)
     assert "\n" not in ended.message
     return ended.message, root / "data", ended.checkpoints
@@ -153,7 +153,7 @@ def check_rank_0_alone_lists(world):
     if world.is_chief:
         scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
     world.gather_objects(None, "errors.listed")
-    config = config_lib.parse(["train.py", "--flagfile=configs/demo.cfg", f"--data_dir={root}"])
+    config = settings_lib.parse(["train.py", "--flagfile=configs/demo.cfg", f"--data_dir={root}"])
     listed, scandir = [], os.scandir
     os.scandir = lambda path: listed.append(path) or scandir(path)
     try:

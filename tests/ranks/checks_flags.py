@@ -12,11 +12,11 @@ from flag_runs import Sweep, all_pass, count, judge_weights, sweep
 from flag_values import Row
 from small_runs import Outcome, StopSignal
 
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.run.actions import evaluation_due
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, PREEMPTED
 
 # The first rows have most pairs. Of all rows on 1 rank: one part of so many.
@@ -73,7 +73,7 @@ def try_row(made: Sweep, row: Row) -> None:
         judge_records(ended, made.parse([*values, f"--run_dir={ended.folder}"]), begun, made.world)
 
 
-def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> None:
+def judge_records(ended: Outcome, config: Settings, begun: int, world: World) -> None:
     """summary.json, metrics.jsonl, gradients.jsonl, checkpoints, config.cfg: as flags say."""
     summary, last = ended.summary, ended.summary["step"]
     assert summary["weights_sha256"] == world_lib.weights_sha256(ended.model.variables)
@@ -102,5 +102,5 @@ def judge_records(ended: Outcome, config: Config, begun: int, world: World) -> N
     there = [int(name.removeprefix("step-")) for name in ended.checkpoints]
     newest = saved[-config.keep :]
     assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there
-    again = config_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
-    assert again == config_lib.for_ranks(config, world.size)
+    again = settings_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
+    assert again == config.for_ranks(world.size)

@@ -24,7 +24,7 @@ from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import context as run_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import task_checks
 
@@ -96,7 +96,7 @@ def of_model(run):
 
 def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     """Figures, and variables, of a model made anew with the run's newest checkpoint."""
-    config = dataclasses.replace(Config(), **settings)
+    config = dataclasses.replace(Settings(), **settings)
     load, run_lib.tasks.load = run_lib.tasks.load, task
     try:
         run = run_lib.prepare(config, world)
@@ -115,7 +115,7 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
 
 
 def train(world, name: str, kind: Kind) -> None:
-    world_lib.set_up(world, Config())
+    world_lib.set_up(world, Settings())
     first: dict[str, np.ndarray] = {}
     settings = SETTINGS | kind.settings | {"run_dir": str(folder(world) / "run")}
     task, printed = task_of(kind, first), io.StringIO()

@@ -16,7 +16,7 @@ from small_runs import CLASSES, FEATURES, Small, fit, numbers
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings import config as config_lib
+from hvdkit.settings import project
 from hvdkit.stop import DIVERGED, DONE, WRONG_USE
 
 
@@ -392,7 +392,7 @@ def check_a_benchmark_of_too_few_steps_says_so(world):
 
 
 def check_other_code_on_another_host_is_refused_by_name(world):
-    found = dict(fingerprints.code(config_lib.PROJECT))
+    found = dict(fingerprints.code(project.folder()))
     assert {"train.py", "hvdkit/ranks/world.py"} <= found.keys()
     assert not any(name.startswith("tests/") for name in found)
     if world.size == 1:

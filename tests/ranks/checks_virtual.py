@@ -21,7 +21,7 @@ from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
 from hvdkit.evaluate import metrics
 from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
@@ -88,7 +88,7 @@ ONLY = {"3-gloo": ["sgd", "bfloat16"]}
 
 def begin(world):
     """Threads are chosen before the first operation; other modules' helpers would choose theirs."""
-    world_lib.set_up(world, Config(cpu_threads=1))
+    world_lib.set_up(world, Settings(cpu_threads=1))
 
 
 def train(world, name, task=Ordinary, stop_signal=None, **settings):

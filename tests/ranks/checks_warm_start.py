@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from small_runs import Outcome, fit_config
 
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
 from tasks.blank import Task
 
@@ -34,7 +34,7 @@ def part_of(launch):
     def decorate(check):
         @functools.wraps(check)
         def checked(world):
-            world_lib.set_up(world, Config())  # before ranks exchange anything, as in a run
+            world_lib.set_up(world, Settings())  # before ranks exchange anything, as in a run
             if os.environ.get("WARM_LAUNCH") == launch:
                 check(world)
 
@@ -47,7 +47,7 @@ def run(world, name: str, *flags: str, code: int = DONE) -> tuple[Outcome, str]:
     """Trains the skeleton in the folder RUNS/name; how it ended, and what rank 0 printed."""
     words = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={RUNS / name}", *flags]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        ended = fit_config(config_lib.parse(words), world, Task)
+        ended = fit_config(settings_lib.parse(words), world, Task)
     assert ended.code == code, ended.message
     said = world.broadcast_object(said.getvalue(), "warm.said")
     return ended, said

@@ -20,7 +20,7 @@ from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import context as run_lib
 from hvdkit.run.context import RunContext
-from hvdkit.settings.config import Config, eval_scales
+from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 from tasks.segmentation import Task
 
@@ -52,7 +52,7 @@ def small_run(world) -> RunContext:
             (root / "splits" / f"{split}.txt").write_text("\n".join(map(str, range(len(SIZES)))))
     world.gather_objects(None, "whole.data")
     config = dataclasses.replace(
-        Config(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
+        Settings(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
     )
     world_lib.set_up(world, config)
     run = run_lib.prepare(config, world)
@@ -82,7 +82,11 @@ def feed(run: RunContext, rank: int, size: int, batch: int) -> EvaluationFeed:
 def by_hand(run: RunContext) -> tuple[float, float]:
     """mIoU and mean loss, in plain NumPy but for the model itself."""
     config, labels, found, losses = run.config, [], [], []
-    ways = {"window": config.eval_window, "scales": eval_scales(config), "flip": config.eval_flip}
+    ways = {
+        "window": config.eval_window,
+        "scales": config.eval_scale_list,
+        "flip": config.eval_flip,
+    }
 
     def model(image: np.ndarray) -> np.ndarray:
         return run.model({"image": image[None].astype(np.float32)}, training=False).numpy()[0]

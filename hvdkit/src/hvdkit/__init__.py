@@ -1,7 +1,8 @@
 """The engine of a training template for TensorFlow 2 and Horovod.
 
-A fork's train.py uses `Run` and `main`; everything else has a room of its own, named for what it
-does: settings, ranks, data, train, checkpoint, observe, evaluate, run, commands.
+A fork's train.py uses `Run` and `main`, its settings.py `Settings` and `setting`; everything else
+has a room of its own, named for what it does: settings, ranks, data, train, checkpoint, observe,
+evaluate, run, commands.
 """
 
 from __future__ import annotations
@@ -13,33 +14,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
+    from hvdkit.settings import Settings, setting
 
-__all__ = ["Run", "__version__", "check_flags", "main"]
+__all__ = ["Run", "Settings", "__version__", "check_flags", "main", "setting"]
 __version__ = "0.1.0"
 
 
-def check_flags(argv: Sequence[str]) -> None:
+def check_flags(kind: type[Settings], argv: Sequence[str] = sys.argv) -> None:
     """Refuses wrong flags before TensorFlow's long import, which it then does quietly.
 
     Until the run starts, Ctrl-C ends the process without a trace.
-    """
-    from hvdkit.ranks import interrupt
-    from hvdkit.settings import config
 
-    config.from_command_line(argv)
+    Args:
+      kind: the fork's `Settings`.
+    """
+    from hvdkit import settings
+    from hvdkit.ranks import interrupt
+
+    settings.check(argv, kind)
     interrupt.end_at_once()
     importlib.import_module("hvdkit.ranks.quiet")
 
 
-def main(train: Any, argv: Sequence[str] = sys.argv) -> int:
+def main(train: Any, kind: type[Settings], argv: Sequence[str] = sys.argv) -> int:
     """Trains by `train(run)` on the ranks that were launched; returns the exit code."""
     from hvdkit.run import main as entry
 
-    return entry.main(train, argv)
+    return entry.main(train, kind, argv)
 
 
 def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import: only where something of it is used.
     if name == "Run":
         return importlib.import_module("hvdkit.run.loop").Run
+    if name in ("Settings", "setting"):
+        return getattr(importlib.import_module("hvdkit.settings"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

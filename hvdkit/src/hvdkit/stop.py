@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -58,8 +57,10 @@ def launched_ranks() -> tuple[int, str]:
 
 
 def complain(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody listens: the exit code still tells
-        print(f"error: {text}", file=sys.stderr, flush=True)
+    """An error for a person, on standard error, whichever rank says it."""
+    from hvdkit import logs  # it asks this module for the rank
+
+    logs.complain(text)
 
 
 def refuse(text: str) -> NoReturn:

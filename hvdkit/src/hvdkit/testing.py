@@ -150,13 +150,13 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
 
     # isort: split
     import train
+    from hvdkit import settings as settings_lib
     from hvdkit.ranks.interrupt import StopSignal
     from hvdkit.run import launched
     from hvdkit.run.loop import Run
-    from hvdkit.settings import config
 
     sys.stdout.reconfigure(line_buffering=True)
-    settings = config.parse(["", "--resume=never", *flags])
+    settings = settings_lib.parse(["", "--resume=never", *flags], settings_lib.of_project())
 
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)

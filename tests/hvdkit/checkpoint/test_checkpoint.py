@@ -18,7 +18,7 @@ from small_checkpoints import ALONE, names, restored, save, variables
 
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
 
@@ -28,7 +28,7 @@ def test_what_was_saved_is_restored(kept):
     into["step"].assign(0)
     found = kept.find("auto", 7)
     assert found == (path, 7, False)
-    kept.restore(found, into, Config())
+    kept.restore(found, into, Settings())
     assert int(into["step"]) == 7 and np.all(into["w/kernel"].numpy() == 1.5)
 
 
@@ -36,22 +36,22 @@ def test_types_that_numpy_does_not_know(kept):
     value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     values = {"v": tf.Variable(value), "w": tf.Variable(True), "s": tf.Variable(value[0])}
     check_types(values)
-    path = kept.write(kept.copy(1, values, Config()))
+    path = kept.write(kept.copy(1, values, Settings()))
     assert files.read(path)["v"].dtype == value.dtype
     into = {"v": tf.Variable(tf.zeros_like(value)), "w": tf.Variable(False)}
     into["s"] = tf.Variable(tf.zeros_like(value[0]))
-    kept.restore(kept.find("auto", 1), into, Config())
+    kept.restore(kept.find("auto", 1), into, Settings())
     assert np.all(into["v"].numpy() == value) and bool(into["w"]) and into["s"].numpy() == 1.5
     with pytest.raises(ValueError, match="t is of type object: a checkpoint holds numbers only"):
         check_types({"t": tf.Variable("text")})
 
 
 def test_a_copy_takes_over_the_memory_of_the_one_before_where_it_fits(kept):
-    first = kept.copy(1, {"w": tf.Variable([1.0, 2.0])}, Config()).arrays["w"]
-    second = kept.copy(2, {"w": tf.Variable([3.0, 4.0])}, Config()).arrays["w"]
+    first = kept.copy(1, {"w": tf.Variable([1.0, 2.0])}, Settings()).arrays["w"]
+    second = kept.copy(2, {"w": tf.Variable([3.0, 4.0])}, Settings()).arrays["w"]
     assert second is first and second.tolist() == [3.0, 4.0]
     for other in ([5.0], [5, 6]):
-        third = kept.copy(3, {"w": tf.Variable(other)}, Config()).arrays["w"]
+        third = kept.copy(3, {"w": tf.Variable(other)}, Settings()).arrays["w"]
         assert third.tolist() == other and third.dtype == np.asarray(tf.constant(other)).dtype
 
 
@@ -121,7 +121,7 @@ def test_a_score_without_its_checkpoint_is_refused(kept):
 
 def test_the_same_step_saved_again_keeps_its_score_only_with_the_same_weights(kept):
     path = save(kept, 1, 1.0, score=0.5)
-    save(kept, 1, 1.0, config=Config(num_steps=5))
+    save(kept, 1, 1.0, config=Settings(num_steps=5))
     assert kept.best() == (0.5, 1)
     assert files.read_manifest(path).config["num_steps"] == 5
     save(kept, 1, 2.0)
@@ -189,14 +189,14 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(kept, into, words):
     save(kept, 7)
     before = [v.numpy() for v in into.values()]
     with pytest.raises(Stop) as stop:
-        kept.restore(kept.find("auto", 9), into, Config())
+        kept.restore(kept.find("auto", 9), into, Settings())
     assert all(word in str(stop.value) for word in words), stop.value
     assert all(np.array_equal(v, b) for v, b in zip(into.values(), before))
 
 
 def test_changed_settings_are_named(kept, capsys):
-    save(kept, 7, config=Config(seed=1, power=0.9, log_every=20))
-    now = Config(seed=2, power=1.0, log_every=1, run_dir="elsewhere", pack_bytes=100)
+    save(kept, 7, config=Settings(seed=1, power=0.9, log_every=20))
+    now = Settings(seed=2, power=1.0, log_every=1, run_dir="elsewhere", pack_bytes=100)
     kept.restore(kept.find("auto", 9), variables(), now)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("note")]
     assert "--seed was 1, is 2" in line and "--power was 0.9, is 1.0" in line
@@ -204,13 +204,13 @@ def test_changed_settings_are_named(kept, capsys):
 
 
 def test_another_number_of_ranks_is_named_where_it_changes_numbers(kept):
-    plain = Config(bn_sync="full")
+    plain = Settings(bn_sync="full")
     before = files.read_manifest(save(kept, 7, config=plain))
     assert changes(before, plain, 4, normed=True) == []
     for config, normed, word in (
         (replace(plain, lr_scaling="linear"), False, "--lr_scaling=linear multiplies"),
-        (Config(bn_sync="mean"), True, "--bn_sync=mean normalizes"),
-        (Config(bn_sync="moments"), True, "--bn_sync=moments normalizes"),
+        (Settings(bn_sync="mean"), True, "--bn_sync=mean normalizes"),
+        (Settings(bn_sync="moments"), True, "--bn_sync=moments normalizes"),
     ):
         found = [x for x in changes(before, config, 4, normed) if "were 1, are 4" in x]
         assert len(found) == 1 and word in found[0]
@@ -221,8 +221,8 @@ def test_another_number_of_ranks_is_named_where_it_changes_numbers(kept):
 def test_a_setting_that_came_later_had_its_default(kept):
     before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
-    assert changes(before, Config(), 1, True) == []
-    assert changes(before, Config(clip_norm=1.0), 1, True) == ["--clip_norm was 0.0, is 1.0"]
+    assert changes(before, Settings(), 1, True) == []
+    assert changes(before, Settings(clip_norm=1.0), 1, True) == ["--clip_norm was 0.0, is 1.0"]
 
 
 def test_the_manifest_says_what_it_is(kept):
@@ -249,7 +249,7 @@ def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
     kept = Checkpoints(tmp_path / "checkpoints", keep=1, world=ALONE)
     for step, skipped in ((5, 0), (6, 0), (8, 1), (9, 2), (10, 3)):
         state = variables() | {"skipped_in_a_row": tf.Variable(skipped, dtype=tf.int64)}
-        copy = kept.copy(step, state, Config())
+        copy = kept.copy(step, state, Settings())
         kept.write(copy)
         kept.add_score(step, math.nan, copy.skipped)
         before = ["step-00000006"] if skipped else []
@@ -265,10 +265,10 @@ def big(value):
 
 def test_a_full_disk_leaves_what_was_there_and_no_half(full_disk):
     kept = Checkpoints(full_disk / "checkpoints", keep=2, world=ALONE)
-    kept.write(kept.copy(1, big(1), Config()))
+    kept.write(kept.copy(1, big(1), Settings()))
     for step in (2, 1):  # a new step, and one that would replace the old
         with pytest.raises(OSError, match="No space left"):
-            kept.write(kept.copy(step, big(2), Config()))
+            kept.write(kept.copy(step, big(2), Settings()))
         assert names(kept) == ["step-00000001"]
     filler = full_disk / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -277,7 +277,7 @@ def test_a_full_disk_leaves_what_was_there_and_no_half(full_disk):
     with pytest.raises(OSError, match="No space left"):
         kept.add_score(1, 0.5)
     into = big(3)
-    kept.restore(kept.find("auto", 9), into, Config())
+    kept.restore(kept.find("auto", 9), into, Settings())
     assert np.array_equal(into["w"], big(1)["w"]) and not kept.has_score(kept._path(1))
     assert sorted(p.name for p in kept._path(1).iterdir()) == ["manifest.json", "state.npz"]
     filler.unlink()
@@ -291,7 +291,7 @@ def test_a_file_that_may_not_grow_so_far_leaves_nothing(kept):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, usual[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            kept.write(kept.copy(2, big(1), Config()))
+            kept.write(kept.copy(2, big(1), Settings()))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert names(kept) == ["step-00000001"] and restored(kept) == 1.0

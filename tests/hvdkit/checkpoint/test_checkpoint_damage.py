@@ -18,7 +18,7 @@ from small_checkpoints import restored, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
 
@@ -41,7 +41,7 @@ def test_200_random_mutations_restore_right_or_are_passed_over_by_name(
         found = kept.find("auto", 10**9)
         said = capsys.readouterr().out
         into = variables(-1.0)
-        kept.restore(found, into, Config())
+        kept.restore(found, into, Settings())
         assert float(into["w/kernel"][1, 2]) == found.step, (mutate.__name__, found)
         passed_over = found.step < 4
         if passed_over:
@@ -259,5 +259,5 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     about = replace(files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz"))
     writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:
-        kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Config())
+        kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Settings())
     assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), stop.value

@@ -16,12 +16,12 @@ import tensorflow as tf
 from kills import killed_at_each
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings, project
 from hvdkit.stop import Stop
 
 ALONE = World(0, 1, 0, 1)
@@ -30,7 +30,7 @@ RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "p
 
 def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
     """What a run writes, with weights that say whose they are: 100 * seed + step."""
-    config = Config(seed=seed, num_steps=num_steps, keep=keep, run_dir=str(run_dir))
+    config = Settings(seed=seed, num_steps=num_steps, keep=keep, run_dir=str(run_dir))
     kept = Checkpoints(run_dir / "checkpoints", keep, ALONE)
     found = kept.find(resume, num_steps)
     weight = tf.Variable(100.0 * seed)
@@ -165,7 +165,7 @@ def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
 def test_an_evaluation_that_is_made_up_for_is_shown_once(tmp_path):
     train(tmp_path, 1, 8, every=4)
     found = Checkpoints(tmp_path / "checkpoints", 3, ALONE).find("auto", 8)
-    run_folder.begin(tmp_path, found, Config(), evaluates_first=True)
+    run_folder.begin(tmp_path, found, Settings(), evaluates_first=True)
     assert shown(tmp_path) == [*range(1, 9)] and shown(tmp_path, "eval/loss") == [4]
     assert [x["step"] for x in lines(tmp_path / "metrics.jsonl") if "eval_loss" in x] == [4]
 
@@ -232,17 +232,17 @@ def test_a_board_on_another_disk_is_emptied_and_stays_there(used, tmp_path):
 def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
     (tmp_path / "tensorboard").touch()
     with pytest.raises(ValueError, match=r"tensorboard: .*Not a directory"):
-        Telemetry(Config(run_dir=str(tmp_path), num_steps=4), ALONE, 0, 50)
+        Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, 0, 50)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     program = (
-        f"import sys, pathlib; sys.path.insert(0, {str(config_lib.PROJECT)!r})\n"
-        "from hvdkit.settings.config import Config; from hvdkit.checkpoint import run_folder\n"
-        "run_folder.begin(pathlib.Path(sys.argv[1]), None, Config(), evaluates_first=False)\n"
+        f"import sys, pathlib; sys.path.insert(0, {str(project.ENGINE.parent)!r})\n"
+        "from hvdkit.settings import Settings; from hvdkit.checkpoint import run_folder\n"
+        "run_folder.begin(pathlib.Path(sys.argv[1]), None, Settings(), evaluates_first=False)\n"
     )
     words = [sys.executable, "-c", program, str(tmp_path)]
-    run_folder.begin(tmp_path, None, Config(), evaluates_first=False)
+    run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
     second = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert second.returncode != 0 and "is in use by another run" in second.stderr
     run_folder._locks.popitem()[1].close()  # as when the first run ends
@@ -250,13 +250,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
-    monkeypatch.chdir(config_lib.PROJECT)  # from elsewhere, its paths would read as absolute ones
+    monkeypatch.chdir(project.folder())  # from elsewhere, its paths would read as absolute ones
     run_dir = tmp_path / "runs" / "new"
     for _ in range(2):  # and none is made of a start that logged nothing
-        assert run_folder.begin(run_dir, None, Config(), evaluates_first=False) == ""
+        assert run_folder.begin(run_dir, None, Settings(), evaluates_first=False) == ""
     assert sorted(p.name for p in run_dir.iterdir()) == [".lock", "checkpoints", "config.cfg"]
-    written = config_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
-    assert written == Config()
+    written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
+    assert written == Settings()
 
 
 def test_a_refused_start_changes_nothing(used):
@@ -265,7 +265,7 @@ def test_a_refused_start_changes_nothing(used):
     with pytest.raises(Stop, match="past --num_steps=6"):
         kept.find("auto", 6)
     with pytest.raises(Stop, match="'v' is missing"):
-        kept.restore(kept.find("auto", 8), {"v": tf.Variable(1.0)}, Config())
+        kept.restore(kept.find("auto", 8), {"v": tf.Variable(1.0)}, Settings())
     assert {p: p.read_bytes() for p in used.rglob("*") if p.is_file()} == before
 
 
@@ -276,7 +276,7 @@ def old_run(folder):
         writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
-    config_lib.write(Config(seed=1), folder / "config.cfg")
+    settings_lib.write(Settings(seed=1), folder / "config.cfg")
 
 
 def asides(folder):
@@ -288,7 +288,7 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
     def begin(folder):
         path = folder / "checkpoints" / f"step-0000000{back_to}"
         found = run_folder.Found(path, back_to, True) if back_to else None
-        run_folder.begin(folder, found, Config(seed=2), evaluates_first=False)
+        run_folder.begin(folder, found, Settings(seed=2), evaluates_first=False)
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, old_run, begin):

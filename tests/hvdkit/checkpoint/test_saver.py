@@ -8,7 +8,7 @@ from hvdkit.checkpoint import files
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.ranks import drift
 from hvdkit.ranks.world import raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train.state import State
 
 
@@ -16,9 +16,9 @@ def test_what_is_written_are_the_values_at_the_step(kept):
     """Whatever the next step makes of them meanwhile."""
     weights = tf.Variable(tf.ones([4_000_000]))
     with Saver(kept, most_failed=3) as saver:
-        saver.save(1, {"w": weights}, Config())
+        saver.save(1, {"w": weights}, Settings())
         weights.assign(tf.fill([4_000_000], 2.0))
-        saver.save(2, {"w": weights}, Config())
+        saver.save(2, {"w": weights}, Settings())
         weights.assign(tf.fill([4_000_000], 3.0))
     for step in (1, 2):
         values = files.read(kept.folder / f"step-{step:08d}")["w"]
@@ -29,7 +29,7 @@ def test_a_save_goes_on_beside_the_steps(kept):
     weights = tf.Variable(tf.ones([4_000_000]))
     final = kept.folder / "step-00000001"
     with Saver(kept, most_failed=3) as saver:
-        saver.save(1, {"w": weights}, Config())
+        saver.save(1, {"w": weights}, Settings())
         assert not final.exists(), "it was waited for"
     assert final.exists()
 
@@ -40,7 +40,7 @@ def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
         for step, failed in [(1, 1), (2, 2), (3, 0), (4, 1)]:
             if failed:
                 (kept.folder / f"step-{step:08d}").touch()  # a file in its way
-            saver.save(step, {"w": tf.Variable(1.0)}, Config())
+            saver.save(step, {"w": tf.Variable(1.0)}, Settings())
             saver.wait()
             assert saver.failed == failed and (saver.error is None) == (failed == 0)
             saver.add_score(step, 0.5)
@@ -53,10 +53,10 @@ def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
     weights, obstacle = {"w": tf.Variable(1.0)}, kept.folder / "step-00000001"
     obstacle.touch()
     with Saver(kept, most_failed=3) as saver:
-        saver.save(1, weights, Config())
+        saver.save(1, weights, Settings())
         saver.add_score(1, 0.5)
         obstacle.unlink()
-        saver.last(1, weights, Config())
+        saver.last(1, weights, Settings())
     assert kept.best() == (0.5, 1)
     assert "the checkpoint of step 1 is written now" in capsys.readouterr().out
 
@@ -98,8 +98,8 @@ def test_all_that_a_run_counts_comes_back(kept):
 
     saved, values = state(100)
     restored, found = state(0)
-    kept.write(kept.copy(100, saved.variables, Config()))
-    kept.restore(kept.find("auto", 10**9), restored.variables, Config())
+    kept.write(kept.copy(100, saved.variables, Settings()))
+    kept.restore(kept.find("auto", 10**9), restored.variables, Settings())
     assert len(found) == len(saved.variables)
     for one, other in zip(values, found):
         np.testing.assert_array_equal(one, other)

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.evaluate import early_stop
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import ema
 from hvdkit.train.state import State
 from ranks import CHECKS, names_of_checks, run_checks
@@ -62,9 +62,9 @@ def test_averages_are_part_of_the_state(tmp_path):
         optimizer.build(network_.trainable_variables)
     steps(model, optimizers[0], 3)
     kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
-    kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Config()))
+    kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Settings()))
     found = kept.find("auto", 3)
-    kept.restore(found, State(other, optimizers[1], "float32").variables, Config())
+    kept.restore(found, State(other, optimizers[1], "float32").variables, Settings())
     with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
         for a, b in zip(model.variables, other.variables):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
@@ -87,7 +87,7 @@ def run_dir(tmp_path):
         model = network(start=float(step))
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
-        kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Config()))
+        kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Settings()))
         if score is not None:
             kept.add_score(step, score)
     return tmp_path / "run"
@@ -163,7 +163,7 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
         optimizer = keras.optimizers.SGD()
         optimizer.build(there.trainable_variables)
         kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
-        kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Config()))
+        kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Settings()))
     model = unnamed(70.0, before=3)
     assert [v.path for v in model.variables] != [v.path for v in there.variables]
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
@@ -197,7 +197,7 @@ def averaged_run(folder, count, **average):
     optimizer.build(model.trainable_variables)
     steps(model, optimizer, count)
     kept = checkpoints.Checkpoints(folder / "checkpoints", 1, WORLD)
-    kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Config()))
+    kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Settings()))
     own = [v.numpy() for v in model.variables]
     with ema.averaged(model, optimizer):
         return own, [v.numpy() for v in model.variables]
@@ -315,6 +315,6 @@ def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(trained.trainable_variables)
     kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
-    path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Config()))
+    path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Settings()))
     warm_start.load(fresh, path, skip_mismatched=False)
     assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hvdkit import settings as settings_lib
 from hvdkit.commands import browse
-from hvdkit.settings import config as config_lib
 from ranks import PROJECT
 
 
@@ -25,8 +25,8 @@ def test_pictures_and_labels_are_those_of_the_first_step(tiny, tmp_path):
     ended = call(*flags, f"--out={tmp_path}/sheet.png", "--count=6")
     assert ended.returncode == 0, ended.stderr
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    config = config_lib.parse(["train.py", *flags])
-    examples, _ = browse.samples(config_lib.for_ranks(config, 1), 6)
+    config = settings_lib.parse(["train.py", *flags])
+    examples, _ = browse.samples(config.for_ranks(1), 6)
     assert len(examples) == 6 and len({e["inputs"]["image"].tobytes() for e in examples}) == 6
     first = examples[0]["inputs"]["image"]
     assert first.shape == (32, 32, 3) and (sheet[1:97:3, 1:97:3] == first).all()

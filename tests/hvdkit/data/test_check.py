@@ -13,10 +13,11 @@ import readers
 import tensorflow as tf
 from PIL import Image
 
+from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack, pipeline
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.settings import config as config_lib
+from hvdkit.settings import project
 from ranks import PROJECT
 
 
@@ -120,7 +121,7 @@ def test_the_command_ends_with_what_it_found(tmp_path: Path):
     readers.write_classes(tmp_path)
     command = [sys.executable, "-m", "hvdkit", "check", f"--data_dir={tmp_path}"]
     for code, words in ((0, "train: 4 samples"), (1, "bad.png is neither PNG nor JPEG")):
-        ended = subprocess.run(command, cwd=config_lib.PROJECT, capture_output=True, text=True)
+        ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
         assert ended.returncode == code and words in ended.stdout, ended
         assert f"samples: {4 + code}/{4 + code}" in ended.stderr, ended
         (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
@@ -221,7 +222,7 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
     assert re.search(r"  ignored +8 pixels", printed), printed
     assert "1 class(es) never occur: 1" in printed and "all 4 x 6 (height x width)" in printed
     flag = re.search(r"--class_weights=\S+", printed)[0]
-    weights = config_lib.class_weights(config_lib.parse(["", flag, "--num_classes=3"]))
+    weights = settings_lib.parse(["", flag, "--num_classes=3"]).class_weight_list
     assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)
     assert (30 * weights[0] + 10 * weights[2]) / 40 == pytest.approx(1, rel=1e-3)
     # Of several splits, those of the one to train on.

@@ -12,7 +12,7 @@ from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 SOURCE = Arrays(x=np.arange(40))
 
@@ -75,7 +75,7 @@ def test_batches_are_the_same_on_a_device_of_their_own():
 
 def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
     figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
-    telemetry = Telemetry(Config(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), 0, 50)
+    telemetry = Telemetry(Settings(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), 0, 50)
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
         telemetry.step(step, 8, figures, [1.0], waited, {})

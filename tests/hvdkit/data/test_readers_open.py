@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import readers
 
+from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack
 from hvdkit.data import open as open_lib
 from hvdkit.data.readers import records
@@ -18,13 +19,13 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source
 from hvdkit.run import context as run_lib
-from hvdkit.settings import config as config_lib
+from hvdkit.settings.data import FORMATS
 from ranks import PROJECT
 
 CONFIGS = PROJECT / "configs"
 
 
-def open_one(config: config_lib.Config, split: str, default: str) -> Source:
+def open_one(config: settings_lib.Settings, split: str, default: str) -> Source:
     """A split as a run opens it, to train on and to score."""
     config = dataclasses.replace(config, train_split=split, val_split=split)
     return open_lib.open_sources(config, default)[0]
@@ -32,7 +33,7 @@ def open_one(config: config_lib.Config, split: str, default: str) -> Source:
 
 def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
     flags = [f"--data_dir={root}", f"--data_format={format}", f"--num_classes={classes}"]
-    return config_lib.parse(["train.py", *flags, f"--task={task}"])
+    return settings_lib.parse(["train.py", *flags, f"--task={task}"])
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_splits_of_any_name(tmp_path: Path):
     flags = [f"--data_dir={tmp_path}", "--data_format=voc", "--num_classes=21"]
 
     def opened(*more: str):
-        config = config_lib.parse(["train.py", *flags, *more])
+        config = settings_lib.parse(["train.py", *flags, *more])
         return open_lib.open_sources(config, "folders")
 
     assert list(map(len, opened())) == [3, 1]
@@ -103,16 +104,16 @@ def test_splits_of_any_name(tmp_path: Path):
     assert open_lib.trained_on_too(*opened()) == 0
     words = "1 of the 1 validation pictures are trained on too"
     assert said("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
-    assert said("val", both[1], both[1]) == []  # config_lib.notes has told it, see below
+    assert said("val", both[1], both[1]) == []  # settings_lib.notes has told it, see below
     words = ("trainaug.txt is missing", "there are: train, trainval, val")
     readers.fails(lambda: opened("--train_split=trainaug"), *words)
-    config = config_lib.parse(["train.py", *flags, "--train_split=val"])
-    assert "both val" in " ".join(config_lib.notes(config))
+    config = settings_lib.parse(["train.py", *flags, "--train_split=val"])
+    assert "both val" in " ".join(config.notes())
 
 
 def said(train_split: str, train_source, val_source) -> list[str]:
     """The notes of a run on these sources that speak of validation pictures."""
-    config = config_lib.Config(train_split=train_split)
+    config = settings_lib.Settings(train_split=train_split)
     parts = {"config": config, "train_source": train_source, "val_source": val_source}
     world = SimpleNamespace(is_chief=True, size=1)
     model = SimpleNamespace(compiled=False, trainable_variables=[])
@@ -177,10 +178,10 @@ def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
 
 
 def test_every_format_is_a_choice_of_the_flag():
-    assert set(open_lib.KINDS) | {"", "records"} == set(config_lib.FORMATS)
+    assert set(open_lib.KINDS) | {"", "records"} == set(FORMATS)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)
 def test_configs_parse(path: Path):
-    config = config_lib.parse(["train.py", f"--flagfile={path}"])
-    assert config.data_format in config_lib.FORMATS
+    config = settings_lib.parse(["train.py", f"--flagfile={path}"])
+    assert config.data_format in FORMATS

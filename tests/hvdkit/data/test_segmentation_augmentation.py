@@ -11,14 +11,14 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.data.demo.scenes import MARKER
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from tasks import segmentation
 
 DEMO, USUAL = ((0.8, 1.25), False), ((0.5, 2.0), True)
 
 
 def opened(root: Path, **settings) -> tuple[segmentation.Task, str]:
-    config = dataclasses.replace(Config(), data_dir=str(root), image_size=32, **settings)
+    config = dataclasses.replace(Settings(), data_dir=str(root), image_size=32, **settings)
     task = segmentation.Task(config)
     train, val = task.sources()
     return task, train.fingerprint() + val.fingerprint()

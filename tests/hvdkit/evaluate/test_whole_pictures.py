@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.evaluate.whole_pictures import Passes, predict
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import task as base
 from tasks import segmentation
 
@@ -90,7 +90,7 @@ def test_the_last_window_is_moved_in(length, side):
 
 
 def test_pictures_are_drawn_in_squares_of_one_size():
-    config = dataclasses.replace(Config(), num_classes=3)
+    config = dataclasses.replace(Settings(), num_classes=3)
     task = segmentation.Task(config)
     sheets = []
     for size in ((3, 5), (700, 300), (256, 256), (1, 2000)):
@@ -106,13 +106,13 @@ def test_pictures_are_drawn_in_squares_of_one_size():
 
 
 def test_a_window_that_the_model_cannot_take_is_refused():
-    config = dataclasses.replace(Config(), model="small", eval_window=20)
+    config = dataclasses.replace(Settings(), model="small", eval_window=20)
     with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
         segmentation.Task(config)
 
 
 def test_a_model_of_ones_own_says_its_stride():
-    config = dataclasses.replace(Config(), model="small", eval_window=20)
+    config = dataclasses.replace(Settings(), model="small", eval_window=20)
 
     class Own(segmentation.Task):
         def build_model(self):
@@ -143,7 +143,7 @@ def test_a_model_of_ones_own_says_its_stride():
 
 
 def test_any_split_may_be_named():
-    config = dataclasses.replace(Config(), train_split="trainaug", val_split="small")
+    config = dataclasses.replace(Settings(), train_split="trainaug", val_split="small")
     assert base.load(config).config == config
 
 

@@ -8,13 +8,13 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.models import resnet
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import batch_norm
 from hvdkit.train import task as base
 from tasks import classification
 from tasks.classification import MODELS
 
-CONFIG = dataclasses.replace(Config(), task="classification", num_classes=10, image_size=8)
+CONFIG = dataclasses.replace(Settings(), task="classification", num_classes=10, image_size=8)
 
 
 # He et al. 2015, table 6: 0.27 and 0.85 million.

@@ -14,7 +14,7 @@ from keras import layers
 from hvdkit.observe import flops, speed
 from hvdkit.ranks.world import World
 from hvdkit.run import benchmark
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from tasks import classification
 
 
@@ -153,7 +153,9 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
         nonlocal now
         now += 5
 
-    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=27, global_batch_size=8)
+    config = dataclasses.replace(
+        Settings(), run_dir=str(tmp_path), num_steps=27, global_batch_size=8
+    )
     kernel = types.SimpleNamespace(shape=tf.TensorShape([3, 5]))
     model = types.SimpleNamespace(name="model", trainable_variables=[kernel, kernel])
     run = types.SimpleNamespace(config=config, world=World(0, 1, 0, 1), model=model)
@@ -188,7 +190,7 @@ def test_operations_of_a_model_with_frozen_layers_are_not_told():
     body = layers.Dense(5, name="body")
     model = keras.Model(x, layers.Dense(3)(body(x)))
     run = types.SimpleNamespace(
-        config=Config(global_batch_size=4), model=model, world=World(0, 1, 0, 1)
+        config=Settings(global_batch_size=4), model=model, world=World(0, 1, 0, 1)
     )
     spec = {"inputs": tf.TensorSpec([1, 4, 6])}
     assert benchmark.count_operations(run, spec)["training_a_sample"] == 3 * 2 * (6 * 5 + 5 * 3)

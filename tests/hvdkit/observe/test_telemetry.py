@@ -14,7 +14,7 @@ from PIL import Image
 
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 
 def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, clock):
-    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=100, trackers="")
+    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=100, trackers="")
     figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
     telemetry = Telemetry(config, World(0, 1, 0, 1), first_step=10, epoch=50)
     with telemetry:
@@ -48,7 +48,7 @@ def test_a_folder_that_is_removed_meanwhile_begins_anew_and_says_so(tmp_path, ca
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.cfg").write_text("--num_steps=9\n")
-    config = dataclasses.replace(Config(), run_dir=str(run), trackers="")
+    config = dataclasses.replace(Settings(), run_dir=str(run), trackers="")
     figures = {"loss": 1.0, "lr": 0.1}
     with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:
         for step in range(1, 5):
@@ -63,7 +63,7 @@ def test_a_folder_that_is_removed_meanwhile_begins_anew_and_says_so(tmp_path, ca
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
-    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=9, trackers="")
+    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=9, trackers="")
     telemetry = Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50)
     shown = []
     tracker = SimpleNamespace(name="t", scalars=None, close=lambda: None)
@@ -82,7 +82,7 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
 
 
 def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_path):
-    config = dataclasses.replace(Config(), run_dir=str(tmp_path), num_steps=9, trackers="")
+    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=9, trackers="")
     pictures = np.zeros((2, 30, 40, 3), np.uint8)
     pictures[1] = 200
     with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:

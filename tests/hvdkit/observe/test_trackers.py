@@ -10,7 +10,7 @@ import pytest
 
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from ranks import last_lines, launch
 
 FLAGS = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
@@ -105,7 +105,7 @@ def test_a_tracker_that_cannot_be_started_is_refused_in_one_sentence(name, words
 def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "_RATES", 50)
     monkeypatch.setattr(telemetry, "say", lambda *_: None)
-    config = Config(run_dir=str(tmp_path), trackers="")
+    config = Settings(run_dir=str(tmp_path), trackers="")
     with telemetry.Telemetry(config, World(0, 1, 0, 1), 0, 100) as records:
         assert records.median_speed() is None
         for step in range(200):

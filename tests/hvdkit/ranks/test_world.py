@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ import tensorflow as tf
 from hvdkit.ranks import agreement, messages
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.settings.project import ENGINE
 from ranks import CHECKS, launch, run_checks
 
@@ -112,5 +113,5 @@ def test_no_code_of_ours_runs_what_it_reads():
 def test_ranks_that_are_alike_send_each_other_no_details():
     """Of thousands each one's packages, device and host would be megabytes."""
     world = SimpleNamespace(gather_alike=lambda own, name: [own] * 3, gather_objects=None)
-    found = agreement.fingerprint(world, Config())
+    found = agreement.fingerprint(world, Settings())
     assert found == fingerprints.of_all([fingerprints.here()])

@@ -13,15 +13,15 @@ import pytest
 from hvdkit.ranks.world import World
 from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.run.health import Clock
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 
 def due(action) -> list[int]:
     return [step for step in range(1, 11) if action.due(step)]
 
 
-def config(**settings) -> Config:
-    return dataclasses.replace(Config(), num_steps=10, **settings)
+def config(**settings) -> Settings:
+    return dataclasses.replace(Settings(), num_steps=10, **settings)
 
 
 @pytest.mark.parametrize(

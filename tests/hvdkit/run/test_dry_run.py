@@ -73,7 +73,7 @@ def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
     script = (
         "import os, sys, hvdkit, train\n"
         "own = ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else []\n"
-        "sys.exit(hvdkit.main(train.train, [*sys.argv, *own]))"
+        "sys.exit(hvdkit.main(train.train, train.Settings, [*sys.argv, *own]))"
     )
     command = ["-c", script, FLAGS[0], f"--run_dir={tmp_path}/run"]
     ended = launch(2, command, "mpirun", timeout=120)
@@ -91,7 +91,7 @@ def stopped(self, step, result=None):
     while not self._stop_signal.asked: pass
     return score(self, step, result)
 hvdkit.run.actions.Evaluate.__call__ = stopped
-sys.exit(hvdkit.main(train.train, sys.argv))
+sys.exit(hvdkit.main(train.train, train.Settings, sys.argv))
 """
 
 

@@ -123,7 +123,7 @@ def test_after_training_all_ranks_hold_the_same_weights_and_statistics(tiny, tmp
         "import os, sys; sys.path.insert(0, '.'); import hvdkit, train; from hvdkit.ranks import world as w;"
         "seen = []; hash_all = w.weights_sha256;"
         "w.weights_sha256 = lambda vs: seen.append(hash_all(vs)) or seen[-1];"
-        "code = hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]);"
+        "code = hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]);"
         "print('weights', seen[0]); sys.exit(code)"
     )
     hashes = {}
@@ -144,7 +144,7 @@ def test_ranks_that_drifted_apart_are_told(tiny, tmp_path):
         "    if run.world.rank == 1: run.model.variables[0].assign_add([[[[1.0]]]])\n"
         "    finish(run, *rest)\n"
         "hvdkit.run.finish.finish = drifted\n"
-        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]))"
+        "sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]]))"
     )
     ended = launch(2, ["-c", script, *tiny])
     assert ended.code != 0
@@ -161,7 +161,7 @@ def test_a_stop_signal_saves_and_the_run_goes_on_to_the_same_weights(tiny, tmp_p
         "    log(self, step, result)\n"
         "    if step == 5 and self._run.world.rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
         "hvdkit.run.actions.Log.__call__ = stop\n"
-        "code = hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]])\n"
+        "code = hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *sys.argv[1:]])\n"
         "print(f'exit-code-{code}')"
     )
     ended = launch(2, ["-c", script, *flags])

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import settings as settings_lib
 from hvdkit import stop
-from hvdkit.settings import config as config_lib
-from hvdkit.settings import fields
+from hvdkit.settings import Settings, fields
+from hvdkit.settings import project as project_lib
 from hvdkit.stop import RANK_VARIABLES
 
-HERE = Path(config_lib.__file__).resolve().parent
+PACKAGE = Path(settings_lib.__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
     """An empty project, which is the working folder too."""
     folder = tmp_path.resolve()
-    monkeypatch.setattr(config_lib, "PROJECT", folder)
+    monkeypatch.setattr(project_lib, "folder", lambda: folder)
     monkeypatch.chdir(folder)
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -27,7 +28,7 @@ def project(tmp_path, monkeypatch):
 
 
 def parse(*flags):
-    return config_lib.parse(["train.py", *flags])
+    return settings_lib.parse(["train.py", *flags])
 
 
 def refused(*flags):
@@ -38,7 +39,7 @@ def refused(*flags):
 
 
 def test_defaults_are_the_fields_defaults():
-    assert parse() == config_lib.Config()
+    assert parse() == Settings()
 
 
 @pytest.mark.parametrize(
@@ -103,14 +104,14 @@ def test_an_unknown_flag_is_answered_with_the_nearest(typed, meant):
 
 
 def test_every_name_of_elsewhere_leads_to_a_flag():
-    there_are = {field.name for field in dataclasses.fields(config_lib.Config)} | {"flagfile"}
+    there_are = {field.name for field in dataclasses.fields(Settings)} | {"flagfile"}
     for meant, names in fields._ELSEWHERE.items():
         assert {name.removeprefix("--") for name in meant.split(" or ")} <= there_are
         assert not set(names.split()) & there_are
 
 
 def test_a_value_may_be_the_next_word():
-    config = parse("--num_steps", "5", "-eval_every", "0", "--benchmark", "--seed=2")
+    config = parse("--num_steps", "5", "-keep", "2", "--benchmark", "--seed=2")
     assert (config.num_steps, config.benchmark, config.seed) == (5, True, 2)
     assert "needs a value" in refused("--run_dir", "--benchmark")
 
@@ -131,24 +132,24 @@ def test_settings_that_contradict_each_other(flags, words):
 
 def test_step_policy_boundaries():
     assert "0.9,0.5" in refused("--lr_policy=step", "--lr_boundaries=0.9,0.5")
-    config = dataclasses.replace(config_lib.Config(), num_steps=100, lr_boundaries="0.3,0.6")
-    assert config_lib.boundaries(config) == [30, 60]
+    config = dataclasses.replace(Settings(), num_steps=100, lr_boundaries="0.3,0.6")
+    assert config.boundary_steps == [30, 60]
 
 
 def test_batch_per_rank_becomes_the_global_batch_size(project):
     given = parse("--batch_per_rank=6", "--accumulation_steps=3")
-    config = config_lib.for_ranks(given, 4)
+    config = given.for_ranks(4)
     assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
-    assert config_lib.for_ranks(config, 7) == config  # on other ranks it stays the same run
-    config_lib.write(config, project / "config.cfg", given)
+    assert config.for_ranks(7) == config  # on other ranks it stays the same run
+    settings_lib.write(config, project / "config.cfg", given)
     assert parse("--flagfile=config.cfg") == config
     comment = "# --global_batch_size=24 was given as --batch_per_rank=6 on 4 rank(s)\n"
     assert comment in (project / "config.cfg").read_text()
-    config_lib.write(given, project / "given.cfg")
+    settings_lib.write(given, project / "given.cfg")
     assert parse("--flagfile=given.cfg") == given
     assert "batch_per_rank=6" in refused("--batch_per_rank=6", "--accumulation_steps=4")
     with pytest.raises(ValueError, match="global_batch_size=4000000000: must be"):
-        config_lib.for_ranks(parse("--batch_per_rank=2000000000"), 2)
+        parse("--batch_per_rank=2000000000").for_ranks(2)
 
 
 def test_of_the_two_batch_sizes_the_later_counts(project):
@@ -171,15 +172,15 @@ def test_of_the_two_batch_sizes_the_later_counts(project):
 
 
 def test_a_warm_up_longer_than_the_run_is_a_note():
-    (note,) = config_lib.notes(parse("--warmup_steps=50", "--num_steps=20"))
+    (note,) = parse("--warmup_steps=50", "--num_steps=20").notes()
     assert "--warmup_steps=50" in note and "--num_steps=20" in note
-    assert config_lib.notes(parse("--warmup_steps=20", "--num_steps=20")) == []
+    assert parse("--warmup_steps=20", "--num_steps=20").notes() == []
 
 
 def test_where_warm_up_begins_is_nothing_without_one():
-    (note,) = config_lib.notes(parse("--warmup_from=0.001"))
+    (note,) = parse("--warmup_from=0.001").notes()
     assert "--warmup_from=0.001 (--warmup_steps=0)" in note
-    assert config_lib.notes(parse("--warmup_from=0.001", "--warmup_steps=5")) == []
+    assert parse("--warmup_from=0.001", "--warmup_steps=5").notes() == []
 
 
 def test_warm_up_may_begin_at_what_the_ranks_scale_the_rate_to_and_no_higher():
@@ -188,24 +189,24 @@ def test_warm_up_may_begin_at_what_the_ranks_scale_the_rate_to_and_no_higher():
     assert "--base_lr=0.1: warm-up must rise" in refused(*flags)
     for how, least in (("linear", 4), ("sqrt", 16)):
         given = parse(*flags, f"--lr_scaling={how}")
-        assert config_lib.for_ranks(given, least) == given
+        assert given.for_ranks(least) == given
         with pytest.raises(ValueError, match=rf"on {least - 1} rank\(s\): warm-up must rise"):
-            config_lib.for_ranks(given, least - 1)
+            given.for_ranks(least - 1)
 
 
 @pytest.mark.parametrize("value", ["0.5", "2,0.5", "0.05,1", "1,11", "a,b", "0.5,1,2", "nan,1"])
 def test_a_range_of_scales_that_is_none_is_refused(value):
     assert f"--scale_range='{value}'" in refused(f"--scale_range={value}")
-    assert config_lib.scale_range(parse("--scale_range=0.5,2")) == (0.5, 2.0)
+    assert parse("--scale_range=0.5,2").scale_limits == (0.5, 2.0)
 
 
 def test_settings_without_effect_are_a_note():
     flags = ["--optimizer=adam", "--momentum=0.5", "--lr_policy=step", "--end_lr=0.1"]
-    (note,) = config_lib.notes(parse(*flags, "--bn_sync=full", "--bn_sync_every=3"))
+    (note,) = parse(*flags, "--bn_sync=full", "--bn_sync_every=3").notes()
     for said in ("momentum=0.5 (--optimizer=adam)", "end_lr=0.1", "bn_sync_every=3"):
         assert said in note
     assert "power" not in note
-    assert config_lib.notes(config_lib.Config()) == []
+    assert Settings().notes() == []
 
 
 @pytest.mark.parametrize(
@@ -231,8 +232,8 @@ def test_settings_without_effect_are_a_note():
 )
 def test_what_leaves_a_setting_without_effect(with_effect, without, flag):
     name = flag.split("=")[0]
-    assert not any(name in note for note in config_lib.notes(parse(*flag.split(), with_effect)))
-    (note,) = config_lib.notes(parse(*flag.split(), without))
+    assert not any(name in note for note in parse(*flag.split(), with_effect).notes())
+    (note,) = parse(*flag.split(), without).notes()
     assert note.startswith("without effect here: ") and name in note
 
 
@@ -242,23 +243,23 @@ def test_help_has_every_flag_under_its_heading(capsys):
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100
-    places = [shown.index(f"{field.name} ") for field in dataclasses.fields(config_lib.Config)]
+    places = [shown.index(f"{field.name} ") for field in dataclasses.fields(Settings)]
     assert len(places) == len(set(places))
     text = " ".join(shown.split())
-    assert "--[no]deterministic bit-identical weights" in text
+    assert "--[no]jit compile forward" in text
     assert "schedule (one of poly, cosine, step, constant; default poly)" in text
     assert "learning rate after warm-up (greater than 0; default 0.01)" in text
-    assert text.index("Optimizer: --optimizer") < text.index("Loss: --label_smoothing")
+    assert text.index("set these first: --task") < text.index("Task, model and loss: --dropout")
 
 
 def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys, monkeypatch):
-    assert config_lib.from_command_line(["train.py", "--seed=3"]).seed == 3
+    assert settings_lib.from_command_line(["train.py", "--seed=3"], Settings).seed == 3
     waited = []
     monkeypatch.setattr(stop.time, "sleep", waited.append)
     for rank, said in (("0", "error: --seed=x: must be"), ("1", "error: rank 1 on ")):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit) as end:
-            config_lib.from_command_line(["train.py", "--seed=x"])
+            settings_lib.from_command_line(["train.py", "--seed=x"], Settings)
         assert end.value.code == 2 and len(waited) == int(rank)
         shown = capsys.readouterr()
         assert not shown.out and shown.err.startswith(said) and shown.err.count("\n") == 1
@@ -266,7 +267,7 @@ def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys,
 
 def python(command, code):
     """Runs bash's `command`, in which $PYTHON runs `code` with the project's modules."""
-    program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import config; {code}"
+    program = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import hvdkit; {code}"
     return subprocess.run(
         ["bash", "-c", command, "bash", sys.executable, "-c", program],
         capture_output=True,
@@ -277,8 +278,8 @@ def python(command, code):
 
 def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
     code = (
-        "slow = {'tensorflow', 'keras', 'numpy', 'horovod'} & set(sys.modules);"
-        "print(sorted(slow)); config.from_command_line(sys.argv)"
+        "import hvdkit.settings; slow = {'tensorflow', 'keras', 'numpy', 'horovod'};"
+        "print(sorted(slow & set(sys.modules))); hvdkit.check_flags(hvdkit.Settings)"
     )
     ended = python('"$@" --lr=1', code)
     assert ended.returncode == 2 and ended.stdout == "[]\n"
@@ -289,14 +290,14 @@ def test_a_wrong_flag_is_told_before_tensorflow_is_imported():
 
 def test_help_into_a_closed_pipe_leaves_no_trace():
     ended = python(
-        '"$@" --help | true; exit ${PIPESTATUS[0]}', "config.from_command_line(sys.argv)"
+        '"$@" --help | true; exit ${PIPESTATUS[0]}', "hvdkit.check_flags(hvdkit.Settings)"
     )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_what_a_run_does_where_nothing_is_said():
     """What README and docs promise of every run; other defaults may change freely."""
-    plain = config_lib.Config()
+    plain = Settings()
     assert plain.bn_sync == "mean" and plain.lr_policy == "poly" and plain.power == 0.9
     assert plain.optimizer == "sgd" and plain.precision == "float32"
     assert plain.resume == "auto" and plain.drift == "stop" and plain.max_bad_steps == 3

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit import settings as settings_lib
+from hvdkit.settings import Settings
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def whole(tmp_path):
     """A run's own config.cfg."""
     file = tmp_path / "run" / "config.cfg"
     file.parent.mkdir()
-    config = dataclasses.replace(Config(), run_dir=str(file.parent), class_weights="1,2,3")
-    config_lib.write(dataclasses.replace(config, num_classes=3), file, config)
+    config = dataclasses.replace(Settings(), run_dir=str(file.parent), class_weights="1,2,3")
+    settings_lib.write(dataclasses.replace(config, num_classes=3), file, config)
     return file
 
 
@@ -71,13 +71,13 @@ def test_200_random_mutations_are_settings_or_refused_by_name(whole, monkeypatch
     monkeypatch.chdir(whole.parent)
     sound, draw, counts = whole.read_bytes(), random.Random(4), Counter()
     words = ["train.py", f"--flagfile={whole}"]
-    before = dataclasses.asdict(config_lib.parse(words))
+    before = dataclasses.asdict(settings_lib.parse(words))
     for number in range(200):
         mutate, content = draw.choice(MUTATIONS), bytearray(sound)
         mutate(content, draw)
         whole.write_bytes(content)
         try:
-            found = dataclasses.asdict(config_lib.parse(words))
+            found = dataclasses.asdict(settings_lib.parse(words))
         except ValueError as refused:
             said = str(refused)
             assert "\n" not in said and len(said) < 1000, (number, mutate.__name__, said)

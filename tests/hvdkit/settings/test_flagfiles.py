@@ -7,9 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, strategies
 from hypothesis import settings as hypothesis_settings
 
-from hvdkit.settings import config as config_lib
+from hvdkit import settings as settings_lib
+from hvdkit.settings import project as project_lib
 
-FIELDS = {field.name: field for field in dataclasses.fields(config_lib.Config)}
+FIELDS = {field.name: field for field in dataclasses.fields(settings_lib.Settings)}
 PATHS = [name for name, field in FIELDS.items() if field.metadata["path"]]
 
 
@@ -18,7 +19,7 @@ def project(tmp_path, monkeypatch):
     folder = tmp_path.resolve() / "project"
     (folder / "configs").mkdir(parents=True)
     (folder.parent / "elsewhere").mkdir()
-    monkeypatch.setattr(config_lib, "PROJECT", folder)
+    monkeypatch.setattr(project_lib, "folder", lambda: folder)
     monkeypatch.chdir(folder)
     return folder
 
@@ -30,7 +31,7 @@ def elsewhere(project, monkeypatch):
 
 
 def parse(*flags):
-    return config_lib.parse(["train.py", *flags])
+    return settings_lib.parse(["train.py", *flags])
 
 
 def refused(*flags):
@@ -46,7 +47,7 @@ def test_default_cfg_is_read_where_no_flagfile_is_named(project):
     config = parse("--keep=2", "--run_dir", "flagfile")
     assert (config.seed, config.num_steps, config.keep) == (5, 7, 2)
     config = parse("--flagfile=configs/a.cfg")
-    assert (config.seed, config.num_steps) == (config_lib.Config().seed, 7)
+    assert (config.seed, config.num_steps) == (settings_lib.Settings().seed, 7)
 
 
 def test_later_flags_win_over_the_flagfile(project):
@@ -119,9 +120,9 @@ def test_a_pipe_is_refused_since_it_can_be_read_only_once(project):
 
 
 def test_a_text_that_a_flagfile_cannot_hold_is_not_written(project):
-    config = dataclasses.replace(config_lib.Config(), run_dir="a\nb")
+    config = dataclasses.replace(settings_lib.Settings(), run_dir="a\nb")
     with pytest.raises(ValueError, match="run_dir"):
-        config_lib.write(config, project / "config.cfg")
+        settings_lib.write(config, project / "config.cfg")
     assert not (project / "config.cfg").exists()
 
 
@@ -233,14 +234,14 @@ def whole_paths(config, project):
 def test_hard_texts_read_back_the_same(project, text):
     names = ("task", "model", "data_dir", "run_dir", "resume", "init_from")
     config = parse(*(f"--{name}={text}" for name in names))
-    config_lib.write(config, project / "config.cfg")
+    settings_lib.write(config, project / "config.cfg")
     assert parse("--flagfile=config.cfg") == config
     assert config.task == text
 
 
 def test_settings_made_in_code_are_written_as_they_are_meant(elsewhere):
     """A relative path in them is used in the working folder, not in the project."""
-    config_lib.write(config_lib.Config(), elsewhere / "config.cfg")
+    settings_lib.write(settings_lib.Settings(), elsewhere / "config.cfg")
     assert parse("--flagfile=config.cfg").run_dir == str(elsewhere / "runs/default")
 
 
@@ -258,9 +259,9 @@ def test_what_is_written_reads_back_the_same_from_anywhere(project, flags, first
     written = project / "config.cfg"
     os.chdir(folders[first])
     typed = parse(*flags)
-    for config in (typed, config_lib.for_ranks(typed, 3)):
+    for config in (typed, typed.for_ranks(3)):
         os.chdir(folders[first])
-        config_lib.write(config, written)
+        settings_lib.write(config, written)
         again = parse(f"--flagfile={written}")
         assert whole_paths(again, os.getcwd()) == whole_paths(config, os.getcwd())
         os.chdir(folders[second])

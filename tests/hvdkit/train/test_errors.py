@@ -79,7 +79,7 @@ def test_ranks_that_were_given_different_settings_are_told(flag, tiny):
         "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
         f"flags = {[*tiny]!r};"
         f"flags += [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
-        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+        "sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
     )
     ended = launch(2, ["-c", code], "mpirun")
     assert ended.code == 2, last_lines(ended.output)
@@ -106,7 +106,7 @@ def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
         "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
         f"flags = {[*tiny]!r};"
         f"flags += ['--data_dir={other}'] if os.environ['HOROVOD_RANK'] == '1' else [];"
-        "sys.exit(hvdkit.main(train.train, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+        "sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
     )
     ended = launch(2, ["-c", code], "gloo")
     assert ended.code != 0

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.ranks.world import raw, set_precision
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import ema, gradients, optimizer, schedule
 from hvdkit.train.gradients import LossScale, is_kernel
 from hvdkit.train.lamb import Lamb
@@ -50,12 +50,12 @@ def slopes(model: keras.Model) -> list[list[np.ndarray]]:
     return [[draw.normal(size=v.shape) for v in model.trainable_variables] for _ in range(STEPS)]
 
 
-def settings(rule: str, **others) -> Config:
+def settings(rule: str, **others) -> Settings:
     common = {"base_lr": 0.3, "num_steps": STEPS, "warmup_steps": 3, "precision": "float64"}
-    return dataclasses.replace(Config(), optimizer=rule, **common | others)
+    return dataclasses.replace(Settings(), optimizer=rule, **common | others)
 
 
-def train(config: Config, model: keras.Model, slope: list) -> keras.optimizers.Optimizer:
+def train(config: Settings, model: keras.Model, slope: list) -> keras.optimizers.Optimizer:
     """Steps as training does them: rate from the schedule, L2, and not all of them applied."""
     rule, variables = optimizer.build(config, model), model.trainable_variables
     rate = schedule.make(config, 1)
@@ -74,7 +74,7 @@ def train(config: Config, model: keras.Model, slope: list) -> keras.optimizers.O
     return rule
 
 
-def expected(config: Config, weights: list, slope: list) -> tuple[list, list]:
+def expected(config: Settings, weights: list, slope: list) -> tuple[list, list]:
     """Weights and their averages after the same steps; in-place changes of `weights`."""
     m, v = [np.zeros_like(w) for w in weights], [np.zeros_like(w) for w in weights]
     averages, t = None, 0

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.settings.config import Config
+from hvdkit import settings as settings_lib
+from hvdkit.settings import Settings
 from hvdkit.train import reduction
 from ranks import HELPERS, last_lines, launch
 
@@ -61,9 +62,11 @@ def test_accumulation_reduces_once_a_step(plain):
 
 def test_the_cache_holds_large_models_unless_told(monkeypatch):
     monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
-    assert reduction.environment(Config(stall_shutdown_s=0)) == {"HOROVOD_CACHE_CAPACITY": "8192"}
+    assert reduction.environment(settings_lib.Settings(stall_shutdown_s=0)) == {
+        "HOROVOD_CACHE_CAPACITY": "8192"
+    }
     monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
-    assert reduction.environment(Config(stall_shutdown_s=0)) == {}
+    assert reduction.environment(Settings(stall_shutdown_s=0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_how_long_ranks_wait_for_one_that_hangs(seconds, given, knobs, monkeypat
     monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
     if given:
         monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", given)
-    found = reduction.environment(Config(stall_shutdown_s=seconds))
+    found = reduction.environment(Settings(stall_shutdown_s=seconds))
     found.pop("HOROVOD_CACHE_CAPACITY")
     assert found == {f"HOROVOD_STALL_{name}_TIME_SECONDS": v for name, v in knobs.items()}
 

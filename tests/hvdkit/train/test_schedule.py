@@ -6,14 +6,14 @@ import math
 import pytest
 import tensorflow as tf
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import schedule
 
 N, BASE, END = 200, 0.4, 0.01
 
 
 def rate(step, size=1, **settings):
-    config = dataclasses.replace(Config(), num_steps=N, base_lr=BASE, **settings)
+    config = dataclasses.replace(Settings(), num_steps=N, base_lr=BASE, **settings)
     return float(schedule.make(config, size)(tf.constant(step, tf.int64)))
 
 
@@ -77,7 +77,7 @@ def test_a_run_shorter_than_its_warm_up_ends_within_it(policy):
 
 
 def test_rates_are_made_in_float64_inside_a_graph_too():
-    config = dataclasses.replace(Config(), num_steps=3, base_lr=0.1, power=1.0)
+    config = dataclasses.replace(Settings(), num_steps=3, base_lr=0.1, power=1.0)
     made = tf.function(schedule.make(config, 1), autograph=False)
     found = made(tf.constant(1, tf.int64))
     assert found.dtype == tf.float64 and float(found) == pytest.approx(0.1 * 2 / 3, rel=1e-15)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import files
 from hvdkit.ranks import fingerprint
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import task as base
 from hvdkit.train import task_checks
 from ranks import PROJECT, last_lines, launch
@@ -32,7 +32,7 @@ def flagfiles() -> list:
         text = path.read_text()
         if not re.search(r"^--task=", text, re.MULTILINE):
             continue
-        folder = Path(config_lib.parse(["", f"--flagfile={path}"]).data_dir)
+        folder = Path(settings_lib.parse(["", f"--flagfile={path}"]).data_dir)
         needs = re.search(r"^--data_dir=", text, re.MULTILINE)
         missing = needs and not (PROJECT / folder).is_dir()
         why = f"configs/{path.name}: its data are not in {folder}"
@@ -69,7 +69,7 @@ def load(tmp_path, monkeypatch):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
-        return base.load(dataclasses.replace(Config(), task="mine"))
+        return base.load(dataclasses.replace(Settings(), task="mine"))
 
     return load
 
@@ -181,7 +181,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     records = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [r["loss"] for r in records if "loss" in r]
     assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
-    task = base.load(config_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
+    task = base.load(settings_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
     assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
     assert files.fault(tmp_path / "checkpoints" / "step-00000020") is None
 

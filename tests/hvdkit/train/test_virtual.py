@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.data.sampler import Sampler
-from hvdkit.settings import config as config_lib
+from hvdkit.settings import project
 from hvdkit.train import fixed_point, virtual
 from hvdkit.train.seeds import Seeds
 from ranks import CHECKS, names_of_checks, run_checks
@@ -199,21 +200,21 @@ def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
 
 
 def parse(*flags):
-    return config_lib.parse(
+    return settings_lib.parse(
         ["train.py", "--flagfile=configs/demo.cfg", "--virtual_ranks=4", *flags]
     )
 
 
 def test_it_brings_determinism_and_one_thread_and_says_so(monkeypatch):
-    monkeypatch.chdir(config_lib.PROJECT)
+    monkeypatch.chdir(project.folder())
     config = parse()
     assert config.deterministic and config.cpu_threads == 1
     assert parse("--cpu_threads=2").cpu_threads == 2
-    assert any("--deterministic and --cpu_threads=1" in note for note in config_lib.notes(config))
+    assert any("--deterministic and --cpu_threads=1" in note for note in config.notes())
 
 
 def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks(monkeypatch):
-    monkeypatch.chdir(config_lib.PROJECT)
+    monkeypatch.chdir(project.folder())
     before = Manifest(5, dataclasses.asdict(parse()), 2, "", "", {})
     assert changes(before, parse(), 3, normed=True) == []
     found = changes(before, parse("--virtual_ranks=6", "--cpu_threads=2"), 3, normed=True)
@@ -228,12 +229,12 @@ def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks(monkey
     ],
 )
 def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words, monkeypatch):
-    monkeypatch.chdir(config_lib.PROJECT)
+    monkeypatch.chdir(project.folder())
     config = parse(*flags.split())
     with pytest.raises(ValueError) as error:
-        config_lib.for_ranks(config, ranks)
+        config.for_ranks(ranks)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
-    assert config_lib.for_ranks(config, 4) == config
+    assert config.for_ranks(4) == config
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words, monkeypatc
     ],
 )
 def test_what_has_no_place_beside_it_is_refused_by_name(flag, monkeypatch):
-    monkeypatch.chdir(config_lib.PROJECT)
+    monkeypatch.chdir(project.folder())
     with pytest.raises(ValueError) as error:
         parse(flag)
     name = flag.split("=")[0]

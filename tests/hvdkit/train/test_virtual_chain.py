@@ -29,7 +29,7 @@ def stop(self, step, result):
     if step == 4 and self._run.world.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 hvdkit.run.actions.Log.__call__ = stop
-print(f"exit-code-{hvdkit.main(train.train, ['train.py', *sys.argv[1:]])}")
+print(f"exit-code-{hvdkit.main(train.train, train.Settings, ['train.py', *sys.argv[1:]])}")
 """
 
 
@@ -137,7 +137,7 @@ def test_ranks_that_compute_otherwise_are_refused(tmp_path):
     script = (
         "import os, sys; sys.path.insert(0, '.')\n"
         "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.environ['TF_ENABLE_ONEDNN_OPTS'] = '0'\n"
-        "import hvdkit, train; sys.exit(hvdkit.main(train.train, ['train.py', *sys.argv[1:]]))"
+        "import hvdkit, train; sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', *sys.argv[1:]]))"
     )
     ended = launch(2, ["-c", script, *FLAGS, f"--run_dir={tmp_path}"], "mpirun")
     assert ended.code == 2, last_lines(ended.output)

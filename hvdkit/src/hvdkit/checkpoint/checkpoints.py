@@ -21,7 +21,7 @@ from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest, OtherFormat
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
@@ -44,7 +44,7 @@ _HARMLESS = {
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
 
 
-def measure(config: Config, metric: str, data: str) -> dict[str, Any]:
+def measure(config: Settings, metric: str, data: str) -> dict[str, Any]:
     """What a run's scores are of, by name: only scores of one measure can be compared.
 
     Args:
@@ -112,7 +112,7 @@ class Checkpoints:
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def copy(self, step: int, variables: Variables, config: Config) -> Copy:
+    def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
         """The values as they are now; rank 0 calls it, between steps.
 
         They are in memory of their own, which the next copy takes over: new memory takes six times
@@ -240,7 +240,7 @@ class Checkpoints:
                     found = Found(path, files.read_manifest(path).step, asked=True)
         return _found(self.world.broadcast_object(_fields(found), "checkpoint.sound_before"))
 
-    def restore(self, found: Found, variables: Variables, config: Config) -> None:
+    def restore(self, found: Found, variables: Variables, config: Settings) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
         It also tells a person which settings make this another run than the one that was begun.
@@ -303,13 +303,13 @@ def check_types(variables: Variables) -> None:
         writing.check_type(name, np.dtype(raw(variable).dtype.as_numpy_dtype))
 
 
-def changes(before: Manifest, config: Config, ranks: int, normed: bool) -> list[str]:
+def changes(before: Manifest, config: Settings, ranks: int, normed: bool) -> list[str]:
     """What makes this another run than the one that `before` was saved by, in words.
 
     Args:
       normed: whether the model has batch norm.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    defaults = {f.name: f.default for f in dataclasses.fields(Settings)}
     now = dataclasses.asdict(config)
     # A setting that is newer than the checkpoint had its default's effect.
     pairs = ((name, before.config.get(name, defaults[name]), new) for name, new in now.items())

@@ -7,7 +7,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from hvdkit.settings.config import Config
+from hvdkit import logs
+from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 
 
@@ -19,14 +20,13 @@ class _Backbone(keras.Model):
         return [x for x in super().layers if not isinstance(x, preprocessing.Preprocess)]
 
 
-def start(model: keras.Model, config: Config) -> None:
+def start(model: keras.Model, config: Settings) -> None:
     """Loads --backbone_weights into the model, and says so."""
     path, mode = Path(config.backbone_weights), config.backbone_preprocessing
     load(model, path, mode)
-    print(
+    logs.say(
         f"starting from the backbone in {path}, up to {model.backbone}, trained on "
-        f"{preprocessing.MEANING[mode]} ({mode})",
-        flush=True,
+        f"{preprocessing.MEANING[mode]} ({mode})"
     )
 
 

@@ -16,10 +16,10 @@ from typing import IO, Any
 import tensorflow as tf
 
 from hvdkit import locks, whole_files
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import files as checkpoint_files
 from hvdkit.checkpoint.checkpoints import Found
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
 # A start that made no step leaves these too, and no run that is worth keeping.
@@ -34,9 +34,9 @@ _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 def begin(
     run_dir: Path,
     found: Found | None,
-    config: Config,
+    config: Settings,
     evaluates_first: bool,
-    given: Config | None = None,
+    given: Settings | None = None,
 ) -> str:
     """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
 
@@ -86,7 +86,7 @@ def begin(
     _remove(run_dir, ("summary.json", "benchmark.json"))
     checkpoint_files.tidy(folder)
     with whole_files.written(run_dir / "config.cfg") as partial:
-        config_lib.write(config, partial, given)
+        settings_lib.write(config, partial, given)
     return note
 
 

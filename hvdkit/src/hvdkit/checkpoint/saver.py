@@ -13,7 +13,7 @@ from types import TracebackType
 
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables, why_not
 from hvdkit.ranks.world import say
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
@@ -60,7 +60,7 @@ class Saver:
                 "ended: a rerun resumes from the one before it",
             )
 
-    def save(self, step: int, variables: Variables, config: Config) -> None:
+    def save(self, step: int, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
 
         It waits first for the save before it, if that is still being written.
@@ -96,7 +96,7 @@ class Saver:
             why = why_not(error, self._checkpoints.folder)
             say(self._world, f"note: the score of step {step} was not written: {why}")
 
-    def last(self, step: int, variables: Variables, config: Config) -> None:
+    def last(self, step: int, variables: Variables, config: Settings) -> None:
         """Waits for the save of `step`, the run's last; where it failed, tries again.
 
         Every rank must call it, with the variables as they were saved.

@@ -9,21 +9,22 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from hvdkit import logs
 from hvdkit.checkpoint import files
 from hvdkit.ranks.world import raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.words import some
 
 
-def start(model: keras.Model, config: Config) -> None:
+def start(model: keras.Model, config: Settings) -> None:
     """Loads --init_from into the model and tells a person what it took from there."""
     path = Path(config.init_from)
     left = load(model, path, config.init_skip_mismatched, config.init_ema)
     what = "averages of the weights" if config.init_ema else "weights"
-    print(f"starting from the {what} of {path}", flush=True)
+    logs.say(f"starting from the {what} of {path}")
     if left:
-        print(f"note: not in it, or of another shape, so left as made: {_some(left)}", flush=True)
+        logs.say(f"note: not in it, or of another shape, so left as made: {_some(left)}")
 
 
 def load(

@@ -18,12 +18,12 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
 
+from hvdkit import settings as settings_lib
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE, complain
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
@@ -32,7 +32,7 @@ _COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
 _TEXT = 18  # pixels of words
 
 
-def samples(config: Config, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The first `count` examples of a run on one rank, as arrays, and the names of the classes.
 
     Raises:
@@ -122,9 +122,9 @@ def main(argv: list[str]) -> int:
     if own.count < 1:
         complain(f"--count={own.count}: give 1 or more")
         return WRONG_USE
-    config = config_lib.from_command_line([argv[0], *flags])
+    config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
     try:
-        config = config_lib.for_ranks(config, 1)
+        config = config.for_ranks(1)
         examples, names = samples(config, own.count)
         Image.fromarray(sheet(examples, names)).save(own.out)
     except (ValueError, OSError) as error:

@@ -34,7 +34,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
 from hvdkit.run.context import RunContext
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import ema, task_checks
 from hvdkit.train import task as tasks
@@ -69,7 +69,7 @@ class Worst:
         return [(loss, -number) for loss, number in worst]
 
 
-def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
     """Every rank must call it; rank 0 writes. Raises Stop, on all ranks, if it cannot be done."""
     run, path = load_run.restored(config, world, own.checkpoint)
     with world.fail_together("reading the validation data"):

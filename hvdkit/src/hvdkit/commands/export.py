@@ -28,7 +28,7 @@ from hvdkit.data.readers import pictures
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import load_run
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
@@ -73,7 +73,7 @@ class Exported(tf.Module):
         return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
 
 
-def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+def export(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")

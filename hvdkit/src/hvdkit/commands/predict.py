@@ -32,7 +32,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 
@@ -45,7 +45,7 @@ class Unreadable(ValueError):
     """A file that holds no picture that can be predicted on; the message names it."""
 
 
-def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
+def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
     with world.fail_together("making the model"):
         task, model, path = load_run.model_of(

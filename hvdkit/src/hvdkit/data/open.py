@@ -14,7 +14,7 @@ from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.data.synthetic import Synthetic
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.words import some
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
@@ -29,7 +29,7 @@ KINDS = {
 }
 
 
-def open_sources(config: Config, default: str) -> tuple[Source, Source]:
+def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """The splits of config.data_dir to train on and to score.
 
     Args:
@@ -58,7 +58,7 @@ def trained_on_too(train: Source, val: Source) -> int:
     return train.shared_with(val) if pairs else 0
 
 
-def _opened(config: Config, split: str, default: str) -> Source:
+def _opened(config: Settings, split: str, default: str) -> Source:
     if KINDS[default] == "map" and config.num_classes > IGNORE:
         raise ValueError(
             f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
@@ -78,7 +78,7 @@ def _opened(config: Config, split: str, default: str) -> Source:
     return source
 
 
-def _check_number(config: Config, source: Source, split: str, default: str) -> None:
+def _check_number(config: Settings, source: Source, split: str, default: str) -> None:
     name = config.data_format or default
     known = getattr(source, "num_classes", config.num_classes)
     if known == 1 and name == "class_folders":
@@ -91,14 +91,14 @@ def _check_number(config: Config, source: Source, split: str, default: str) -> N
         )
 
 
-def _synthetic(config: Config, kind: str) -> Source:
+def _synthetic(config: Settings, kind: str) -> Source:
     size = config.image_size
     label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
     form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
     return Synthetic(1024, form)
 
 
-def _open(name: str, config: Config, split: str) -> Source:
+def _open(name: str, config: Settings, split: str) -> Source:
     root = Path(config.data_dir)
     if name == "folders":
         return ImageLabelFolder(root, split, config.num_classes)

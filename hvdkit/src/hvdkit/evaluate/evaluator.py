@@ -17,7 +17,7 @@ from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks.world import World, raw, say, unoptimized
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.seeds import Seeds
@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
 class Context(Protocol):
     """What an evaluation needs of a run."""
 
-    config: Config
+    config: Settings
     world: World
     task: Task
     val_source: Source

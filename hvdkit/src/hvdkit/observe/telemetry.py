@@ -25,7 +25,7 @@ from hvdkit.evaluate import confusion
 from hvdkit.observe import trackers
 from hvdkit.ranks import live
 from hvdkit.ranks.world import World, say
-from hvdkit.settings.config import Config, tracker_names
+from hvdkit.settings import Settings
 
 _MUCH_WAITING = 0.1  # share of a step's time
 _RATES = 10_000  # logged intervals of which the median is taken
@@ -39,7 +39,7 @@ class Telemetry:
     is in checkpoints. For `with`: its files are closed at the end; a summary may come after it.
     """
 
-    def __init__(self, config: Config, world: World, first_step: int, epoch: int) -> None:
+    def __init__(self, config: Settings, world: World, first_step: int, epoch: int) -> None:
         """Raises OSError or ValueError, on rank 0, when the records cannot be opened.
 
         Args:
@@ -56,7 +56,7 @@ class Telemetry:
             self._lines = (run_dir / "metrics.jsonl").open("a")
             settings = run_dir / "config.cfg"
             self._settings = settings.read_bytes() if settings.exists() else b""
-            names = tracker_names(config)
+            names = config.tracker_names
             self._trackers = trackers.make(names, run_dir, dataclasses.asdict(config))
 
     def __enter__(self) -> Telemetry:

@@ -18,13 +18,12 @@ import tensorflow as tf
 
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, hostname, raw, say
-from hvdkit.settings import project
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.words import some
 
 
-def check_settings(world: World, config: Config, others: Mapping[str, Any] | None = None) -> None:
+def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:
     """Raises Stop on all ranks when they were given different settings, naming the first.
 
     Another seed would be trained silently, another number of steps would wait for ever. Paths may
@@ -47,7 +46,7 @@ def check_settings(world: World, config: Config, others: Mapping[str, Any] | Non
             )
 
 
-def fingerprint(world: World, config: Config) -> dict[str, str]:
+def fingerprint(world: World, config: Settings) -> dict[str, str]:
     """What the run's bits depend on besides its settings; call it after the device was chosen.
 
     Raises:

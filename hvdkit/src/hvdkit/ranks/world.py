@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import os
 import resource
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import logs
 from hvdkit.ranks import devices, encoding, heartbeat, live, messages
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
 # What Horovod 0.28.1 cannot broadcast.
@@ -235,7 +235,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
     return World(hvd.rank(), hvd.size(), *carrier.local(), carrier)
 
 
-def set_up(world: World, config: Config) -> None:
+def set_up(world: World, config: Settings) -> None:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
     Raises:
@@ -247,7 +247,7 @@ def set_up(world: World, config: Config) -> None:
         _choose_device(world, config.device, threads)
 
 
-def data_workers(world: World, config: Config) -> int:
+def data_workers(world: World, config: Settings) -> int:
     """Threads of this rank that read data: its share of the cores, unless told otherwise."""
     return config.data_workers or _share_of_cores(world)
 
@@ -257,7 +257,7 @@ def gpu() -> str:
     return "/GPU:0" if tf.config.get_visible_devices("GPU") else ""
 
 
-def set_numbers(config: Config) -> None:
+def set_numbers(config: Settings) -> None:
     """Seed, determinism and precision of what is made from now on."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
@@ -360,11 +360,4 @@ def say(world: World, text: str) -> None:
     if not world.is_chief:
         return
     live.leave()
-    try:
-        print(text, flush=True)
-    except OSError as error:  # `| head`, a log on a full disk
-        # Python would complain at exit of what is left to be written.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        note = f"note: standard output cannot be written; training continues: {error.strerror}"
-        with contextlib.suppress(OSError):
-            print(note, file=sys.stderr, flush=True)
+    logs.say(text)

@@ -27,7 +27,7 @@ from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Clock, Ending
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, ema, task_checks
 
@@ -138,7 +138,7 @@ class Own:
         return next((Ending(*theirs) for theirs in everyone if theirs), None)
 
 
-def evaluation_due(config: Config, step: int) -> bool:
+def evaluation_due(config: Settings, step: int) -> bool:
     every = config.eval_every
     return step == config.num_steps or bool(every and step % every == 0)
 

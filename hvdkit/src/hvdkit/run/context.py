@@ -15,8 +15,7 @@ from hvdkit.data.source import Source
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config, scale_factor
+from hvdkit.settings import Settings
 from hvdkit.train import batch_norm, dropout, preprocessing, task_checks
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
@@ -28,7 +27,7 @@ from hvdkit.words import some
 class RunContext:
     """What every part of a run needs; made by `prepare`, the same on all ranks."""
 
-    config: Config
+    config: Settings
     world: World
     task: tasks.Task
     train_source: Source
@@ -41,7 +40,7 @@ class RunContext:
     fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
 
 
-def prepare(config: Config, world: World) -> RunContext:
+def prepare(config: Settings, world: World) -> RunContext:
     """Task, data, model, and optimizer with all its variables; every rank must call it.
 
     The device is chosen before (`world.set_up`). Weights are those of a new run with this seed,
@@ -115,7 +114,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 def describe(run: RunContext) -> str:
     """What is trained, on how many samples and at which rate, for a person."""
     config = run.config
-    rate = config.base_lr * scale_factor(config, run.world.size)
+    rate = config.base_lr * config.lr_factor(run.world.size)
     scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
@@ -126,7 +125,7 @@ def describe(run: RunContext) -> str:
 
 def notes(run: RunContext) -> list[str]:
     """What a person may not expect of these settings."""
-    config, found = run.config, config_lib.notes(run.config)
+    config, found = run.config, run.config.notes()
     if run.model.compiled:
         found.append(
             "what the model was compiled with is not used: --optimizer and the task's loss are"

@@ -28,7 +28,7 @@ from hvdkit.run.actions import Evaluate, Result, Save
 from hvdkit.run.benchmark import count_operations, peak_bytes
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 
@@ -42,7 +42,7 @@ _WIRE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of a float32's bytes
 
 
 @contextlib.contextmanager
-def throwaway(config: Config, world: World) -> Iterator[Config]:
+def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     """The settings with another run_dir, which is removed at the end; every rank must call it."""
     run_dir, made = Path(config.run_dir), ""
     with world.fail_together(f"--run_dir={run_dir}"):
@@ -81,7 +81,7 @@ def _clear(parent: Path) -> None:
 class Few:
     """The first samples of a source."""
 
-    def __init__(self, source: Source, config: Config, world: World) -> None:
+    def __init__(self, source: Source, config: Settings, world: World) -> None:
         self._source = source
         self._count = min(len(source), _BATCHES * config.eval_batch_size * world.size)
 
@@ -125,7 +125,7 @@ class DryRun:
         return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
 
 
-def describe(run: RunContext, given: Config, *, sampler: Sampler, spec: Any) -> None:
+def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -> None:
     """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
     config, world = run.config, run.world
     ids = sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
@@ -133,10 +133,8 @@ def describe(run: RunContext, given: Config, *, sampler: Sampler, spec: Any) -> 
     if not world.is_chief:
         return
     say(world, "\nsettings that are not the defaults:")
-    for field in dataclasses.fields(Config):
-        value = getattr(given, field.name)
-        if value != field.default:
-            say(world, f"  --{field.name}={value}")
+    for name, value in given.not_defaults().items():
+        say(world, f"  --{name}={value}")
     say(world, "")
     run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
     for line in _sizes(run, spec):

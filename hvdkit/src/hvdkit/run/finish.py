@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdkit import logs
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
@@ -79,6 +80,6 @@ def write_report(world: World, run_dir: Path) -> None:
                 report,  # here: it takes half a second, which no rank needs before its end
             )
 
-            print(f"report: {report.write(run_dir)}", flush=True)
+            logs.say(f"report: {report.write(run_dir)}")
         except Exception as error:
-            print(f"note: no report: {type(error).__name__}: {error}", flush=True)
+            logs.say(f"note: no report: {type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from hvdkit.ranks import heartbeat, votes
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
@@ -71,7 +71,7 @@ class Health:
     def __init__(
         self,
         world: World,
-        config: Config,
+        config: Settings,
         sampler: Sampler,
         feed: Feed,
         stop_signal: StopSignal,

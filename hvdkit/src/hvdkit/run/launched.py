@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hvdkit import logs
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import DONE, Stop, complain, launch_rank
 from hvdkit.train import reduction
 
 
-def run(config: Config, work: Callable[[World, StopSignal], None]) -> int:
+def run(config: Settings, work: Callable[[World, StopSignal], None]) -> int:
     """Does the work on every rank; returns the exit code: DONE, or that of the Stop it raised."""
     # From here on: a run may be told to stop while it starts.
     stop_signal = StopSignal(launch_rank())
+    logs.use()
     try:
         world = world_lib.connect(reduction.environment(config))
     except Stop as stop:

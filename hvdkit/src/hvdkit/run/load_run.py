@@ -10,6 +10,8 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
+from hvdkit import logs
+from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
@@ -17,15 +19,17 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import launched
 from hvdkit.run.context import RunContext, prepare
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import launch_rank, refuse
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-Work = Callable[[Config, World, StopSignal], None]
+Work = Callable[[Settings, World, StopSignal], None]
 _ALIKE = ("checkpoint", "ema")  # the same on every rank
+# What only a new run begins with.
+_NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
+_NEW += ("--backbone_weights=", "--backbone_preprocessing=")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,7 +57,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     return made
 
 
-def settings(run_dir: Path, flags: Sequence[str]) -> Config:
+def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
     """The run's settings, then `flags`, as on train.py's command line.
 
     On every rank; where something is wrong one rank says it, and all exit with 2.
@@ -63,12 +67,12 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Config:
     try:
         if not file.is_file():
             raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
-        return config_lib.parse(["", *own, "--init_from=", "--backbone_weights=", *flags])
+        return settings_lib.load(["", *own, *_NEW, *flags], settings_lib.of_project())
     except ValueError as error:
         refuse(str(error))
 
 
-def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
+def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
     """Does the work on the ranks that were launched; returns the exit code.
 
     Args:
@@ -79,13 +83,13 @@ def on_ranks(config: Config, own: argparse.Namespace, work: Work) -> int:
         agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
-            resolved = config_lib.for_ranks(config, world.size)
+            resolved = config.for_ranks(world.size)
         work(resolved, world, stop_signal)
 
     return launched.run(config, on_each)
 
 
-def restored(config: Config, world: World, which: str) -> tuple[RunContext, Path]:
+def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Path]:
     """The run with the weights of one of its checkpoints, on all ranks, and its path.
 
     Raises:
@@ -100,7 +104,7 @@ def restored(config: Config, world: World, which: str) -> tuple[RunContext, Path
     return run, Path(world.broadcast_object(found, "trained.restored"))
 
 
-def model_of(config: Config, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
+def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
     """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
 
     Raises:
@@ -141,7 +145,7 @@ def chosen(folder: Path, which: str) -> Path:
         if path is None:
             raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
         for why in damaged if launch_rank() == 0 else ():
-            print(f"note: passed over: {why}", flush=True)
+            logs.say(f"note: passed over: {why}")
     elif which.isdecimal():
         path = folder / f"step-{int(which):08d}"
         if not path.exists():

@@ -32,8 +32,7 @@ from hvdkit.run.actions import Action, Result, left_out
 from hvdkit.run.context import describe, notes, prepare
 from hvdkit.run.health import Ending, Health
 from hvdkit.run.start import begin
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import PREEMPTED, GoBack
 from hvdkit.train import batch_norm, custom_step, task_checks
 from hvdkit.train.step import Step
@@ -55,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        given: Config,
+        given: Settings,
         world: World,
         *,
         stop_signal: StopSignal,
@@ -67,7 +66,7 @@ class Run:
         self.where = world_lib.describe(world)
         say(world, self.where)
         with world.fail_together("reading the settings"):
-            self.settings = config_lib.for_ranks(given, world.size)
+            self.settings = given.for_ranks(world.size)
         self.context = context = prepare(self.settings, world)
         self.task, self.model = context.task, context.model
         self.optimizer, self.state = context.optimizer, context.state
@@ -251,7 +250,9 @@ class Run:
         finish.finish(self.context, self.telemetry, self.evaluate.figures, ending)
 
 
-def run_once(train: TrainFunction, given: Config, world: World, *, stop_signal: StopSignal) -> None:
+def run_once(
+    train: TrainFunction, given: Settings, world: World, *, stop_signal: StopSignal
+) -> None:
     """`train` on a new run, and once more where it goes back. Raises Stop, on every rank."""
     back = None
     while True:

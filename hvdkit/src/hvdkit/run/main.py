@@ -4,32 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from absl import app
+
+from hvdkit import settings as settings_lib
 from hvdkit.ranks import agreement
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import launched, modes
 from hvdkit.run.loop import TrainFunction, run_once
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings, absl_flags
+from hvdkit.stop import DONE
 
 
-def main(train: TrainFunction, argv: Sequence[str]) -> int:
+def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int:
     """Trains by `train(run)`; returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted.
 
-    `train` may be called twice: after steps that are not finite a run goes back once.
+    `train` may be called twice: after steps that are not finite a run goes back once. It runs in
+    absl's app.run, which hands on what the flags' parser returns: the settings.
     """
-    settings = config_lib.from_command_line(argv)
 
-    def work(world: World, stop_signal: StopSignal) -> None:
-        run_on(world, settings, train, stop_signal=stop_signal)
+    def whole(settings: Settings) -> int:
+        def work(world: World, stop_signal: StopSignal) -> None:
+            run_on(world, settings, train, stop_signal=stop_signal)
 
-    return launched.run(settings, work)
+        return launched.run(settings, work)
+
+    try:
+        app.run(
+            whole,
+            list(argv),
+            flags_parser=lambda words: settings_lib.from_command_line(words, kind),
+        )
+    except SystemExit as end:
+        return end.code or DONE
 
 
 def run_on(
-    world: World, settings: Config, train: TrainFunction, *, stop_signal: StopSignal
+    world: World, settings: Settings, train: TrainFunction, *, stop_signal: StopSignal
 ) -> None:
     """A run on ranks that are connected and have their devices. Raises Stop, on every rank."""
-    agreement.check_settings(world, settings)
+    beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
+    agreement.check_settings(world, settings, beside)
     with modes.folder(settings, world) as changed:
         run_once(train, changed, world, stop_signal=stop_signal)

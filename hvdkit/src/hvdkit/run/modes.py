@@ -22,7 +22,7 @@ from hvdkit.run.actions import Action, CheckDrift, Evaluate, Log, Own, Save, Syn
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Health
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
@@ -37,7 +37,7 @@ class Mode(NamedTuple):
     keeps_weights: bool
 
 
-def of(settings: Config) -> Mode:
+def of(settings: Settings) -> Mode:
     for name in ("dry_run", "find_lr", "benchmark"):
         if getattr(settings, name):
             return Mode(name, keeps_weights=False)
@@ -45,7 +45,7 @@ def of(settings: Config) -> Mode:
 
 
 @contextlib.contextmanager
-def folder(settings: Config, world: World) -> Iterator[Config]:
+def folder(settings: Settings, world: World) -> Iterator[Settings]:
     """The settings with the folder of this kind of run; every rank must call it."""
     if of(settings).name in ("dry_run", "find_lr"):
         with dry_run.throwaway(settings, world) as changed:

@@ -1,0 +1,26 @@
+"""The settings of a run: fields of dataclasses, which are flags. Imports no TensorFlow.
+
+Settings            every setting; a fork's settings.py subclasses it
+setting             a field of it, with its help and limits
+parse               settings from a command line
+load                the same, and absl's FLAGS hold them
+from_command_line   the same, for a program's start: a mistake ends it with exit code 2
+check               refuses a wrong command line, before anything slow is imported
+write               settings as a flagfile that reads back to the same
+of_project          the fork's own Settings
+"""
+
+from hvdkit.settings.all import Settings
+from hvdkit.settings.fields import setting
+from hvdkit.settings.parse import check, from_command_line, load, of_project, parse, write
+
+__all__ = [
+    "Settings",
+    "check",
+    "from_command_line",
+    "load",
+    "of_project",
+    "parse",
+    "setting",
+    "write",
+]

@@ -1,15 +1,15 @@
-"""A setting: a field of a dataclass that is a flag too. Its limits, its paths, its help."""
+"""A setting: a field of a dataclass that is a flag too. Its limits, its paths, its rooms."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
 import os
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, dataclass_transform
 
 from absl import flags
 
@@ -18,7 +18,7 @@ from hvdkit.settings.flagfiles import Given
 Fields = Mapping[str, dataclasses.Field]
 
 # Whole numbers end up in int32 (seeds) and in products that must fit int64 (steps x batch).
-_INT_LIMIT = 2**31
+INT_LIMIT = 2**31
 
 _PARSERS = {
     "int": flags.IntegerParser(),
@@ -57,7 +57,6 @@ def setting(
     default: Any,
     help: str,
     *,
-    heading: str = "",
     choices: tuple = (),
     low: float = -math.inf,
     above: float = -math.inf,
@@ -68,15 +67,70 @@ def setting(
     """A field with its help and limits.
 
     Args:
-      heading: this field and those after it stand under it in --help.
       choices, low, above, below: one of `choices`; low <= value, above < value < below.
       path: it names a file or folder, unless it is one of `words`.
     """
     if type(default) is int:
-        below = min(below, _INT_LIMIT)
-    meta = {"help": help, "heading": heading, "choices": choices, "path": path}
+        below = min(below, INT_LIMIT)
+    meta = {"help": help, "choices": choices, "path": path}
     meta |= {"words": words, "low": low, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
+class Room:
+    """Settings that belong together; a subclass becomes a frozen dataclass by being one.
+
+    The first line of its docstring is its heading in --help.
+    """
+
+    def __init_subclass__(cls) -> None:
+        cls.__doc__ = cls.__doc__ or "Settings of this project"  # else a dataclass's signature
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        for field in dataclasses.fields(cls):
+            _check_field(cls, field)
+
+    def check(self) -> None:
+        """Raises ValueError for settings that contradict each other."""
+
+    def notes(self) -> list[str]:
+        """Sentences about surprising settings; most runs have none."""
+        return []
+
+    def without_effect(self) -> dict[str, str]:
+        """Settings that the others leave without effect, by name: the one that does it."""
+        return {}
+
+
+def _check_field(cls: type[Room], field: dataclasses.Field) -> None:
+    name = f"{cls.__module__}.{cls.__qualname__}.{field.name}"
+    if "help" not in field.metadata:
+        raise ValueError(
+            f"{name}: write {field.name}: {kind(field)} = setting({field.default!r}, "
+            '"what it is"), in a class without @dataclass'
+        )
+    if kind(field) not in _PARSERS:
+        raise ValueError(f"{name} is a {kind(field)}: a setting is a bool, int, float or str")
+    value(field, str(field.default))
+
+
+def kind(field: dataclasses.Field) -> str:
+    """int, float, bool or str; annotations are texts or types."""
+    return field.type if isinstance(field.type, str) else field.type.__name__
+
+
+def of(settings: Any) -> Fields:
+    """The fields of a class of settings or of an instance, by name."""
+    return {field.name: field for field in dataclasses.fields(settings)}
+
+
+def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
+    """Fields by the class that has them first, in the order of --help."""
+    found: dict[type[Room], list[dataclasses.Field]] = {}
+    for field in dataclasses.fields(settings):
+        owners = [c for c in settings.__mro__ if field.name in inspect.get_annotations(c)]
+        found.setdefault(owners[-1], []).append(field)
+    return found
 
 
 def value(field: dataclasses.Field, text: str) -> Any:
@@ -86,31 +140,33 @@ def value(field: dataclasses.Field, text: str) -> Any:
       ValueError: it is not of that type or beyond the field's limits; the message names both.
     """
     try:
-        found = _PARSERS[field.type].parse(text)
+        found = _PARSERS[kind(field)].parse(text)
     except (ValueError, TypeError):
         found = None
     if found is None or not _fits(field, found):
-        kind = _KINDS.get(field.type, "one line of text without spaces at its ends")
-        words = _limits(field) if field.metadata["choices"] else f"{kind}{_limits(field)}"
+        named = _KINDS.get(kind(field), "one line of text without spaces at its ends")
+        words = limits(field) if field.metadata["choices"] else f"{named}{limits(field)}"
         raise ValueError(f"--{field.name}={text}: must be {words}")
     return found
 
 
-def recognize(flag: Given, fields: Fields) -> Given:
-    """The flag under its setting's name and with a value, which a switch may leave out.
+def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
+    """The flag under its own name and with a value, which a switch may leave out.
 
+    Args:
+      switches: all flags there are, by name: whether it is on or off and takes no value.
     Raises:
-      ValueError: there is no such setting (the message names the nearest), or its value is missing.
+      ValueError: there is no such flag (the message names the nearest), or its value is missing.
     """
     name, value = flag.name, flag.value
     off = name.removeprefix("no")
-    if name not in fields and name != off and off in fields and fields[off].type == "bool":
+    if name not in switches and name != off and switches.get(off):
         if value is not None:
             raise flag.error(f"--{name} takes no value: write --{off}={value} or --{name}")
         name, value = off, "false"
-    if name not in fields:
-        raise flag.error(f"there is no flag --{name}{_nearest(name, fields)} (--help lists all)")
-    if value is None and fields[name].type == "bool":
+    if name not in switches:
+        raise flag.error(f"there is no flag --{name}{_nearest(name, switches)} (--help lists all)")
+    if value is None and switches[name]:
         value = "true"
     if value is None:
         raise flag.error(f"--{name} needs a value: write --{name}=VALUE")
@@ -130,12 +186,12 @@ def placed(field: dataclasses.Field, value: Any, folder: Path, project: Path) ->
     return value if Path.cwd() == project else str(folder / value)
 
 
-def _nearest(name: str, fields: Fields) -> str:
+def _nearest(name: str, switches: Mapping[str, bool]) -> str:
     plain = name.replace("-", "_").lower()
     for meant, names in _ELSEWHERE.items():
         if plain in names.split():
             return f": did you mean --{meant}?"
-    known = [*fields, "flagfile", *(f"no{n}" for n, f in fields.items() if f.type == "bool")]
+    known = [*switches, "flagfile", *(f"no{name}" for name, switch in switches.items() if switch)]
     close = difflib.get_close_matches(plain, known, n=1)
     return f": did you mean --{close[0]}?" if close else ""
 
@@ -150,32 +206,10 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
     return math.isfinite(value) and low <= value and above < value < below
 
 
-def _limits(field: dataclasses.Field) -> str:
+def limits(field: dataclasses.Field) -> str:
+    """In words: "one of a, b", or ", at least 1, less than 10"."""
     if choices := field.metadata["choices"]:
         return "one of " + ", ".join(c or "(empty)" for c in choices)
     words = {"low": "at least", "above": "greater than", "below": "less than"}
     bounds = {w: field.metadata[k] for k, w in words.items() if math.isfinite(field.metadata[k])}
     return "".join(f", {w} {int(b) if b == int(b) else b}" for w, b in bounds.items())
-
-
-def help_text(program: str, fields: Fields) -> str:
-    """All flags under their headings, in at most 100 columns."""
-    lines = [
-        f"usage: {program} [--flagfile=FILE] [--name=value ...]",
-        "A flagfile has one flag per line. If a flag is given twice, the later one counts.",
-    ]
-    for field in fields.values():
-        if field.metadata["heading"]:
-            lines += ["", f"{field.metadata['heading']}:"]
-        flag = f"  --{'[no]' if field.type == 'bool' else ''}{field.name}"
-        room = {"width": 100, "subsequent_indent": " " * 32, "break_on_hyphens": False}
-        lines += textwrap.wrap(f"{flag:<31} {_help(field)}", **room)
-    return "\n".join(lines)
-
-
-def _help(field: dataclasses.Field) -> str:
-    limits = _limits(field).removeprefix(", ").removesuffix(f"less than {_INT_LIMIT}")
-    default = str(field.default).lower() if field.type == "bool" else field.default
-    notes = [limits.removesuffix(", "), f"default {default}" if default != "" else ""]
-    notes = "; ".join(note for note in notes if note)
-    return field.metadata["help"] + (f" ({notes})" if notes else "")

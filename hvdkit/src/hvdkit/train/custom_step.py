@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import reduction
 
 PLAIN = """
@@ -23,7 +23,7 @@ def make_step(run):
 """
 
 
-def check_plain(make: Callable, settings: Config) -> None:
+def check_plain(make: Callable, settings: Settings) -> None:
     """Raises ValueError where `make` is another step than the template's.
 
     Virtual ranks and messages of their own bring the engine's step, which would leave out what

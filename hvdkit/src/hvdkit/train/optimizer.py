@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train.gradients import is_kernel
 from hvdkit.train.lamb import Lamb
 from hvdkit.train.sgd import SGD
@@ -16,7 +16,7 @@ from hvdkit.train.sgd import SGD
 _DECOUPLED = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}
 
 
-def build(config: Config, model: keras.Model) -> keras.optimizers.Optimizer:
+def build(config: Settings, model: keras.Model) -> keras.optimizers.Optimizer:
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
     Its learning rate is a variable that the step sets from the schedule, float64 in a float64 run.
@@ -49,7 +49,7 @@ def build(config: Config, model: keras.Model) -> keras.optimizers.Optimizer:
     return optimizer
 
 
-def l2_weight(config: Config) -> float:
+def l2_weight(config: Settings) -> float:
     """Weight of the L2 term in the gradient; 0 where the optimizer decays weights itself."""
     return 0.0 if config.optimizer in _DECOUPLED else config.weight_decay
 
@@ -79,7 +79,7 @@ def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -
         )
 
 
-def _check(config: Config, variables: Sequence[keras.Variable]) -> None:
+def _check(config: Settings, variables: Sequence[keras.Variable]) -> None:
     if not variables:
         raise ValueError(
             "the model has no trainable weights: set `trainable = True` for some of its layers"

@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 _MIB = 1 << 20
 _BUFFER = 128 * _MIB  # of gradients that travel as bfloat16, as Horovod's own for others
@@ -22,7 +22,7 @@ _CACHED = 8192  # tensors; Horovod's 1,024 are too few for some models: each is 
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
-def environment(config: Config) -> dict[str, str]:
+def environment(config: Settings) -> dict[str, str]:
     """What hvd.init reads; HOROVOD_* that whoever started the run has set come first."""
     knobs = {}
     if "HOROVOD_CACHE_CAPACITY" not in os.environ:
@@ -35,7 +35,7 @@ def environment(config: Config) -> dict[str, str]:
     return knobs
 
 
-def stall_seconds(config: Config) -> int:
+def stall_seconds(config: Settings) -> int:
     """How long ranks wait for one that hangs: Horovod's own setting, if one was given, else ours.
 
     Call it after Horovod was started with `environment`; 0: for ever.
@@ -45,7 +45,7 @@ def stall_seconds(config: Config) -> int:
     return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
 
 
-def check_backend(config: Config) -> None:
+def check_backend(config: Settings) -> None:
     """Raises ValueError when what --reduce_backend names is not what this run was started with.
 
     Gloo or MPI is chosen by the launcher; on GPUs naming one of them reduces in host memory.
@@ -58,7 +58,7 @@ def check_backend(config: Config) -> None:
         raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
 
 
-def arguments(config: Config) -> dict[str, Any]:
+def arguments(config: Settings) -> dict[str, Any]:
     """What hvd.DistributedGradientTape takes besides `op`.
 
     Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
@@ -78,7 +78,7 @@ def arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def has_own_messages(config: Config) -> str:
+def has_own_messages(config: Settings) -> str:
     """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none.
 
     Horovod adds up no bfloat16, and groups gradients by their variables' names, which repeat in
@@ -100,7 +100,7 @@ class RankSumTape:
     """
 
     def __init__(
-        self, tape: tf.GradientTape, config: Config, variables: Sequence[keras.Variable]
+        self, tape: tf.GradientTape, config: Settings, variables: Sequence[keras.Variable]
     ) -> None:
         self._tape, self._config = tape, config
         self._sizes = [_bytes(v) for v in variables]
@@ -151,7 +151,7 @@ class RankSumTape:
 
 def _horovod_tape(
     own: Sequence[tf.Tensor | tf.IndexedSlices | None],
-    config: Config,
+    config: Settings,
     groups: int | list[list[_Place]] | None,
 ) -> tf.GradientTape:
     class Known(tf.GradientTape):

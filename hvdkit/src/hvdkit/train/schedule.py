@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from hvdkit.settings import config as config_lib
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
@@ -16,13 +15,13 @@ Schedule = Callable[[tf.Tensor], tf.Tensor]
 LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
 
 
-def rising(config: Config) -> Schedule:
+def rising(config: Settings) -> Schedule:
     """Of --find_lr: from LOWEST to HIGHEST by the same factor each step (Smith 2017)."""
     factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
     return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
 
 
-def make(config: Config, world_size: int) -> Schedule:
+def make(config: Settings, world_size: int) -> Schedule:
     """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
 
     With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
@@ -34,9 +33,9 @@ def make(config: Config, world_size: int) -> Schedule:
     part = (step + 1) / W. Goyal et al. 2017 (arXiv:1706.02677, section 2.2) start at the rate of a
     small batch and add the same at each step; so warmup_from is not multiplied by scale_factor.
     """
-    factor = config_lib.scale_factor(config, world_size)
+    factor = config.lr_factor(world_size)
     base, end = config.base_lr * factor, config.end_lr * factor
-    edges = config_lib.boundaries(config) if config.lr_policy == "step" else []
+    edges = config.boundary_steps if config.lr_policy == "step" else []
 
     def rate(step: tf.Tensor) -> tf.Tensor:
         step = tf.cast(step, tf.float64)

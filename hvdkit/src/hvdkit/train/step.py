@@ -40,7 +40,7 @@ import tensorflow as tf
 
 from hvdkit.ranks import agreement, moments, votes
 from hvdkit.ranks.world import World, raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import graph_checks, keras_losses, reduction, task_checks, virtual
 from hvdkit.train import optimizer as optimizers
@@ -76,7 +76,7 @@ class Step:
     """
 
     def __init__(
-        self, settings: Config, world: World, task: Task, *, state: State, spec: Any
+        self, settings: Settings, world: World, task: Task, *, state: State, spec: Any
     ) -> None:
         """`spec`: of a batch, nested tensors [micro-batches, samples, ...].
 

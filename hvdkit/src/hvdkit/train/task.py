@@ -17,8 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.source import Source
-from hvdkit.settings import project
-from hvdkit.settings.config import Config, scale_factor
+from hvdkit.settings import Settings, project
 from hvdkit.train import schedule
 
 # Settings that only some tasks read; a task says which in `uses`.
@@ -151,7 +150,7 @@ class Task(Protocol):
         """
         ...
 
-    def schedule(self, config: Config) -> Callable[[tf.Tensor], tf.Tensor]:
+    def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:
         """A learning-rate policy of one's own in place of --lr_policy. Optional.
 
         Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; it is multiplied
@@ -160,7 +159,7 @@ class Task(Protocol):
         ...
 
 
-def load(config: Config) -> Task:
+def load(config: Settings) -> Task:
     """The task that --task names, complete.
 
     Raises:
@@ -173,7 +172,7 @@ def load(config: Config) -> Task:
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
     for name in _OF_SOME_TASKS:
-        given = getattr(config, name) != getattr(Config, name)
+        given = getattr(config, name) != getattr(Settings, name)
         if given and name not in getattr(task_class, "uses", ()):
             raise ValueError(
                 f"--{name}={getattr(config, name)}: --task={config.task} does not read it (no "
@@ -195,14 +194,14 @@ def optional(task: Task, name: str) -> Callable | None:
     return None if inherited else getattr(task, name, None)
 
 
-def make_schedule(task: Task, config: Config, world_size: int) -> schedule.Schedule:
+def make_schedule(task: Task, config: Settings, world_size: int) -> schedule.Schedule:
     """Step -> learning rate: the task's own policy where it has one, else --lr_policy."""
     if config.find_lr:
         return schedule.rising(config)
     own = optional(task, "schedule")
     if own is None:
         return schedule.make(config, world_size)
-    policy, factor = own(config), scale_factor(config, world_size)
+    policy, factor = own(config), config.lr_factor(world_size)
     for step in (0, config.num_steps - 1):
         rate = float(policy(tf.constant(step, tf.int64)))
         if not 0 <= rate < math.inf:

@@ -24,7 +24,7 @@ import tensorflow as tf
 from hvdkit.data.sampler import share
 from hvdkit.ranks import moments
 from hvdkit.ranks.world import World, raw
-from hvdkit.settings.config import Config
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED
 from hvdkit.train import fixed_point, gradients
 from hvdkit.train.assigned import assigned
@@ -80,7 +80,7 @@ class Passes:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         world: World,
         forward: Forward,
         state: State,

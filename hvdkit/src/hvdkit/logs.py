@@ -1,0 +1,70 @@
+"""Log lines go through absl.logging: as bare text, with the rank in front where it is not 0.
+
+Progress goes to standard output, because people pipe it; warnings and errors to standard error.
+Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging as python_logging
+import os
+import sys
+
+from absl import flags, logging
+
+from hvdkit.stop import launch_rank
+
+
+class _Lines(python_logging.Handler):
+    """Writes to what sys.stdout and sys.stderr are now; the run outlives who reads them."""
+
+    def emit(self, record: python_logging.LogRecord) -> None:
+        to_errors = record.levelno >= python_logging.WARNING
+        rank = "" if hasattr(record, "names_rank") else launch_rank()
+        text = f"rank {rank}: {record.getMessage()}" if rank else record.getMessage()
+        try:
+            print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
+        except OSError as error:  # `| head`, a log on a full disk
+            if not to_errors:
+                _give_up_stdout(error)
+
+
+_handler = _Lines()
+
+
+def use() -> None:
+    """Makes absl's logger write such lines; what others log with Python's logging stays as it is.
+
+    absl's INFO lines are shown unless --verbosity says otherwise.
+    """
+    logger = logging.get_absl_logger()
+    if _handler in logger.handlers:
+        return
+    # absl.app.run shows every library's lines by absl's handler.
+    python_logging.root.removeHandler(logging.get_absl_handler())
+    python_logging.root.setLevel(python_logging.WARNING)
+    logger.addHandler(_handler)
+    logger.propagate = False
+    own = flags.FLAGS["verbosity"].using_default_value
+    logging.set_verbosity(logging.INFO if own else logging.get_verbosity())
+
+
+def say(text: str) -> None:
+    """A line of progress, from whichever rank it is."""
+    use()
+    logging.info("%s", text)
+
+
+def complain(text: str) -> None:
+    """An error for a person, which says itself whose it is where that is not rank 0."""
+    use()
+    logging.error("error: %s", text, extra={"names_rank": True})
+
+
+def _give_up_stdout(error: OSError) -> None:
+    # Python would complain at exit of what is left to be written.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    note = f"note: standard output cannot be written; training continues: {error.strerror}"
+    with contextlib.suppress(OSError):
+        print(note, file=sys.stderr, flush=True)

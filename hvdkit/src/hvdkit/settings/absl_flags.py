@@ -1,0 +1,119 @@
+"""Settings as flags of absl: `FLAGS.num_steps` holds what was resolved, --helpfull lists them.
+
+Other flags may stand beside them: some of absl's own, and those that a fork defines with
+`flags.DEFINE_string("name", ...)`. hvdkit.settings.parse reads the words, because absl takes a line
+`num_steps=5` of a flagfile in silence; absl is handed what it found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from absl import app, flags, logging  # noqa: F401 (absl's own flags)
+
+from hvdkit.settings import fields, project
+from hvdkit.settings.fields import Room
+from hvdkit.settings.flagfiles import Given
+from hvdkit.settings.show import described
+
+FLAGS = flags.FLAGS
+
+# Of absl's own flags those that mean something here; its files of logs, for example, are not kept.
+_OF_ABSL = {"verbosity", "v", "logger_levels", "pdb", "pdb_post_mortem", "run_with_pdb"}
+_OF_ABSL |= {"run_with_profiling", "profile_file", "use_cprofile_for_profiling"}
+
+_DEFINED = re.compile(r"""\bDEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
+_settings: dict[str, flags.Flag] = {}  # what `define` made
+
+
+class _Parser(flags.ArgumentParser):
+    """A setting's own check, so that a value that code assigns to FLAGS is checked too."""
+
+    def __init__(self, field: dataclasses.Field) -> None:
+        self._field = field
+
+    def parse(self, argument: object) -> object:
+        return fields.value(self._field, str(argument))
+
+    def flag_type(self) -> str:
+        return fields.kind(self._field)
+
+
+def define(kind: type[Room]) -> None:
+    """Defines each setting on FLAGS, in the module of its room; it may be called again.
+
+    Raises:
+      ValueError: something else has defined a flag of this name.
+    """
+    for name in [name for name in _settings if FLAGS[name] is _settings[name]]:
+        delattr(FLAGS, name)
+    _settings.clear()
+    for room, own in fields.rooms(kind).items():
+        for field in own:
+            if field.name in FLAGS:
+                module = FLAGS.find_module_defining_flag(field.name)
+                raise ValueError(
+                    f"{room.__module__}: {field.name} is a flag of {module} already: choose "
+                    "another name"
+                )
+            _settings[field.name] = _flag(field)
+            flags.DEFINE_flag(_settings[field.name], module_name=room.__module__)
+
+
+def _flag(field: dataclasses.Field) -> flags.Flag:
+    text = described(field)
+    if fields.kind(field) == "bool":
+        return flags.BooleanFlag(field.name, field.default, text)
+    parser, serializer = _Parser(field), flags.ArgumentSerializer()
+    return flags.Flag(parser, serializer, field.name, field.default, text)
+
+
+def beside(kind: type[Room]) -> dict[str, bool]:
+    """Flags that are no settings and are taken: by name, whether it is on or off.
+
+    They are defined on FLAGS; or a file of the fork will define them, when it is imported.
+    """
+    found = {}
+    for path in [*project.folder().glob("*.py"), *project.folder().glob("tasks/*.py")]:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found |= {name: how in ("bool", "boolean") for how, name in _DEFINED.findall(text)}
+    found |= {name: FLAGS[name].boolean for name in FLAGS if _means_something(name)}
+    return {name: switch for name, switch in found.items() if name not in fields.of(kind)}
+
+
+def _means_something(name: str) -> bool:
+    module = FLAGS.find_module_defining_flag(name)
+    return name in _OF_ABSL if module.startswith("absl") else name not in _settings
+
+
+def check(flag: Given) -> None:
+    """Raises ValueError where a flag of `beside` that is defined by now does not take its value."""
+    if flag.name in FLAGS:
+        try:
+            FLAGS[flag.name].parser.parse(flag.value)
+        except (ValueError, TypeError) as error:
+            raise flag.error(f"--{flag.name}={flag.value}: {error}") from None
+
+
+def take(program: str, settings: Room, others: Sequence[Given]) -> None:
+    """Makes FLAGS those of this run: all settings, and the other flags that were given.
+
+    Raises:
+      ValueError: a flag is required, or a validator of the fork refuses its value.
+    """
+    for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
+        FLAGS[name].unparse()
+    words = [f"--{name}={getattr(settings, name)}" for name in _settings]
+    try:
+        FLAGS([program, *words, *(f"--{flag.name}={flag.value}" for flag in others)])
+    except flags.Error as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def of_the_fork() -> dict[str, flags.Flag]:
+    """What the fork defines with flags.DEFINE_*, by name."""
+    names = [name for name in FLAGS if name not in _settings]
+    modules = {name: FLAGS.find_module_defining_flag(name) for name in names}
+    return {name: FLAGS[name] for name, module in modules.items() if not module.startswith("absl")}

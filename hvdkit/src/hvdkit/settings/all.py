@@ -1,0 +1,147 @@
+"""`Settings`: every setting of a run, inherited from the rooms, and what they mean together.
+
+A setting is added in one place, here or in a fork's settings.py: its name, type, default, help and
+limits. The command-line flags, --help, flagfiles and RUN_DIR/config.cfg are made from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Self
+
+from hvdkit.settings import fields
+from hvdkit.settings.checkpoint import CheckpointSettings
+from hvdkit.settings.data import DataSettings
+from hvdkit.settings.evaluation import EvaluationSettings
+from hvdkit.settings.fields import Room
+from hvdkit.settings.observe import ObserveSettings
+from hvdkit.settings.ranks import RanksSettings
+from hvdkit.settings.reduction import ReductionSettings
+from hvdkit.settings.run import RunSettings
+from hvdkit.settings.schedule import ScheduleSettings
+from hvdkit.settings.task import TaskSettings
+from hvdkit.settings.train import TrainSettings
+
+
+class Settings(
+    # A dataclass takes fields from its last base first.
+    RanksSettings,
+    ReductionSettings,
+    ObserveSettings,
+    CheckpointSettings,
+    EvaluationSettings,
+    TrainSettings,
+    ScheduleSettings,
+    DataSettings,
+    TaskSettings,
+    RunSettings,
+):
+    """All settings; a fork subclasses it to add its own"""
+
+    def check(self) -> None:
+        """Raises ValueError for settings that contradict each other. A fork may extend it."""
+        for room in _ROOMS:
+            room.check(self)
+        self._check_deterministic()
+        if self.virtual_ranks:
+            self._check_virtual()
+
+    def for_ranks(self, size: int) -> Self:
+        """The settings for a run of `size` ranks: --batch_per_rank becomes the global batch size.
+
+        Raises:
+          ValueError: the settings cannot work on so many ranks.
+        """
+        self.check_warmup(size)
+        if self.virtual_ranks:
+            self._check_virtual_on(size)
+        if not self.batch_per_rank:
+            return self
+        field = fields.of(self)["global_batch_size"]
+        whole = fields.value(field, str(self.batch_per_rank * size))
+        resolved = dataclasses.replace(self, global_batch_size=whole, batch_per_rank=0)
+        resolved.check()
+        return resolved
+
+    def implied(self) -> Self:
+        """The settings with those that --virtual_ranks cannot do without."""
+        if not self.virtual_ranks:
+            return self
+        # Kernels on CPUs split their sums by threads.
+        threads = self.cpu_threads or 1
+        return dataclasses.replace(self, deterministic=True, cpu_threads=threads)
+
+    def not_defaults(self) -> Mapping[str, object]:
+        """Settings with another value than their default, by name."""
+        both = {name: (getattr(self, name), f.default) for name, f in fields.of(self).items()}
+        return {name: value for name, (value, default) in both.items() if value != default}
+
+    def notes(self) -> list[str]:
+        """Sentences about surprising settings; most runs have none."""
+        found = [note for room in _ROOMS for note in room.notes(self)]
+        if self.virtual_ranks:
+            found.append(
+                f"--virtual_ranks={self.virtual_ranks} runs with --deterministic and "
+                f"--cpu_threads={self.cpu_threads}"
+            )
+        changed, unread = self.not_defaults(), self.without_effect()
+        ignored = [f"--{n}={changed[n]} ({why})" for n, why in unread.items() if n in changed]
+        if ignored:
+            found.append(f"without effect here: {', '.join(ignored)}")
+        return found
+
+    def without_effect(self) -> dict[str, str]:
+        """Settings that the others leave without effect, by name: the one that does it."""
+        found = {name: why for room in _ROOMS for name, why in room.without_effect(self).items()}
+        return found | ({"bn_sync_every": "--deterministic"} if self.deterministic else {})
+
+    def _check_deterministic(self) -> None:
+        if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
+            raise ValueError(
+                "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
+                "--gradient_groups"
+            )
+
+    def _check_virtual(self) -> None:
+        flag = f"--virtual_ranks={self.virtual_ranks}"
+        for name in ("compression", "pack_bytes", "gradient_groups"):
+            if getattr(self, name) not in ("none", 0):
+                raise ValueError(
+                    f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
+                )
+        for name in ("batch_per_rank", "lr_scaling"):
+            if getattr(self, name) not in ("none", 0):
+                raise ValueError(
+                    f"{flag} makes the same run on any number of ranks, but --{name} makes it "
+                    "depend on their number: leave it out"
+                )
+        if self.bn_sync not in ("mean", "full"):
+            raise ValueError(
+                f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean "
+                f"instead of {self.bn_sync}"
+            )
+        micro = self.global_batch_size // self.accumulation_steps
+        if micro < self.virtual_ranks:
+            raise ValueError(
+                f"{flag}: every virtual rank needs a sample, and a micro-batch "
+                f"(--global_batch_size / --accumulation_steps) has {micro}: make it larger or "
+                "give fewer virtual ranks"
+            )
+
+    def _check_virtual_on(self, size: int) -> None:
+        virtual = self.virtual_ranks
+        if size > virtual:
+            raise ValueError(
+                f"--virtual_ranks={virtual} cannot be dealt to {size} ranks: start at most "
+                f"{virtual}, or begin another run with --virtual_ranks={size} or more"
+            )
+        if self.bn_sync == "full" and size != virtual:
+            raise ValueError(
+                f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} "
+                f"rank(s) compute them one after the other: start {virtual} ranks or use "
+                "--bn_sync=mean"
+            )
+
+
+_ROOMS: tuple[type[Room], ...] = Settings.__bases__

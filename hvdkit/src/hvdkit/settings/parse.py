@@ -1,0 +1,162 @@
+"""From the command line to `Settings`, and back to a flagfile.
+
+`--flagfile=FILE` reads flags from a file (one a line, `#` starts a comment), later flags win.
+Without one, they are read from configs/default.cfg where there is such a file. The resolved
+settings are written to RUN_DIR/config.cfg, which is itself such a file, so that a run can be run
+again.
+
+Paths in flagfiles and defaults are relative to the project (the folder with train.py), whatever
+folder the run is started in; paths on the command line are relative to the working folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.settings import absl_flags, fields, flagfiles, project, show
+from hvdkit.settings.all import Settings
+from hvdkit.settings.flagfiles import Given
+from hvdkit.stop import refuse
+
+_BATCH = ("global_batch_size", "batch_per_rank")
+
+
+def of_project() -> type[Settings]:
+    """The `Settings` of the fork's settings.py, for commands; the engine's where there is none."""
+    folder = project.folder()
+    if not (folder / "settings.py").is_file():
+        return Settings
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module("settings").Settings
+
+
+def from_command_line(argv: Sequence[str], kind: type[Settings]) -> Settings:
+    """As `load`, for a program's start: one rank says what is wrong, all exit with 2."""
+    try:
+        return load(argv, kind)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def check(argv: Sequence[str], kind: type[Settings]) -> None:
+    """Refuses wrong flags as `from_command_line` does, before the fork's task is imported."""
+    try:
+        absl_flags.define(kind)
+        if "--helpfull" not in argv:
+            parse(argv, kind)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def load(argv: Sequence[str], kind: type[Settings]) -> Settings:
+    """As `parse`; then absl's FLAGS hold the settings, and the other flags that were given.
+
+    Raises:
+      ValueError: also for a flag that neither the settings nor the fork's code defines.
+      SystemExit: code 0, after printing flags, for --helpfull too.
+    """
+    absl_flags.define(kind)
+    full = "--helpfull" in argv
+    settings, others = _read([word for word in argv if word != "--helpfull"], kind)
+    task = project.folder() / "tasks" / f"{settings.task}.py"
+    if (full or any(flag.name not in absl_flags.FLAGS for flag in others)) and task.is_file():
+        importlib.import_module(f"tasks.{settings.task}")
+    if full:
+        show.print_full_help()
+        sys.exit(0)
+    for flag in others:
+        if flag.name not in absl_flags.FLAGS:
+            raise flag.error(f"--{flag.name} is a flag of code that --task={settings.task} lacks")
+        absl_flags.check(flag)
+    absl_flags.take(argv[0], settings, others)
+    return settings
+
+
+def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
+    """Settings from `argv` (argv[0] is the program's name).
+
+    Raises:
+      ValueError: an unknown flag, a bad value or a combination that cannot work; the message
+        names the flag and what it takes, and the flagfile and line that it stands in.
+      SystemExit: code 0, after printing the flags, for --help.
+    """
+    return _read(argv, kind)[0]
+
+
+def _read(argv: Sequence[str], kind: type[Settings]) -> tuple[Settings, list[Given]]:
+    """Settings, and flags that are none."""
+    words, own, folder = argv[1:], fields.of(kind), project.folder()
+    if {"--help", "-h", "-help", "--helpshort"} & set(words):
+        show.print_help(argv[0], kind)
+        sys.exit(0)
+    switches = absl_flags.beside(kind)
+    switches |= {name: fields.kind(field) == "bool" for name, field in own.items()}
+    valueless = [name for name, switch in switches.items() if switch]
+    valueless += [f"no{name}" for name in valueless]
+    default = folder / "configs" / "default.cfg"
+    given = flagfiles.expand(words, folder, default, valueless)
+    given = [fields.recognize(flag, switches) for flag in given]
+    others = [flag for flag in given if flag.name not in own]
+    for flag in others:
+        absl_flags.check(flag)
+    given = [flag for flag in given if flag.name in own]
+    values = {name: fields.placed(f, f.default, folder, folder) for name, f in own.items()}
+    for flag in given:
+        field = own[flag.name]
+        try:
+            value = fields.value(field, flag.value)
+        except ValueError as error:
+            raise flag.error(str(error)) from None
+        values[flag.name] = fields.placed(field, value, folder if flag.file else Path.cwd(), folder)
+    unused = _unused_batch(given, values["batch_per_rank"])
+    settings = kind(**(values | {unused: 0})).implied()
+    settings.check()
+    return settings, others
+
+
+def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
+    """Of the two that say how large a batch is: the one that was not given last."""
+    chosen, both = "global_batch_size", {}
+    for flag in given:
+        if flag.name in _BATCH:
+            chosen = flag.name
+            if both.setdefault(flag.file, flag.name) != flag.name:
+                raise flag.error(
+                    "--global_batch_size and --batch_per_rank both say how large a batch is: "
+                    "leave one out"
+                )
+    return _BATCH[0] if chosen == _BATCH[1] and batch_per_rank else _BATCH[1]
+
+
+def write(settings: Settings, path: Path, given: Settings | None = None) -> None:
+    """Writes the settings as a flagfile that reads back to the same, from any working folder.
+
+    Args:
+      given: the settings before `for_ranks`; a comment says what it resolved.
+    Raises:
+      ValueError: a text that a line of a flagfile cannot hold.
+    """
+    lines = ["# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"]
+    if given and given.batch_per_rank and settings.global_batch_size:
+        ranks = settings.global_batch_size // given.batch_per_rank
+        lines.append(
+            f"# --global_batch_size={settings.global_batch_size} was given as "
+            f"--batch_per_rank={given.batch_per_rank} on {ranks} rank(s)"
+        )
+    unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
+    for name, field in fields.of(settings).items():
+        value = fields.placed(field, getattr(settings, name), Path.cwd(), project.folder())
+        if name == unused:
+            continue
+        if isinstance(value, bool):
+            lines.append(f"--{'' if value else 'no'}{name}")
+        else:
+            fields.value(field, str(value))
+            lines.append(f"--{name}={value}")
+    lines += [flag.serialize() for flag in absl_flags.of_the_fork().values() if flag.present]
+    text = "\n".join(lines) + "\n"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")

@@ -1,0 +1,207 @@
+"""A fork's own settings and flags beside the engine's; absl's FLAGS hold what was resolved."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hvdkit
+import pytest
+from absl import flags
+from hvdkit import settings as settings_lib
+from hvdkit.settings import absl_flags
+from hvdkit.settings import project as project_lib
+from hvdkit.settings.show import shown
+from hvdkit.stop import RANK_VARIABLES
+
+FLAGS = flags.FLAGS
+
+
+class Settings(hvdkit.Settings):
+    """Settings of a fork"""
+
+    my_share: float = hvdkit.setting(0.1, "what it is", low=0, below=1)
+    my_switch: bool = hvdkit.setting(False, "whether it is on")
+    my_file: str = hvdkit.setting("a.txt", "where it is", path=True)
+    num_steps: int = hvdkit.setting(70, "another default", low=1)
+
+    def check(self) -> None:
+        super().check()
+        if self.my_switch and self.optimizer == "sgd":
+            raise ValueError("--my_switch is for Adam: use --optimizer=adam")
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A project with a task that has flags of its own, which is the working folder too."""
+    folder = tmp_path.resolve()
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "mine.py").write_text(
+        "from absl import flags\n"
+        'flags.DEFINE_string("colour", "red", "of it")\n'
+        'flags.DEFINE_multi_integer("side", [1], "of each")\n'
+        'flags.DEFINE_bool("fast", False, "or not")\n'
+        'flags.register_validator("colour", lambda c: c != "grey", "grey is none")\n'
+    )
+    (folder / "train.py").write_text("")
+    monkeypatch.setattr(project_lib, "folder", lambda: folder)
+    monkeypatch.chdir(folder)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def parse(*words):
+    return settings_lib.parse(["train.py", *words], Settings)
+
+
+def refused(*words):
+    with pytest.raises(ValueError) as error:
+        parse(*words)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_field_of_a_fork_is_a_flag_like_all_others(project):
+    (project / "a.cfg").write_text("--my_share=0.5\n--my_switch\n--optimizer=adam\n")
+    found = parse("--flagfile=a.cfg", "--batch_per_rank=4")
+    assert (found.my_share, found.my_switch, found.num_steps) == (0.5, True, 70)
+    whole = found.for_ranks(3)
+    assert isinstance(whole, Settings) and whole.global_batch_size == 12
+    settings_lib.write(whole, project / "config.cfg")
+    assert parse("--flagfile=config.cfg") == whole
+    text = " ".join(shown("train.py", Settings).split())
+    assert "Settings of a fork: --my_share what it is (at least 0, less than 1; default" in text
+    assert "--[no]my_switch" in text and "Most people set these first: --task" in text
+
+
+def test_what_is_wrong_with_it_is_told_like_that_of_all_others(project):
+    (project / "a.cfg").write_text("--my_share=1\n")
+    assert "a.cfg, line 1: --my_share=1: must be a number, at least 0" in refused(
+        "--flagfile=a.cfg"
+    )
+    assert "did you mean --my_share?" in refused("--my_shar=0")
+    assert "use --optimizer=adam" in refused("--my_switch")
+    assert "micro-batches" in refused("--accumulation_steps=5")
+    assert not hasattr(settings_lib.parse(["train.py"]), "my_share")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"__annotations__": {"a": int}, "a": 3}, ["a: int = setting(3", "without @dataclass"]),
+        ({"__annotations__": {"a": tuple}, "a": hvdkit.setting((), "x")}, ["a is a tuple", "bool"]),
+        ({"__annotations__": {"a": int}, "a": hvdkit.setting(0, "x", low=1)}, ["--a=0: must be"]),
+        ({"__annotations__": {"v": int}, "v": hvdkit.setting(0, "x")}, ["v is a flag of absl"]),
+    ],
+)
+def test_a_field_that_can_be_no_flag_is_refused_by_name(body, words):
+    with pytest.raises(ValueError) as error:
+        absl_flags.define(type("Settings", (hvdkit.Settings,), body))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_absl_holds_what_was_resolved_and_may_be_told_again():
+    for steps in (5, 6):
+        words = ["train.py", f"--num_steps={steps}", "--virtual_ranks=2", "--my_share=0.25"]
+        found = settings_lib.load(words, Settings)
+        assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (steps, 0.25, found.base_lr)
+        assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # of --virtual_ranks
+    assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.schedule"
+    assert FLAGS.find_module_defining_flag("my_share") == Settings.__module__
+    with pytest.raises(flags.IllegalFlagValueError, match="less than 1"):
+        FLAGS.my_share = 3
+        FLAGS(["train.py", "--my_share=3"])
+    settings_lib.load(["train.py"], settings_lib.Settings)
+    assert "my_share" not in FLAGS and FLAGS.num_steps == 1000
+
+
+SCRIPT = """
+from absl import flags
+from hvdkit import settings
+flags.DEFINE_integer("own", 3, "of train.py")
+settings.check(sys.argv, settings.Settings)
+assert "tasks.mine" not in sys.modules
+found = settings.from_command_line(sys.argv, settings.Settings)
+values = flags.FLAGS.flag_values_dict()
+print(values["own"], values.get("colour"), values.get("side"), values.get("fast"))
+settings.write(found, pathlib.Path("config.cfg"))
+"""
+
+
+def python(project: Path, code: str, *words: str, rank: str = "") -> subprocess.CompletedProcess:
+    """Runs `code` in the project, as a train.py that has only this in it."""
+    package = str(Path(hvdkit.__file__).parents[1])
+    (project / "train.py").write_text(f"import pathlib, sys; sys.path.append({package!r})\n{code}")
+    command = [sys.executable, "train.py", *words]
+    env = {"HOROVOD_RANK": rank} if rank else {}
+    return subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
+    (project / "a.cfg").write_text("--colour=blue\n--side=2\n--side=3\n")
+    words = ["--task=mine", "--flagfile=a.cfg", "--own", "4", "--fast", "--num_steps=5"]
+    ended = python(project, SCRIPT, *words)
+    assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
+    ended = python(project, SCRIPT, "--flagfile=config.cfg")  # which holds them too
+    assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
+    assert python(project, SCRIPT).stdout == "3 None None None\n"  # another task is not imported
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--own=x", "--own=x: "),
+        ("--task=mine --side=x", "--side=x: "),
+        ("--task=mine --colour=grey", "grey is none"),
+        ("--task=mine --color=red", "did you mean --colour?"),
+        ("--colour=red", "--colour is a flag of code that --task=segmentation lacks"),
+        ("--log_dir=x", "did you mean --run_dir?"),
+        ("--alsologtostderr", "there is no flag --alsologtostderr"),
+    ],
+)
+def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, told):
+    ended = python(project, SCRIPT, *words.split())
+    assert ended.returncode == 2 and told in ended.stderr, ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
+
+
+def test_helpfull_has_the_flags_of_all_by_module(project):
+    ended = python(project, SCRIPT, "--task=mine", "--helpfull")
+    assert ended.returncode == 0 and not ended.stderr
+    for name in ("hvdkit.settings.schedule:", "tasks.mine:", "--base_lr", "--colour", "--own"):
+        assert name in ended.stdout
+    assert "learning rate after warm-up (greater than 0; default 0.01)" in ended.stdout
+
+
+LINES = """
+from absl import app, logging
+from hvdkit import logs, settings, stop
+import logging as python_logging
+def work(found):
+    logs.use()
+    logging.info("%d %%", found.num_steps)
+    logging.debug("hidden")
+    python_logging.getLogger("library").info("hidden too")
+    logging.warning("careful")
+    stop.complain("wrong")
+app.run(work, flags_parser=lambda words: settings.from_command_line(words, settings.Settings))
+"""
+
+
+def test_lines_are_bare_text_on_rank_0_and_name_any_other(project):
+    ended = python(project, LINES, "--num_steps=5")
+    assert (ended.stdout, ended.stderr) == ("5 %\n", "careful\nerror: wrong\n")
+    ended = python(project, LINES, "--num_steps=5", rank="3")
+    assert (ended.stdout, ended.stderr) == ("rank 3: 5 %\n", "rank 3: careful\nerror: wrong\n")
+    assert "hidden\n" in python(project, LINES, "--verbosity=1").stdout
+    assert python(project, LINES, "--verbosity=-1").stdout == ""
+
+
+def test_a_log_that_nobody_reads_ends_no_run(project):
+    code = LINES.replace("stop.complain", "logging.info('x'); open('done', 'w'); stop.complain")
+    (project / "unused").touch()
+    python(project, code, "--help")  # writes train.py
+    command = f'"{sys.executable}" train.py --num_steps=5 > /dev/full'
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and (project / "done").exists()
+    assert ended.stderr.count("note: standard output cannot be written") == 1, ended.stderr
