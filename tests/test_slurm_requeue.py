@@ -84,7 +84,7 @@ def left_behind(hosts: Hosts) -> list[str]:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "launch, flags", [("srun", ""), pytest.param("horovodrun", "-p 2222", marks=pytest.mark.slow)]
+    "launch, flags", [("srun", ""), pytest.param("ssh", "-p 2222", marks=pytest.mark.slow)]
 )
 def test_a_time_limit_goes_back_and_a_cancel_in_mid_run_does_not(
     slurm: Slurm,
