@@ -23,6 +23,7 @@
 # code 130.
 # Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else. If this
 # host or another one is cut off, the ranks end within 30 s.
+# shellcheck disable=SC2329 # signals call functions
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -56,7 +57,7 @@ while [ $# -gt 0 ]; do
     --bind) bind=("$here/bind.sh") ;;
     --check) check=yes ;;
     --dry-run) dry=yes ;;
-    --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit ;;
+    --help | -h) sed -n '2,/^# shellcheck/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d' && exit ;;
     --) shift && break ;;
     -*) die "unknown option $1: see $0 --help" ;;
     *) break ;;
@@ -119,37 +120,25 @@ is_here() {
     return 1
 }
 
-# network_of ADDRESS: the network that it is in, as 10.0.0.0/24, by /proc/net/route on standard
-# input, which has numbers as they lie in memory: the first byte is the lowest. Else an empty line.
-network_of() {
-    local bytes number destination gateway mask narrowest=0 found='' bits=0
-    [[ $1 =~ ^[0-9.]+$ ]] || { echo && return; }
-    IFS=. read -ra bytes <<<"$1"
-    number=$((bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24))
-    while read -r _ destination gateway _ _ _ _ mask _; do
-        [ "$gateway" = 00000000 ] || continue
-        mask=$((16#$mask)) destination=$((16#$destination))
-        if [ $((number & mask)) = "$destination" ] && [ "$mask" -gt "$narrowest" ]; then
-            narrowest=$mask found=$destination
-        fi
-    done
-    [ -n "$found" ] || { echo && return; }
-    for ((mask = narrowest; mask > 0; mask >>= 1)); do bits=$((bits + (mask & 1))); done
-    echo "$((found & 255)).$((found >> 8 & 255)).$((found >> 16 & 255)).$((found >> 24))/$bits"
-}
-
-# try_host NAME FILE: the host's network and this one's into FILE, or into FILE.error ssh's own words
-# if it does not get there. One whose shell hangs, as on a disk that does not answer, has a minute.
+# try_host NAME FILE: the host's network and this one's into FILE, as 10.0.0.0/24, each a line, empty
+# if unknown; or ssh's own words into FILE.error. A shell that hangs, as on a disk that does not
+# answer, has a minute.
 try_host() {
-    local said addresses
-    # shellcheck disable=SC2016 # the other host's
-    if said=$(timeout 60 "${reach[@]}" "$1" 'echo $SSH_CONNECTION; cat /proc/net/route' 2>&1 </dev/null); then
-        read -ra addresses < <(grep -E '^[^ ]+ [0-9]+ [^ ]+ [0-9]+$' <<<"$said")
-        { network_of "${addresses[2]:-}" <<<"$said" && network_of "${addresses[0]:-}" </proc/net/route; } >"$2"
+    local said
+    if said=$(timeout 60 "${reach[@]}" "$1" "sh -c '$networks_of_host'" 2>&1 </dev/null); then
+        sed -n 's/^its network: *\([^ ]*\).*/\1/p' <<<"$said" >"$2"
+        own_network "$(sed -n 's/^from: //p' <<<"$said")" >>"$2"
     else
-        echo "error: cannot reach $1, port $(ssh -G "${ssh_options[@]}" "$1" | sed -n 's/^port //p')," \
+        echo "error: cannot reach $1, port $(ssh -G "${reach[@]:1}" "$1" | sed -n 's/^port //p')," \
             "by ssh: $(tail -n 1 <<<"${said:-no answer in 60 s}")" >"$2.error"
     fi
+}
+# shellcheck disable=SC2016 # the other host's
+networks_of_host='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"
+    echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"'
+
+own_network() {
+    PATH=$PATH:/usr/sbin:/sbin ip -4 route show scope link src "$1" 2>/dev/null | sed 's/ .*//' | grep . || echo
 }
 
 # mpirun would end in a page of advice that names no host.
@@ -165,7 +154,7 @@ check_hosts() {
     wait
     failed=$(cat "$answers"/*.error 2>/dev/null || true)
     networks=$(cat "$answers"/* 2>/dev/null | sort -u | paste -sd,)
-    case $networks in ,*) networks='' ;; esac # one is not known, as where a container has no network
+    case $networks in ,*) networks='' ;; esac # one is not known, as where there is no program ip
     rm -r "$answers"
     [ -n "$failed" ] || return 0
     head -n 8 <<<"$failed" >&2
@@ -240,6 +229,7 @@ keep_hosts() {
         send ''
         for number in "${!connections[@]}"; do
             kill -0 "${connections[number]}" 2>/dev/null && continue
+            kill -0 "$job" 2>/dev/null || return 0
             echo "error: lost ${others[number]}, which has not answered for 15 s: ending the run" >&2 || true
             touch "$work/lost"
             kill -TERM "$job"
@@ -269,12 +259,11 @@ unlink_hosts() {
     links=() connections=()
 }
 
-# shellcheck disable=SC2329 # a signal calls it
 tell_ranks() {
     send USR1
     { bash "$here/stop.sh" "$LAUNCH_ID" >"$work/said" || true; } 2>/dev/null
     for _ in {1..50}; do
-        if grep -qs 'USR1 to [1-9]' "$work"/said* || ! kill -0 "$job"; then return; fi
+        if grep -qs 'USR1 to [1-9]' "$work"/said* || ! kill -0 "$job" 2>/dev/null; then return; fi
         sleep 0.2
     done
     echo "hosts.sh: found no rank to tell to stop: ending them" >&2
@@ -283,7 +272,6 @@ tell_ranks() {
 
 # stop_ranks [WORDS]: the ranks save and end. In the background: it may take a while, and the next
 # signal must not wait for it.
-# shellcheck disable=SC2329
 stop_ranks() {
     [ -z "$told" ] || return 0 # of a trap, plain return ends the script
     told=yes
@@ -292,7 +280,6 @@ stop_ranks() {
 }
 
 # Ctrl-C. A terminal's SIGINT that something else passes on as well is still one.
-# shellcheck disable=SC2329
 interrupt() {
     local now=${EPOCHREALTIME:-$(date +%s.%6N)} # bash has it from version 5 on
     now=${now/[.,]/}               # microseconds
@@ -304,7 +291,6 @@ interrupt() {
 }
 
 # The launcher first, or it would have something to say about the ranks; bash has, of the launcher.
-# shellcheck disable=SC2329
 end_at_once() {
     trap '' INT TERM USR1 HUP
     exec 2>/dev/null
