@@ -168,6 +168,7 @@ mpi_words() {
     local include=${interface:-$networks}
     words=(mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
     words+=(-mca pml ob1 -mca btl '^openib' -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")
+    words+=(-mca mpi_yield_when_idle true) # who waits leaves the core to who computes
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
     [ -z "$interface" ] || export NCCL_SOCKET_IFNAME=$interface
     # Not docker0, which may have the same address on every host and lead nowhere.
@@ -233,7 +234,7 @@ keep_hosts() {
             echo "error: lost ${others[number]}, which has not answered for 15 s: ending the run" >&2 || true
             touch "$work/lost"
             kill -TERM "$job"
-            read -r -t 4 <>"$work/end" || kill -KILL -- "-$job"
+            read -r -t 2 <>"$work/end" || kill -KILL -- "-$job"
             return
         done
     done
