@@ -29,7 +29,7 @@ wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make 
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
-		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[0\]<std[a-z]*>://")'
+		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[1,0\]<std[a-z]*>://")'
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
