@@ -1,1 +1,1 @@
-"""The demo data set, made on first use from what scikit-learn ships."""
+"""The demo data set, made on first use from data/shipped."""
