@@ -11,6 +11,8 @@
 # bases, mirrors, certificates, the user, further packages.
 ARG BASE_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
 ARG RUNTIME_IMAGE=ubuntu:24.04
+# The folder that is trained from: template here, the whole project in a fork.
+ARG PROJECT=template
 
 # ---------------------------------------------------------------- compilers, TensorFlow, Horovod
 # hadolint ignore=DL3006
@@ -27,12 +29,12 @@ RUN --mount=type=secret,id=ca,mode=0444 apt-install \
         python3 python3-dev python3-venv
 
 WORKDIR /build
-COPY requirements.txt ./
+ARG PROJECT
+COPY requirements.txt ${PROJECT}/pyproject.toml ${PROJECT}/uv.lock ./
 COPY docker/install-horovod.sh docker/
 COPY docker/compat docker/compat
 COPY docker/setup docker/setup
-COPY docker/locks docker/locks
-ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 HOROVOD_WHEELS=/tmp/wheels
+ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 HOROVOD_WHEELS=/tmp/wheels
 # At its end two ranks are tried, and Gloo crashes where a host's own name does not resolve, as in
 # the builds of some tools.
 RUN --mount=type=secret,id=ca,mode=0444 --mount=type=secret,id=pip.conf \
@@ -40,10 +42,9 @@ RUN --mount=type=secret,id=ca,mode=0444 --mount=type=secret,id=pip.conf \
     && if [ -e /run/secrets/ca ]; then export PIP_CERT=/run/secrets/ca; fi \
     && if [ -e /run/secrets/pip.conf ]; then export PIP_CONFIG_FILE=/run/secrets/pip.conf; fi \
     && if [ -z "$PIP_INDEX_URL" ]; then unset PIP_INDEX_URL; fi \
-    && python3 -m venv /opt/venv \
+    && python3 -m venv --without-pip /opt/venv \
     && PYTHON=/opt/venv/bin/python DEVICE=$DEVICE docker/install-horovod.sh --requirements \
     && horovodrun --check-build \
-    && python -m pip uninstall --yes pip \
     && find /opt/venv -name '__pycache__' -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------- what runs
@@ -75,8 +76,7 @@ RUN if id ubuntu 2>/dev/null; then userdel --remove ubuntu; fi \
 
 COPY --from=build /opt/venv /opt/venv
 COPY docker/ssh_config /etc/ssh/ssh_config.d/cluster.conf
-# The folder that is trained from: template here, the whole project in a fork.
-ARG PROJECT=template
+ARG PROJECT
 COPY ${PROJECT}/ /app/
 COPY launch/ /app/launch/
 COPY docker/ /app/docker/

@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits chaos fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test lint bench bits chaos fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ help: ## this list
 setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv
 
-lock: ## docker/locks anew, after a change of requirements*.txt
+lock: ## template/uv.lock anew, after a change of requirements*.txt
 	@docker/install-horovod.sh --lock
 
 wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
@@ -29,7 +29,7 @@ wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make 
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
-		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[0\]<std[a-z]*>://")'
+		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[1,0\]<std[a-z]*>://")'
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -37,16 +37,13 @@ test: setup ## all tests, two files at a time; ARGS='-k sampler'
 slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 15 minutes
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
-setup-test: setup ## set-ups for real: offline, two at once, a path with a space; root, 20 minutes
-	@$(IN_VENV) pytest -s $(ARGS) tests/setup_real.py
-
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
 lint: setup ## Python, shell, spelling and links
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
-	@git ls-files | grep -v '^docker/locks/\|\.png$$' | $(IN_VENV) xargs codespell
+	@git ls-files | grep -v '\.lock$$\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) python tests/links.py
 
 bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes

@@ -145,7 +145,7 @@ def text(parts: Mapping[str, Part], found: Mapping[str, Outcome], about: Sequenc
 
 def machine() -> list[str]:
     """Lines on when and where this runs."""
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
     commit = subprocess.run(

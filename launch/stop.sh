@@ -1,14 +1,13 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # Tells the ranks on this host to save and end (SIGUSR1). One rank is enough: all ranks learn of it
 # at their next step. They exit with code 75; the same command resumes the run.
 #
 #   stop.sh            the ranks of every run on this host
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
 #   stop.sh ID KILL    ends them at once, with all processes that they started; nothing is saved
-#   stop.sh ID LEFT    ends what is left after the launcher has ended: 20 s to save, then SIGKILL
-#   ssh HOST sh -s ID <stop.sh
-
-signal=${2:-USR1}
+#   stop.sh ID LEFT    ends what is left after the launcher has ended: 12 s to save, then SIGKILL
+#   stop.sh ID WATCH   takes lines from hosts.sh, each USR1, KILL or LEFT, or DONE at the end of the
+#                      run, or empty: the launcher is still there. LEFT when none comes for 15 s
 
 # The environment that a process was started with: variables that end with a zero byte. Without
 # /dev/null, grep would read this script's input where no process is left to look at.
@@ -42,16 +41,43 @@ send() {
     echo "sent $1 to $told rank(s) on $(uname -n)"
 }
 
-pids=$(ranks "${1:-}" | tr "\n" " ")
-if [ "$signal" = LEFT ]; then
-    [ -n "$pids" ] || exit 0
-    send USR1 "$pids"
-    for _ in $(seq 20); do
-        pids=$(ranks "$1" | tr "\n" " ")
-        [ -n "$pids" ] || exit 0
+# tell SIGNAL ID
+tell() {
+    pids=$(ranks "$2" | tr "\n" " ")
+    send "$1" "$pids"
+    [ "$told" -gt 0 ]
+}
+
+# end_left ID: also Open MPI's daemon, which otherwise waits 15 minutes to send what ranks printed
+end_left() {
+    tell USR1 "$1" || return 0
+    daemons=$(for pid in $pids; do sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null; done)
+    for _ in {1..12}; do
+        [ -n "$(ranks "$1")" ] || break
         sleep 1
     done
-    signal=KILL
-fi
-send "$signal" "$pids"
-[ "$told" -gt 0 ]
+    tell KILL "$1"
+    for pid in $daemons; do
+        if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = orted ]; then kill -KILL "$pid"; fi
+    done
+}
+
+# watch ID
+watch() {
+    while read -r -t 15 word; do
+        case $word in
+        '') ;;
+        DONE) return ;;
+        USR1) tell USR1 "$1" ;;
+        KILL) tell KILL "$1" || true; return ;;
+        *) break ;;
+        esac
+    done
+    end_left "$1"
+}
+
+case ${2:-USR1} in
+WATCH) watch "$1" ;;
+LEFT) end_left "$1" ;;
+*) tell "${2:-USR1}" "${1:-}" ;;
+esac

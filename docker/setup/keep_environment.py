@@ -1,9 +1,5 @@
-"""A run stays in the environment that it was started in.
-
-Python started as `.venv/bin/python` would look for every module by way of that link; once set-up
-has switched it, a run would import the rest of its modules from another environment. So Python
-starts itself again by its own path. Imported by keep_environment.pth before anything else is.
-"""
+"""Imported before all else: Python that was started by way of the link .venv starts itself again by
+its own path, so that it finds the rest of its modules after set-up has switched the link."""
 
 import os
 import sys

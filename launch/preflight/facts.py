@@ -117,7 +117,8 @@ def addresses() -> tuple[list[str], list[Fault]]:
     taken = [a for name, a in there if not setting or name in asked or a in inside]
     todo = f"name one that every host has; there: {', '.join(f'{n} ({a})' for n, a in there)}"
     fault = (f"{_NETWORK}={setting} names no network there", todo, "fatal")
-    return taken, [fault] if setting and not taken else []
+    own = "lo" in asked or any(its.is_loopback for its in networks)  # horovodrun, on one host
+    return taken, [fault] if setting and not taken and not own else []
 
 
 def resolve(name: str) -> tuple[list[str], str]:

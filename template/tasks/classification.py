@@ -1,4 +1,4 @@
-"""Image classification: one class for a picture. By default scikit-learn's handwritten digits."""
+"""Image classification: one class for a picture. By default handwritten digits."""
 
 from __future__ import annotations
 

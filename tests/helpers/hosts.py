@@ -149,6 +149,10 @@ class Host:
             "ip link set lo up",
             f"ip address add {self.address}/24 dev eth0",
             "ip link set eth0 up",
+            # As Docker leaves it: idle, and with the same address on every host.
+            "ip link add docker0 type bridge",
+            "ip address add 172.17.0.1/16 dev docker0",
+            "ip link set docker0 up",
         ):
             _in_network(self.pid, command)
 

@@ -8,6 +8,7 @@ built is run as two roots, each with a network, a name and processes of its own 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -19,8 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 from hosts import ROOT, Hosts, require, run
 from projects import make, repository
 
@@ -162,14 +161,12 @@ def test_only_what_a_run_writes_is_writable(roots: list[Path], user: str):
     assert {"/home/trainer", "/runs", "/app/runs", "/app/datasets"} <= set(paths)
 
 
-def test_the_list_of_what_is_in_it(sbom: Path):
-    text = sbom.read_text()
-    assert JsonStrictValidator(SchemaVersion.V1_5).validate_str(text) is None
-    found = {part["name"]: part for part in json.loads(text)["components"]}
-    for name in ("tensorflow-cpu", "horovod", "keras", "openssh-server", "openmpi-bin", "debian"):
-        assert found[name]["version"], name
-    assert found["horovod"]["purl"] == f"pkg:pypi/horovod@{found['horovod']['version']}"
-    assert found["tini"]["purl"].startswith("pkg:deb/debian/tini@")
+def test_the_list_of_what_is_in_it(sbom: Path, roots: list[Path]):
+    listed = {part["name"]: part["version"] for part in json.loads(sbom.read_text())["components"]}
+    [folder] = roots[0].glob("opt/venv/lib/python3*/site-packages")
+    there = importlib.metadata.distributions(path=[str(folder)])
+    own = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in there}
+    assert own == {name: listed.get(name) for name in own} and own.keys() >= {"tensorflow-cpu"}
 
 
 @pytest.mark.parametrize("user", ["", "54321:0"])
@@ -213,7 +210,8 @@ def test_mirrors_and_certificates(image: str, tmp_path: Path):
     text, layers = (ROOT / "Dockerfile").read_text(), {"BUILDAH_LAYERS": "true"}
     start = text.index(" \\\n    && PYTHON=/opt/venv/bin/python DEVICE=")
     end = text.index("\n\n", start)
-    shown = ' && echo "certificates ${PIP_CERT:-the usual}" && python -m pip config list'
+    shown = ' && echo "certificates ${PIP_CERT:-the usual}" && python3 -m venv /tmp/pip'
+    shown += " && /tmp/pip/bin/pip config list"
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://secret.example.com/simple\n")
     secrets = [
         f"--secret=id=pip.conf,src={tmp_path}/pip.conf",

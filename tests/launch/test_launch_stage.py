@@ -147,7 +147,7 @@ def test_one_rank_on_each_host_copies(hosts: Hosts, source: Path, tmp_path: Path
     for host in hosts:
         host.sh(f"mount -t tmpfs tmpfs {local}")
     try:
-        words = ["-H", "node1:2,node2:2,node3:1", "--mpi", "-p", "2222", "--interface", "eth0"]
+        words = ["-H", "node1:2,node2:2,node3:1", "-p", "2222", "--interface", "eth0"]
         command = [*STAGE, str(source), str(local / "data")]
         ended = hosts[1].run(str(ROOT / "launch/hosts.sh"), *words, *command, timeout=90)
         assert ended.code == 0, ended.output

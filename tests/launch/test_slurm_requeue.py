@@ -83,7 +83,7 @@ def left_behind(hosts: Hosts) -> list[str]:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "launch, flags", [("srun", ""), pytest.param("horovodrun", "-p 2222", marks=pytest.mark.slow)]
+    "launch, flags", [("srun", ""), pytest.param("ssh", "-p 2222", marks=pytest.mark.slow)]
 )
 def test_a_time_limit_goes_back_and_a_cancel_in_mid_run_does_not(
     slurm: Slurm,
@@ -103,7 +103,7 @@ def test_a_time_limit_goes_back_and_a_cancel_in_mid_run_does_not(
     slurm("scancel", job.number)
     ended = job.end()
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1"), job.log()
-    assert "cancelled (exit code" in job.log() and "not put back" in job.log()
+    assert "cancelled (exit code" in job.log() and "not put back" in job.log(), job.log()
     assert not left_behind(hosts)
 
 

@@ -49,6 +49,7 @@ def main() -> int:
     while step < options.steps and not told:
         time.sleep(0.2)
         step += not options.mute
+        print(f"step {step}", flush=True)
         if rank == 0 and step and (told or step % 3 == 0):
             (checkpoints / f"step-{step:08}").mkdir(exist_ok=True)
         if rank == size - 1:

@@ -1,10 +1,12 @@
 """Arrays and digits as samples, and random crops of small and large pictures."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import crops
+from hvdkit.data import crops, shipped
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.readers.digits import ROWS, Digits
 
@@ -27,6 +29,17 @@ def test_arrays_of_no_or_different_lengths_are_refused(lengths):
     assert str(lengths) in str(error.value)
 
 
+def test_what_is_shipped_is_what_scikit_learn_has():
+    """SHA-256 of load_digits and load_sample_images as arrays of bytes."""
+    arrays = [*shipped.digits(), *map(np.asarray, shipped.photographs())]
+    assert [hashlib.sha256(array.tobytes()).hexdigest() for array in arrays] == [
+        "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3",
+        "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0",
+        "e701459344fd69797154c91add3bb5d70e5ed1a61d8bed889bab3a796104698d",
+        "3202904ed246795bf616c66d7859cd7c6080eff736c6e38dc5cc62779742033f",
+    ]
+
+
 def test_the_splits_share_no_scan_and_hold_all():
     assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
 
@@ -36,7 +49,7 @@ def test_a_sample_is_a_picture_and_its_class():
     assert len(digits) == 359 and digits.fingerprint() != Digits("train").fingerprint()
     sample = digits.read(tf.constant(358, tf.int64))
     assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
-    assert int(sample["label"]) == 8  # the last row of load_digits
+    assert int(sample["label"]) == 8  # the last row
     labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
     assert labels == set(range(10))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits, load_sample_images
 
+from hvdkit.data import shipped
 from hvdkit.data.demo import scenes
 from hvdkit.data.readers import folders
 from ranks import PROJECT
@@ -62,9 +62,9 @@ def test_a_scene_does_not_depend_on_how_many_there_are(demo: Path, tmp_path: Pat
 
 
 def test_splits_share_no_scan_and_no_column_of_a_photograph():
-    digits = load_digits()
-    photos = load_sample_images().images
-    assert sorted([*scenes.SCANS["train"], *scenes.SCANS["val"]]) == list(range(len(digits.images)))
+    ink, digits = shipped.digits()
+    photos = [np.asarray(photo) for photo in shipped.photographs()]
+    assert sorted([*scenes.SCANS["train"], *scenes.SCANS["val"]]) == list(range(len(digits)))
     columns = [*scenes.COLUMNS["train"], *scenes.COLUMNS["val"]]
     assert all(sorted(columns) == list(range(photo.shape[1])) for photo in photos)
     used, seen = {}, {}
@@ -76,16 +76,16 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
         }
         for scene in drawn:  # what is told is what is shown
             shown = set(np.unique(scene.label)) - {0, scenes.IGNORE}
-            assert shown == {digits.target[scan] + 1 for scan in scene.scans}
+            assert shown == {digits[scan] + 1 for scan in scene.scans}
     assert len(used["train"]) > 500 and len(used["val"]) > 300
     assert not used["train"] & used["val"]
     assert not seen["train"] & seen["val"]
-    pixels = {split: {digits.images[scan].tobytes() for scan in used[split]} for split in used}
+    pixels = {split: {ink[scan].tobytes() for scan in used[split]} for split in used}
     assert not pixels["train"] & pixels["val"]
 
 
 def test_the_crop_told_is_the_crop_shown():
-    photos = load_sample_images().images
+    photos = [np.asarray(photo) for photo in shipped.photographs()]
     for index in range(20):
         drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "val", index)
         which, left, top, side = drawn.photo
@@ -144,7 +144,7 @@ def test_the_reader_for_folders_reads_it(demo: Path):
 def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
     program = "import sys; from hvdkit.data.demo import scenes; scenes.main(sys.argv);"
-    program += "assert 'sklearn' not in sys.modules"
+    program += "assert not scenes.shipped.digits.cache_info().misses"
     flags = [str(demo), "--train", "12", "--val", "6"]
     subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps

@@ -1,0 +1,1 @@
+"""The demo data set, made on first use from hvdkit/data/shipped."""

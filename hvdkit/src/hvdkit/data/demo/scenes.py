@@ -3,10 +3,10 @@
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
         [--preview PNG]
 
-It is made once, without a network, from real data that scikit-learn ships: 1,797 scans of
-handwritten digits (8x8, https://doi.org/10.24432/C50P49) and two photographs. Training and
-validation share neither a scan nor a pixel of a photograph. The folders have the layout that
-folders.py reads. Pixels depend on the settings only; bytes also on the Pillow that packs them.
+It is made once, without a network, from hvdkit/data/shipped: 1,797 scans of handwritten digits and two
+photographs. Training and validation share neither a scan nor a pixel of a photograph. The folders
+have the layout that folders.py reads. Pixels depend on the settings only; bytes also on the Pillow
+that packs them.
 """
 
 import argparse
@@ -22,12 +22,13 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
+from hvdkit.data import shipped
 from hvdkit.data.labels import IGNORE
 
 CLASS_NAMES = ("background", *"0123456789")
 NUM_CLASSES = len(CLASS_NAMES)
 # What each split may use. The scans come sorted by writer, so most of val's writers are new.
-SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of load_digits
+SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of shipped.digits
 COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
 
@@ -82,7 +83,7 @@ class Scene(NamedTuple):
 
     image: np.ndarray  # uint8 [size, size, 3]
     label: np.ndarray  # uint8 [size, size], class ids and IGNORE
-    scans: tuple[int, ...]  # rows of load_digits
+    scans: tuple[int, ...]  # rows of shipped.digits
     photo: tuple[int, int, int, int]  # which photograph, left column, top row, side of the crop
 
 
@@ -173,25 +174,16 @@ def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> No
 @functools.cache
 def _scans() -> tuple[np.ndarray, np.ndarray]:
     """Ink shares, float32 [1797, 8, 8] in [0, 1], and digits, uint8 [1797]."""
-    from sklearn.datasets import load_digits  # here: a set that is there must not wait for it
-
-    digits = load_digits()
-    return (digits.images / 16).astype(np.float32), digits.target.astype(np.uint8)
-
-
-@functools.cache
-def _photos() -> tuple[Image.Image, ...]:
-    from sklearn.datasets import load_sample_images
-
-    return tuple(Image.fromarray(photo) for photo in load_sample_images().images)
+    ink, digits = shipped.digits()
+    return (ink / 16).astype(np.float32), digits
 
 
 def _background(
     rng: np.random.Generator, size: int, columns: range
 ) -> tuple[np.ndarray, tuple[int, int, int, int]]:
     """A crop of a photograph, float32 [size, size, 3] in [0, 1], and where it was taken."""
-    which = int(rng.integers(len(_photos())))
-    photo = _photos()[which]
+    which = int(rng.integers(len(shipped.photographs())))
+    photo = shipped.photographs()[which]
     largest = min(2 * size, photo.height, len(COLUMNS["val"]))
     side = int(rng.integers(min(size, largest), largest, endpoint=True))
     left = int(rng.integers(columns.start, columns.stop - side, endpoint=True))

@@ -1,17 +1,14 @@
-"""Scikit-learn's handwritten digits: 1,797 real scans, 8x8 pixels, 10 classes; no download.
-
-E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, https://doi.org/10.24432/C50P49.
-"""
+"""Handwritten digits of hvdkit/data/shipped: 1,797 real scans, 8x8 pixels, 10 classes; no download."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from hvdkit.data import shipped
 from hvdkit.data.arrays import Arrays
 
 NUM_CLASSES = 10
-# Rows of load_digits. They come sorted by writer, so most of val's writers are new to the model:
+# They come sorted by writer, so most of val's writers are new to the model:
 # a harder and more honest split than a random one.
 ROWS = {"train": range(1438), "val": range(1438, 1797)}
 
@@ -28,9 +25,7 @@ class Digits(Arrays):
             raise ValueError(f"digits: no split {split!r}; there are {sorted(ROWS)}")
         if num_classes != NUM_CLASSES:
             raise ValueError(f"--num_classes={num_classes}: the digits have {NUM_CLASSES} classes")
-        from sklearn.datasets import load_digits  # here: it takes a second to import
-
-        scans, rows = load_digits(), list(ROWS[split])
-        shades = np.rint(scans.images[rows] * (255 / 16)).astype(np.uint8)  # ink is 0 .. 16
+        (scans, digits), rows = shipped.digits(), list(ROWS[split])
+        shades = np.rint(scans[rows] * (255 / 16)).astype(np.uint8)
         images = np.repeat(shades[..., None], 3, axis=-1)
-        super().__init__(image=images, label=scans.target[rows].astype(np.int64))
+        super().__init__(image=images, label=digits[rows].astype(np.int64))
