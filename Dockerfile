@@ -13,6 +13,8 @@ ARG BASE_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
 ARG RUNTIME_IMAGE=ubuntu:24.04
 # The folder that is trained from: template here, the whole project in a fork.
 ARG PROJECT=template
+# The engine: a fork has it in vendor.
+ARG ENGINE=hvdkit
 
 # ---------------------------------------------------------------- compilers, TensorFlow, Horovod
 # hadolint ignore=DL3006
@@ -30,10 +32,12 @@ RUN --mount=type=secret,id=ca,mode=0444 apt-install \
 
 WORKDIR /build
 ARG PROJECT
+ARG ENGINE
 COPY requirements.txt ${PROJECT}/pyproject.toml ${PROJECT}/uv.lock ./
 COPY docker/install-horovod.sh docker/
 COPY docker/compat docker/compat
 COPY docker/setup docker/setup
+COPY ${ENGINE} hvdkit/
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 HOROVOD_WHEELS=/tmp/wheels
 # At its end two ranks are tried, and Gloo crashes where a host's own name does not resolve, as in
 # the builds of some tools.

@@ -40,11 +40,12 @@ slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
-lint: setup ## Python, shell, spelling and links
+lint: setup ## Python, shell, spelling, links, imports between rooms
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
 	@git ls-files | grep -v '\.lock$$\|\.png$$' | $(IN_VENV) xargs codespell
-	@$(IN_VENV) python tests/links.py
+	@$(IN_VENV) lint-imports --no-cache
+	@$(IN_VENV) python tests/helpers/links.py
 
 bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
@@ -67,4 +68,4 @@ image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/bu
 	@docker/build.sh
 
 image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 25 minutes
-	@$(IN_VENV) pytest -s $(ARGS) tests/image_build.py
+	@$(IN_VENV) pytest -s $(ARGS) tests/helpers/image_build.py

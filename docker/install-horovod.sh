@@ -73,6 +73,14 @@ install_requirements() {
     PATH=$(dirname "$python"):$PATH
 }
 
+# hvdkit: in a fork from vendor/; where one develops, its files are used where they lie.
+install_engine() {
+    local engine
+    engine=$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit") || die "no vendor/hvdkit"
+    step "hvdkit" "$uv" pip install "${source[@]}" --python "$python" --no-deps --no-build-isolation \
+        ${venv:+--editable} "$(readlink -f "$engine")"
+}
+
 make_lock() {
     cp "$project"/{pyproject.toml,requirements.txt,requirements-dev.txt,uv.lock} "$work"
     "$uv" lock --project "$work" --python "$python"
@@ -121,6 +129,7 @@ set_up_environment() {
         cp "$here/setup/keep_environment.py" "$(site_packages)"
         echo 'import keep_environment' >"$(site_packages)/keep_environment.pth"
         install_requirements
+        install_engine
         install_horovod
         echo "$new" >"$new/.setup"
     fi
@@ -149,6 +158,7 @@ get_uv
 case $mode in
 --requirements)
     install_requirements
+    install_engine
     install_horovod
     ;;
 --lock) step "uv.lock" make_lock ;;

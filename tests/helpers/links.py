@@ -1,6 +1,6 @@
 """Says which links in the project's pages lead nowhere: files, and headings in them. No network.
 
-    python tests/links.py [FILE.md ...]         by default all pages in the repository; make lint
+    python tests/helpers/links.py [FILE.md ...]         by default all pages in the repository; make lint
 
 Exit code: 0 none, 1 some. A heading's anchor is made as GitHub makes it.
 """

@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from hvdkit.logs import refuse
 from hvdkit.settings import project
-from hvdkit.stop import refuse
 
 # Module with main(argv) -> exit code, and what it does.
 COMMANDS = {

@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging as python_logging
 import os
+import socket
 import sys
+import time
+from typing import NoReturn
 
 from absl import flags, logging
 
-from hvdkit.stop import launch_rank
+from hvdkit.stop import WRONG_USE, launch_rank
+
+_UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by their launcher
 
 
 class _Lines(python_logging.Handler):
@@ -60,6 +65,19 @@ def complain(text: str) -> None:
     """An error for a person, which says itself whose it is where that is not rank 0."""
     use()
     logging.error("error: %s", text, extra={"names_rank": True})
+
+
+def refuse(text: str) -> NoReturn:
+    """Wrong use, before the ranks know each other: rank 0 says so, and all exit with 2.
+
+    Another rank speaks only where no launcher has ended it meanwhile: then it was started with
+    other flags than rank 0, or its host has other files.
+    """
+    if rank := launch_rank():
+        time.sleep(_UNTIL_ENDED)
+        text = f"rank {rank} on {socket.gethostname()}: {text}"
+    complain(text)
+    sys.exit(WRONG_USE)
 
 
 def _give_up_stdout(error: OSError) -> None:

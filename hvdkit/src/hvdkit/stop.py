@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
-import time
-from typing import NoReturn
 
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
 DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
@@ -15,9 +11,6 @@ DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 # also to a job's script, which is rank 0 of nothing.
 LAUNCHED = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 RANK_VARIABLES = (*LAUNCHED, "SLURM_PROCID")
-
-
-_UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by their launcher
 
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
@@ -54,23 +47,3 @@ def launched_ranks() -> tuple[int, str]:
         if name in os.environ:
             return int(os.environ[name]), name
     return 1, ""
-
-
-def complain(text: str) -> None:
-    """An error for a person, on standard error, whichever rank says it."""
-    from hvdkit import logs  # it asks this module for the rank
-
-    logs.complain(text)
-
-
-def refuse(text: str) -> NoReturn:
-    """Wrong use, before the ranks know each other: rank 0 says so, and all exit with 2.
-
-    Another rank speaks only where no launcher has ended it meanwhile: then it was started with
-    other flags than rank 0, or its host has other files.
-    """
-    if rank := launch_rank():
-        time.sleep(_UNTIL_ENDED)
-        text = f"rank {rank} on {socket.gethostname()}: {text}"
-    complain(text)
-    sys.exit(WRONG_USE)

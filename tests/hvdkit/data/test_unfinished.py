@@ -16,7 +16,7 @@ from ranks import PROJECT
 
 _KILLED = """
 import os, pathlib, signal, sys
-from data import unfinished
+from hvdkit.data import unfinished
 with unfinished.folder(pathlib.Path(sys.argv[1]), "train") as work:
     (work / "shard").write_bytes(bytes(1000))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -22,9 +22,10 @@ from hvdkit import settings as settings_lib
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
+from hvdkit.logs import complain
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import DONE, WRONG_USE, complain
+from hvdkit.stop import DONE, WRONG_USE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 

@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdkit.logs import complain
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
-from hvdkit.stop import WRONG_USE, complain
+from hvdkit.stop import WRONG_USE
 
 
 class Ended(NamedTuple):

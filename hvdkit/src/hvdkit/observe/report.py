@@ -21,9 +21,10 @@ import numpy as np
 
 from hvdkit.data.palette import COLOURS
 from hvdkit.evaluate import confusion as confusion_lib
+from hvdkit.logs import complain
 from hvdkit.observe import html, plots, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
-from hvdkit.stop import DONE, WRONG_USE, complain
+from hvdkit.stop import DONE, WRONG_USE
 
 _MOST_BARS = 30
 

@@ -23,10 +23,11 @@ from typing import NamedTuple
 import psutil
 import tensorflow as tf
 
+from hvdkit.logs import complain
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
-from hvdkit.stop import BUG, complain
+from hvdkit.stop import BUG
 
 _CONNECT = 5.0  # seconds in which a process that runs answers
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone

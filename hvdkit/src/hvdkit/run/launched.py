@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdkit import logs
+from hvdkit.logs import complain
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
-from hvdkit.stop import DONE, Stop, complain, launch_rank
+from hvdkit.stop import DONE, Stop, launch_rank
 from hvdkit.train import reduction
 
 

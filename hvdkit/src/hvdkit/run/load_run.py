@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
+from hvdkit.logs import refuse
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
@@ -20,7 +21,7 @@ from hvdkit.ranks.world import World
 from hvdkit.run import launched
 from hvdkit.run.context import RunContext, prepare
 from hvdkit.settings import Settings
-from hvdkit.stop import launch_rank, refuse
+from hvdkit.stop import launch_rank
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task

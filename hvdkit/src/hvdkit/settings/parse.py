@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdkit.logs import refuse
 from hvdkit.settings import absl_flags, fields, flagfiles, project, show
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
-from hvdkit.stop import refuse
 
 _BATCH = ("global_batch_size", "batch_per_rank")
 

@@ -4,9 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import hvdkit
 import pytest
 from absl import flags
+
+import hvdkit
 from hvdkit import settings as settings_lib
 from hvdkit.settings import absl_flags
 from hvdkit.settings import project as project_lib
@@ -183,7 +184,7 @@ def work(found):
     logging.debug("hidden")
     python_logging.getLogger("library").info("hidden too")
     logging.warning("careful")
-    stop.complain("wrong")
+    logs.complain("wrong")
 app.run(work, flags_parser=lambda words: settings.from_command_line(words, settings.Settings))
 """
 
@@ -198,7 +199,7 @@ def test_lines_are_bare_text_on_rank_0_and_name_any_other(project):
 
 
 def test_a_log_that_nobody_reads_ends_no_run(project):
-    code = LINES.replace("stop.complain", "logging.info('x'); open('done', 'w'); stop.complain")
+    code = LINES.replace("logs.complain", "logging.info('x'); open('done', 'w'); logs.complain")
     (project / "unused").touch()
     python(project, code, "--help")  # writes train.py
     command = f'"{sys.executable}" train.py --num_steps=5 > /dev/full'
