@@ -1,7 +1,7 @@
-"""What rank 0 finds out for all ranks, such as the listing of a network disk.
+"""Lookups that rank 0 makes for all ranks, such as listing a network disk.
 
-A reader asks through `found`. What `run.open_sources` does around it decides who looks: rank 0
-does, the others are given what it found. Without that (tests, hvdkit.data.pack), who asks looks.
+A reader calls `found`. Inside `run.context.open_sources`, rank 0 looks and the others receive what
+it found. Elsewhere (tests, hvdkit.data.pack) the caller itself looks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ Finding = Callable[[Hashable, Callable[[], Any], Callable[[Any], None]], Any]
 
 
 def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
-    """What `find()` returns, here or on rank 0.
+    """The result of `find()`, called here or on rank 0.
 
     Args:
-      key: what is looked for, the same on all ranks that look for the same.
-      find: takes no part in anything that ranks do together; what it returns is made of what
-        `World.broadcast_large` takes.
+      key: names the lookup; the same on all ranks.
+      find: must not communicate with other ranks; returns what `World.broadcast_large` takes.
       look: compares what rank 0 found with this host's disk; called on one rank of each other
         host. Raises ValueError or OSError where they differ.
     """
@@ -28,7 +27,7 @@ def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lamb
 
 
 def kept(findings: dict[Hashable, Any]) -> contextlib.AbstractContextManager[None]:
-    """For rank 0: all that is found inside is kept in `findings` too."""
+    """For rank 0: everything found inside is also stored in `findings`."""
 
     def find_and_keep(key: Hashable, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
         findings[key] = find()
@@ -39,7 +38,7 @@ def kept(findings: dict[Hashable, Any]) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def awaited() -> Iterator[None]:
-    """For other ranks: ends the block quietly where something would be looked for."""
+    """For other ranks: leaves the block silently at the first lookup."""
 
     def wait(*_: Any) -> None:
         raise _Wait
@@ -49,10 +48,10 @@ def awaited() -> Iterator[None]:
 
 
 def given(findings: dict[Hashable, Any], look: bool) -> contextlib.AbstractContextManager[None]:
-    """For other ranks, with rank 0's findings: what it did not look for is found here.
+    """For other ranks: answers lookups from rank 0's findings; what is missing there is found here.
 
     Args:
-      look: whether this is the rank that compares them with its host's disk.
+      look: whether this rank compares them with its host's disk.
     """
 
     def take(key: Hashable, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
@@ -66,7 +65,7 @@ def given(findings: dict[Hashable, Any], look: bool) -> contextlib.AbstractConte
 
 
 class _Wait(BaseException):
-    """No Exception: a task's own `except Exception` must not take it for a mistake."""
+    """Not an Exception, so that a task's own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
