@@ -28,7 +28,7 @@ MODELS = {"small": models.small, "tiny": models.tiny, "deeplabv3plus": deeplabv3
 # Height and width of a model's input must be multiples of these.
 STRIDES = {"small": 8, "tiny": 2, "deeplabv3plus": 16}
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
-DEMO = PROJECT / "datasets" / "demo"  # made on first use
+DEMO = PROJECT / "datasets" / "demo"  # made when it is first asked for
 
 
 class Task:

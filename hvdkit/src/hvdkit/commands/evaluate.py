@@ -83,7 +83,7 @@ def evaluate(config: Config, world: World, stop_signal: StopSignal, own: Any) ->
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
-    with world.together(f"writing {out}"):  # checked before what may take hours
+    with world.together(f"writing {out}"):  # known before what may take hours
         if world.is_chief:
             out.mkdir(parents=True, exist_ok=True)
     with ema.averaged(run.model, run.optimizer) if averaged else contextlib.nullcontext():

@@ -74,9 +74,9 @@ class Exported(tf.Module):
 
 
 def export(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
-    """Raises Stop if it cannot be done, or if the exported model gives other outputs."""
+    """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
-        raise Stop(WRONG_USE, "export writes one model: start it on one rank")
+        raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
     with world.together("exporting"):
         data = _readable(own.check) if own.check else _some_picture()
         own.out.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ class Unreadable(ValueError):
 
 
 def predict(config: Config, world: World, stop_signal: StopSignal, own: Any) -> None:
-    """Every rank must call it. Raises Stop, on all ranks, if some pictures were skipped."""
+    """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
     with world.together("making the model"):
         task, model, path = load_run.model_of(
             config, own.checkpoint, own.ema and config.ema_decay > 0

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def open_sources(config: Config, default: str) -> tuple[Source, Source]:
-    """Training and validation split of config.data_dir.
+    """The splits of config.data_dir to train on and to score.
 
     Args:
       default: the format where config.data_format is empty; any other must have its kind of label.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import tensorflow as tf
 
-_NARROW = 2**32  # bytes of text that 32-bit offsets can address
+_NARROW = 2**32  # bytes of text that 32-bit places reach
 
 
 class Names:

@@ -15,11 +15,12 @@ Finding = Callable[[Hashable, Callable[[], Any], Callable[[Any], None]], Any]
 
 
 def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
-    """The result of `find()`, called here or on rank 0.
+    """What `find()` returns, here or on rank 0.
 
     Args:
-      key: names the lookup; the same on all ranks.
-      find: must not communicate with other ranks; returns what `World.broadcast_large` takes.
+      key: what is looked for, the same on all ranks that look for the same.
+      find: takes no part in anything that ranks do together; what it returns is made of what
+        `World.broadcast_large` takes.
       look: compares what rank 0 found with this host's disk; called on one rank of each other
         host. Raises ValueError or OSError where they differ.
     """
@@ -27,7 +28,7 @@ def found(key: Hashable, find: Callable[[], T], look: Callable[[T], None] = lamb
 
 
 def kept(findings: dict[Hashable, Any]) -> contextlib.AbstractContextManager[None]:
-    """For rank 0: everything found inside is also stored in `findings`."""
+    """For rank 0: all that is found inside is kept in `findings` too."""
 
     def find_and_keep(key: Hashable, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
         findings[key] = find()
@@ -48,7 +49,7 @@ def awaited() -> Iterator[None]:
 
 
 def given(findings: dict[Hashable, Any], look: bool) -> contextlib.AbstractContextManager[None]:
-    """For other ranks: answers lookups from rank 0's findings; what is missing there is found here.
+    """For other ranks, with rank 0's findings: what it did not look for is found here.
 
     Args:
       look: whether this rank compares them with its host's disk.
