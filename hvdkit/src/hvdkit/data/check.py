@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
     args = parser.parse_args(argv[1:])
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be text
     faults: list[str] = []
 
     def tell(fault: str) -> None:

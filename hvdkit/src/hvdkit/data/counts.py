@@ -49,7 +49,7 @@ class Counts:
         return found[: self.classes]
 
     def told(self, names: Sequence[str]) -> list[str]:
-        """Lines for a person: sizes, classes and their shares."""
+        """Lines of text: sizes, classes and their shares."""
         if not self.samples:
             return []
         lines, counts = [self._sizes_told()], self.of_classes()

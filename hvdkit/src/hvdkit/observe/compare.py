@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
     if len(own.folders) < 2:
         complain("give two runs or more: hvdkit compare runs/one runs/other")
         return WRONG_USE
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     try:
         runs = [records.read(folder) for folder in own.folders]
         rows, names = side_by_side(runs, own.score), labels(own.folders)

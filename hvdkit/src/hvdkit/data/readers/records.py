@@ -119,7 +119,7 @@ class Records:
         return None
 
     def where(self, index: int) -> str:
-        """File and bytes that hold sample `index`, for a person."""
+        """File and bytes that hold sample `index`, as text."""
         offset, length = self._index[index].tolist()
         path = self.folder / self._shards[self._shard_of[index]][0]
         return f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
