@@ -13,7 +13,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test setup-test lint docs bench bits chaos fork image image-test
+.PHONY: help setup lock wheelhouse train test slow-test setup-test lint bench bits chaos fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,9 +49,6 @@ lint: setup ## Python, shell, spelling and links
 	@git ls-files | grep -v '^docker/locks/\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) python tests/helpers/links.py
 
-docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere fails
-	@$(IN_VENV) mkdocs build --quiet --strict
-
 bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
@@ -63,6 +60,10 @@ bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchma
 
 bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
 	@$(IN_VENV) python benchmarks/bits.py $(ARGS)
+
+.PHONY: docs
+docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere fails
+	@$(IN_VENV) mkdocs build --quiet --strict
 
 fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }

@@ -3,10 +3,10 @@
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
         [--preview PNG]
 
-It is made once, without a network, from real data that comes with scikit-learn: 1,797 scans of
+It is made once, without a network, from real data that scikit-learn ships: 1,797 scans of
 handwritten digits (8x8, https://doi.org/10.24432/C50P49) and two photographs. Training and
 validation share neither a scan nor a pixel of a photograph. The folders have the layout that
-folders.py reads. Pixels depend on the settings only, the files' bytes also on Pillow's version.
+folders.py reads. Pixels depend on the settings only; bytes also on the Pillow that packs them.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from hvdkit.data.labels import IGNORE
 
 CLASS_NAMES = ("background", *"0123456789")
 NUM_CLASSES = len(CLASS_NAMES)
-# What each split may use. The scans are sorted by writer, so most writers of val are new.
+# What each split may use. The scans come sorted by writer, so most of val's writers are new.
 SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of load_digits
 COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
@@ -173,7 +173,7 @@ def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> No
 @functools.cache
 def _scans() -> tuple[np.ndarray, np.ndarray]:
     """Ink shares, float32 [1797, 8, 8] in [0, 1], and digits, uint8 [1797]."""
-    from sklearn.datasets import load_digits  # here: slow, and not needed if the set exists
+    from sklearn.datasets import load_digits  # here: a set that is there must not wait for it
 
     digits = load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.uint8)

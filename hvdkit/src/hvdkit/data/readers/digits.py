@@ -11,7 +11,7 @@ import numpy as np
 from hvdkit.data.arrays import Arrays
 
 NUM_CLASSES = 10
-# Rows of load_digits. They are sorted by writer, so most writers of val are new to the model:
+# Rows of load_digits. They come sorted by writer, so most of val's writers are new to the model:
 # a harder and more honest split than a random one.
 ROWS = {"train": range(1438), "val": range(1438, 1797)}
 
