@@ -59,6 +59,10 @@ bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchma
 bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
 	@$(IN_VENV) python benchmarks/bits.py $(ARGS)
 
+.PHONY: docs
+docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere fails
+	@$(IN_VENV) mkdocs build --quiet --strict
+
 fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
 	@[ -z "$$(git status --porcelain --untracked-files=no)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }

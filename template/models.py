@@ -11,16 +11,16 @@ from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import scaled, wide
 from keras import layers
 
-# Short runs read the moving statistics early, so they follow faster than Keras's 0.99.
+# Faster than Keras's 0.99, because short runs read the moving statistics early.
 _BN_MOMENTUM = 0.97
 
 
 def small(size: int, num_classes: int, dropout: float) -> keras.Model:
     """Image [B, H, W, 3] -> logits [B, H, W, classes]; 0.5 million parameters, trains on a CPU.
 
-    H and W are multiples of 8. Encoder-decoder:
-    Residual blocks (arXiv:1512.03385) at 1/2, 1/4 and 1/8 of the size; the decoder takes the
-    encoder's features of each size back in (U-Net, arXiv:1505.04597) and predicts at 1/2.
+    H and W are multiples of 8. The encoder has residual blocks (arXiv:1512.03385) at 1/2, 1/4 and
+    1/8 of the size; the decoder joins the encoder's features of each size (U-Net, arXiv:1505.04597)
+    and predicts at 1/2.
     """
     if size % 8:
         raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")
@@ -40,10 +40,10 @@ def small(size: int, num_classes: int, dropout: float) -> keras.Model:
 
 
 def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
-    """Two convolutions: traced in a moment, for tests and for looking for a mistake.
+    """Two convolutions, traced quickly, for tests and debugging.
 
-    Smooth, so that runs on different numbers of ranks differ by rounding alone: a ReLU whose
-    input is within rounding of zero would turn a pixel's gradient on or off.
+    It is smooth, so that runs on different numbers of ranks differ by rounding only: rounding near
+    zero would switch a ReLU's gradient on or off.
     """
     if size % 2:
         raise ValueError(f"--image_size={size}: the tiny model needs an even number")
@@ -54,7 +54,7 @@ def tiny(size: int, num_classes: int, dropout: float) -> keras.Model:
 
 
 def classifier(size: int, num_classes: int, dropout: float) -> keras.Model:
-    """Image [B, size, size, 3] -> logits [B, classes]: five convolutions, 0.1 million parameters."""
+    """Image [B, size, size, 3] -> logits [B, classes]; five convolutions, 0.1 million weights."""
     image = keras.Input((size, size, 3), name="image")
     x = _conv(_conv(scaled(image), 32, 3, momentum=0.9), 32, 3, momentum=0.9)
     x = layers.MaxPooling2D(2)(x)
@@ -75,7 +75,7 @@ def _segmenter(image, x, num_classes: int, *, dropout: float, name: str) -> kera
 
 
 def _dropped(image, x, dropout: float):
-    """The model's inputs, and features after dropout: its draws are the same on any rank."""
+    """The model's inputs, and features after dropout, whose draws are the same on any rank."""
     if not dropout:
         return {"image": image}, x
     key = keras.Input((2,), dtype="int32", name="key")

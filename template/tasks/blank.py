@@ -1,11 +1,10 @@
-"""A task to start from. It trains as it is, on random numbers: change it part by part.
+"""A task to start from. It trains on random numbers as it is: change it part by part.
 
     python train.py --flagfile=configs/blank.cfg
 
-Copy this file to tasks/NAME.py and train it with --task=NAME. The order that works: first the
-data (`sources`, the two `..._example`), then `build_model`, then `loss`, then `sums`
-and `metrics`. After each part, train 20 steps. hvdkit/train/task.py says what every function takes and
-returns.
+Copy this file to tasks/NAME.py and train it with --task=NAME. Change the data first (`sources`,
+the two `..._example`), then `build_model`, then `loss`, then `sums` and `metrics`. After each part,
+train 20 steps. hvdkit/train/task.py says what every function takes and returns.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FEATURES = 8
 
 
 class Task:
-    # The figure that says which checkpoint is the best: a key of what `metrics` returns.
+    # The metric by which the best checkpoint is chosen: a key of what `metrics` returns.
     main_metric = "accuracy"
 
     def __init__(self, config: Settings) -> None:
@@ -33,18 +32,18 @@ class Task:
         self.config = config
 
     def sources(self) -> tuple[Source, Source]:
-        """Your data, training and validation: what is in memory as here, files by a reader.
+        """Training and validation data: arrays in memory as here, or files by a reader.
 
-        data/ has readers for many kinds of files; hvdkit/data/source.py says how to write another.
+        hvdkit/data/readers has readers; hvdkit/data/source.py says how to write another.
         """
         classes = self.config.num_classes
         return numbers("train", 2000, classes), numbers("val", 400, classes)
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
-        """What the model and the loss are given. Random changes of the sample belong here.
+        """Inputs of the model and targets of the loss. Random augmentation belongs here.
 
-        Draw with tf.random.stateless_*(seed=key), never with tf.random.normal and the like: so
-        the example is the same whichever rank reads it, and after a restart.
+        Draw only with tf.random.stateless_*(seed=key): then the example is the same on whichever
+        rank reads it, and after a restart.
         """
         noise = 0.1 * tf.random.stateless_normal([FEATURES], key)
         return {"inputs": sample["numbers"] + noise, "targets": self._label(sample)}
@@ -53,11 +52,11 @@ class Task:
         return {"inputs": sample["numbers"], "targets": self._label(sample)}
 
     def _label(self, sample: dict[str, tf.Tensor]) -> tf.Tensor:
-        """The class, looked at: one that does not exist ends the run with its value."""
+        """The class, checked: an invalid one ends the run with a message."""
         return losses.require_classes(sample["label"], self.config.num_classes)
 
     def build_model(self) -> keras.Model:
-        """Any Keras model. Its last layer gives logits, in float32 whatever --precision says."""
+        """Any Keras model. Its last layer gives logits, in float32 at any --precision."""
         numbers = keras.Input((FEATURES,))
         x = keras.layers.Dense(32, activation="relu")(numbers)
         logits = keras.layers.Dense(self.config.num_classes, dtype=wide())(x)
@@ -66,7 +65,7 @@ class Task:
     def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """A loss for every example (or pixel, or word), and its weight: 0 leaves it out.
 
-        Not the mean: that is taken over the global batch, over all ranks.
+        Not their mean: the run takes it, over the global batch of all ranks.
         """
         return losses.cross_entropy(
             outputs,
@@ -76,16 +75,16 @@ class Task:
         )
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Numbers to add up over the validation set: counts, not shares."""
+        """Counts of one batch, which are added up over the validation set; no means."""
         hits = tf.argmax(outputs, axis=-1) == targets
         return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Figures from what was added up. `loss` is there without being named."""
+        """Metrics from the added counts. `loss` is added by itself."""
         return {"accuracy": float(sums["hits"] / max(int(sums["samples"]), 1))}
 
     def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
-        """A picture to look at while it trains: a row an example, a square a class, bright: likely.
+        """A picture for the report: a row an example, a square a class, bright: likely.
 
         uint8 [n, height, width, 3].
         """
@@ -95,7 +94,7 @@ class Task:
 
 
 def numbers(split: str, size: int, num_classes: int) -> Arrays:
-    """Random numbers, float32 [size, FEATURES], with a class that can be learned from them."""
+    """Random numbers, float32 [size, FEATURES], and a class that can be learned from them."""
     rule = np.random.default_rng(0).normal(size=(FEATURES, num_classes))
     x = np.random.default_rng({"train": 1, "val": 2}[split]).normal(size=(size, FEATURES))
     return Arrays(numbers=x.astype(np.float32), label=np.argmax(x @ rule, axis=-1))

@@ -27,7 +27,7 @@ MODELS = {
     "resnet50_keras": resnet.resnet50_keras,
 }
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
-MOST_CONFUSED = 1000  # classes: of more, no confusion matrix is counted
+MOST_CONFUSED = 1000  # classes: with more, there is no confusion matrix
 LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 
 
@@ -40,17 +40,17 @@ class Task:
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
             raise ValueError(f"--model={config.model}: classification has {sorted(MODELS)}")
-        # A mirrored digit is none. That others must not be mirrored, only a person knows.
+        # Mirrored digits are invalid. For other data, only you know.
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
-        # None: pictures are moved, not scaled.
+        # None: pictures are shifted, not scaled.
         self.smallest = config.crop_area or (0.08 if config.image_size >= LARGE else None)
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
-        """Moved a little where pictures are small, of random size and place where large."""
+        """Small pictures are shifted a little; large ones cropped at a random size and place."""
         size = self.config.image_size
         if self.smallest is None:
             image = crops.shifted(sample, key, size, self.mirror)
@@ -92,7 +92,7 @@ class Task:
         hits = metrics.in_top(targets, outputs, k=1)
         sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
         if self.config.num_classes <= MOST_CONFUSED:
-            # Of equal scores the last class, as in_top has it.
+            # Among equal scores the last class, as in in_top.
             classes = outputs.shape[-1]
             predicted = classes - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
             counted = tf.ones_like(targets, tf.bool)
@@ -102,7 +102,7 @@ class Task:
         return sums
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Share of samples whose label is the first, and one of the first five, predictions."""
+        """Accuracy and top-5 accuracy."""
         samples = max(int(sums["samples"]), 1)
         figures = {"accuracy": float(sums["hits"] / samples)}
         if "hits_of_5" in sums:
@@ -112,7 +112,7 @@ class Task:
     def draw(
         self, inputs: dict[str, tf.Tensor], targets: tf.Tensor, outputs: tf.Tensor
     ) -> np.ndarray:
-        """One sheet: each image above its class, and what was predicted where that is another."""
+        """One sheet: each image above its class, and the prediction if it is wrong."""
         images = np.array(inputs["image"][:PICTURES])
         predictions = np.argmax(outputs[:PICTURES], axis=-1)
         tiles = [_tile(*shown) for shown in zip(images, np.array(targets), predictions)]
@@ -122,7 +122,7 @@ class Task:
 
 
 def _tile(image: np.ndarray, label: int, prediction: int) -> np.ndarray:
-    """uint8 [TILE + 18, TILE, 3]: image and words, green where right and red where wrong."""
+    """uint8 [TILE + 18, TILE, 3]: image and text, green if right and red if wrong."""
     tile, picture = Image.new("RGB", (TILE, TILE + 18)), Image.fromarray(image)
     tile.paste(picture.resize((TILE - 2, TILE - 2), Image.Resampling.NEAREST), (1, 1))
     right = label == prediction

@@ -25,7 +25,7 @@ from PIL import Image
 import models
 
 MODELS = {"small": models.small, "tiny": models.tiny, "deeplabv3plus": deeplabv3plus}
-# Of what the height and the width of a model's input must be multiples.
+# Height and width of a model's input must be multiples of these.
 STRIDES = {"small": 8, "tiny": 2, "deeplabv3plus": 16}
 PICTURES, SIDE = 4, 256  # shown at an evaluation: how many, pixels each at least
 DEMO = project.folder() / "datasets" / "demo"  # made when it is first asked for
@@ -35,11 +35,11 @@ class Task:
     main_metric = "miou"
     uses = ("train_split", "val_split", "mirror", "scale_range")
     uses += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
-    # What the heights and widths that the model takes are multiples of; None: as --model says. Set
-    # it where `build_model` is your own: 32 for a U-Net that halves five times. In an evaluation
-    # pictures are padded to it.
+    # Height and width of the model's inputs are multiples of it; evaluation pads pictures to it.
+    # None: that of --model. Set it with a `build_model` of your own: 32 for a U-Net that halves
+    # five times.
     stride: int | None = None
-    _built_here = False  # whether the model was built here, so that --model says its stride
+    _built_here = False  # whether the model was built here, so that --model gives its stride
 
     def __init__(self, config: Settings) -> None:
         self.config = config
@@ -51,7 +51,7 @@ class Task:
         self.passes = self._passes()
 
     def _passes(self) -> whole_pictures.Passes:
-        """How an evaluation goes over a picture."""
+        """How evaluation goes over a picture."""
         config, stride = self.config, self._stride()
         if config.eval_window % stride:
             whose = f"--model={self.model_name}" if self.stride is None else "the task's model"
@@ -77,13 +77,13 @@ class Task:
             scenes.ensure_demo(self.root)
 
     def sources(self) -> tuple[Source, Source]:
-        """What the training set is, not where it lies, decides how it is augmented."""
+        """The demo's data set, wherever it lies, is augmented in its own way."""
         train, val = open_sources(self.config, default="folders")
         self.how = self._augmentation(getattr(train, "is_demo", False))
         return train, val
 
     def _augmentation(self, demo: bool) -> augment.Augmentation:
-        """As the flags say; else as usual, but the demo's digits scaled less and never mirrored."""
+        """As the flags say; by default the demo's digits are scaled less and not mirrored."""
         config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
         return augment.Augmentation(
             (config.image_size, config.image_size),
@@ -100,7 +100,7 @@ class Task:
         return self._inputs(image, tf.zeros([2], tf.int32))
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
-        """The whole picture at its own size; with --eval_crop its centre, and its pixels."""
+        """The whole picture at its own size; with --eval_crop its centre, and counts of pixels."""
         image, label, side = sample["image"], sample["label"], self.config.eval_crop
         targets = {}
         if side:
@@ -119,15 +119,15 @@ class Task:
         return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
     def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
-        """Logits [B, H, W, classes] of pictures of any size, gone over as the --eval flags say.
+        """Logits [B, H, W, classes] of pictures of any size, by the --eval flags.
 
-        Raises ValueError where nothing tells to which sizes pictures must be padded.
+        Raises ValueError if the model's stride is unknown.
         """
         own = type(self).build_model is not Task.build_model and not self._built_here
         if self.stride is None and own:
             raise ValueError(
-                f"{_name(self)} has a build_model of its own: add `stride = N` to the class, N "
-                "being what the heights and widths that the model takes are multiples of"
+                f"{_name(self)} has a build_model of its own: add `stride = N` to the class, where "
+                "heights and widths of the model's inputs are multiples of N"
             )
 
         def call(images: tf.Tensor) -> tf.Tensor:
@@ -178,7 +178,7 @@ class Task:
     ) -> np.ndarray:
         """Input | label | prediction, side by side; ignored pixels white.
 
-        Each in a square, so that pictures of all sizes stand below each other.
+        Each is fitted into a square, so that pictures of all sizes line up.
         """
         images = np.array(inputs["image"][:PICTURES])
         labels = np.squeeze(targets["label"][:PICTURES], -1)
@@ -193,13 +193,13 @@ def _name(task: Task) -> str:
 
 
 def _fitted(picture: np.ndarray, side: int) -> np.ndarray:
-    """uint8 [side, side, 3]: the picture in the middle, made smaller, or larger by whole times."""
+    """uint8 [side, side, 3]: the picture centred, scaled down, or up by a whole factor."""
     height, width = picture.shape[:2]
     scale = side / max(height, width)
     scale = math.floor(scale) if scale > 1 else scale
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
     square = Image.new("RGB", (side, side))
     corner = ((side - size[0]) // 2, (side - size[1]) // 2)
-    # Colours of classes must not be mixed: between two of them may lie a third's.
+    # Nearest: a mix of two classes' colours may be a third class's.
     square.paste(Image.fromarray(picture).resize(size, Image.Resampling.NEAREST), corner)
     return np.asarray(square)

@@ -229,9 +229,9 @@ def test_your_model_in_15_minutes(forks):
 
 
 def test_actions_and_a_schedule_of_ones_own(forks, tmp_path):
-    """The README's example, as written."""
-    fork = forks["blank"]
-    (code,) = re.findall(r"^```python\n(.*?)^```", (fork / "README.md").read_text(), re.M | re.S)
+    """The example of docs/change-it.md, as written."""
+    fork, page = forks["blank"], (ROOT / "docs" / "change-it.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     (fork / "tasks" / "more.py").write_text(
         f"import tensorflow as tf\n\nfrom tasks import blank\n\n\n{code}"
     )

@@ -1,4 +1,6 @@
-"""A newcomer's walk: the README's commands, as written, in a fresh clone. `make slow-test` runs it.
+"""A newcomer's walk: the commands of README and docs/first-hour.md, as written, in a fresh clone.
+
+`make slow-test` runs it.
 
 The set-up alone is there already: tests/setup_real.py does it from nothing.
 """
@@ -14,12 +16,12 @@ import pytest
 from PIL import Image
 from projects import ROOT, repository, shell
 
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/first-hour.md"))
 
 
 def block(section: str, language: str = "sh") -> str:
     """The first code block of a section."""
-    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = PAGES.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.search(rf"^```{language}\n(.*?)^```", text, re.M | re.S)[1]
 
 
@@ -31,7 +33,7 @@ def clone(tmp_path_factory) -> Path:
 
 
 def own_pictures(folder: Path, count: int = 12) -> None:
-    """As the README says: a bright square is class 1, a dark one class 2, the edge is ignored."""
+    """As docs/first-hour.md says: bright squares are class 1, dark ones 2, the edge is ignored."""
     for part in ("images", "labels", "splits"):
         (folder / part).mkdir(parents=True)
     draws, names = np.random.default_rng(3), [f"street{n}" for n in range(count)]
@@ -66,7 +68,7 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     own_pictures(project / "mine")
     printed = shell(f"cd {clone}\n{own}", clone, timeout=600)
     assert "all is well" in printed and "dry run: it works" in printed
-    assert "try --base_lr=" in printed and "--batch_per_rank=" in printed
+    assert "try --base_lr=" in printed
     assert (project / "sheet.png").exists()
     assert "report: runs/mine/report.html" in printed.splitlines()[-1]
 

@@ -1,6 +1,6 @@
-"""Says which links in the project's pages lead nowhere: files, and headings in them. No network.
+"""Says which links in the project's pages lead nowhere: files, headings in them, named files.
 
-    python tests/helpers/links.py [FILE.md ...]         by default all pages in the repository; make lint
+    python tests/helpers/links.py [FILE.md ...]         by default all pages; make lint; no network
 
 Exit code: 0 none, 1 some. A heading's anchor is made as GitHub makes it.
 """
@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# `hvdkit/train/step.py`: from the root, or from one of these.
+_NAMED = re.compile(r"`(\w[\w./-]*/[\w.-]+\.(?:py|md|sh|cfg|yaml|sbatch))`")
+_ROOTS = ("", "template", "hvdkit/src")
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 
 
@@ -33,8 +36,12 @@ def anchors(page: str) -> set[str]:
 
 def broken(file: Path) -> Iterator[str]:
     """A sentence for each link of the page that leads nowhere."""
-    page = file.read_text()
-    for link in _LINK.findall(_CODE.sub("", page)):
+    page = _CODE.sub("", file.read_text())
+    for name in _NAMED.findall(page):
+        places = [ROOT / root / name for root in _ROOTS]
+        if not any(p.exists() or p.with_name(f"{p.name}.jinja").exists() for p in places):
+            yield f"{file}: {name}: there is no such file"
+    for link in _LINK.findall(page):
         if re.match(r"[a-z]+:", link):  # https: and the like
             continue
         name, _, anchor = link.partition("#")

@@ -20,12 +20,13 @@ def test_what_leads_nowhere_is_named(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
         "[a](none.md) [b](other.md#nothing) [c](#here) [d](other.md#some-title---flag-twice)\n"
-        "[e](other.md#a-1) [f](https://example.org/none) `[g]`\n## Here\n```\n[h](code.md)\n```\n"
+        "[e](other.md#a-1) [f](https://example.org/none) `[g]`\n"
+        "`hvdkit/stop.py` `hvdkit/none.py`\n## Here\n```\n[h](code.md)\n```\n"
     )
     found = [fault.split(": ")[1] for fault in links.broken(page)]
-    assert found == ["none.md", "other.md#nothing"]
+    assert found == ["hvdkit/none.py", "none.md", "other.md#nothing"]
     ended = subprocess.run([sys.executable, links.__file__, page], capture_output=True, text=True)
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 2
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 3
 
 
 def test_words_are_spelt_right():

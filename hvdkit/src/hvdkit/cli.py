@@ -1,4 +1,4 @@
-"""`hvdkit COMMAND ...`: what there is besides training, each command by its name."""
+"""`hvdkit COMMAND ...`: all commands besides training, by name."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = words[1]
     if name not in COMMANDS:
         refuse(f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no trace, until a run listens
-    if name == "compare":  # the others outlive who reads what they print
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
+    if name == "compare":  # the others continue when the reader of their output ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.path.insert(0, str(project.folder()))
     if name in _NEEDS_TENSORFLOW:

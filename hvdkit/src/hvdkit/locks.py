@@ -1,4 +1,4 @@
-"""A lock that ends with its process, however that ends."""
+"""A lock that ends with its process, however the process ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class NoLocks(OSError):
 
 
 def take(path: Path) -> IO[str]:
-    """Locks the file, made if need be, until what is returned is closed or the process ends.
+    """Locks the file, which it makes if needed, until the result is closed or the process ends.
 
     Raises:
       BlockingIOError: another process has it.
-      NoLocks, OSError: the file cannot be locked, or not be made.
+      NoLocks, OSError: the file cannot be locked, or cannot be made.
     """
     file = path.open("a")  # NFS locks only what may be written
     try:

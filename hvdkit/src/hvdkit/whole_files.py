@@ -1,4 +1,4 @@
-"""Files that are whole under their name, or not there: however a process or a machine ends."""
+"""Atomic writes: a file is complete or absent, whenever a process or machine dies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def written(path: Path, hidden: str = "") -> Iterator[Path]:
-    """Gives the name of a hidden file to write, which then takes the place of `path`, on disk.
+    """Yields a hidden path to write to, which then replaces `path` and is flushed to disk.
 
     Args:
       hidden: its name until then; by default .NAME.partial.
     Raises:
-      OSError: it cannot be written; as after any other exception, what was there stays.
+      OSError: it cannot be written. After any exception the old file is unchanged.
     """
     partial = path.with_name(hidden or f".{path.name}.partial")
     try:
@@ -27,20 +27,20 @@ def written(path: Path, hidden: str = "") -> Iterator[Path]:
         flush(partial)
         partial.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the one that is on its way says more
+        with contextlib.suppress(OSError):  # the first error says more
             partial.unlink(missing_ok=True)
         raise
     flush(path.parent)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As JSON; null stands for what is no finite number."""
+    """As JSON; NaN and infinity become null."""
     with written(path) as partial:
         partial.write_text(json.dumps(without_nan(content), indent=1) + "\n")
 
 
 def flush(path: Path) -> None:
-    """Waits until what was written to the file, or which names are in the folder, is on disk."""
+    """Waits until the file's content, or the folder's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -49,13 +49,13 @@ def flush(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of all of the file, hex digits."""
+    """Of the whole file, hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def without_nan(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: None stands for them."""
+    """The same for JSON, with None for NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

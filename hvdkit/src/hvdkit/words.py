@@ -1,4 +1,4 @@
-"""Words of messages that several places need."""
+"""Text of messages that several modules need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def some(things: Iterable[object], most: int = 5) -> str:
-    """The first `most` things with commas between them, and how many more there are."""
+    """The first `most` things, separated by commas, and how many more there are."""
     things = list(things)
     more = f" and {len(things) - most} more" if len(things) > most else ""
     return ", ".join(map(str, things[:most])) + more

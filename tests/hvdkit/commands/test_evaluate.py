@@ -90,7 +90,7 @@ def test_by_default_the_best_and_into_the_runs_folder(trained):
         (["--num_classes=12"], "the digits have 10 classes"),
         (["--nonsense=1"], "no flag --nonsense"),
         (["--out=/dev/null/x"], "writing /dev/null/x"),
-        (["--worst=-3"], "-3 is no number of samples"),
+        (["--worst=-3"], "-3 is not a number of samples"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(trained, flags, said):

@@ -1,0 +1,7 @@
+"""Commands that run a task or a trained model: main(argv) -> exit code. hvdkit/cli.py lists all.
+
+browse      samples as the model gets them
+evaluate    scores of a checkpoint, of each class, the worst samples
+predict     predictions on pictures
+export      a SavedModel that needs none of this code
+"""

@@ -2,9 +2,9 @@
 
     hvdkit browse --flagfile=configs/demo.cfg --out=sheet.png [--count=32]
 
-They are the first samples of the run that `train.py` would make with the same flags. Labels of
-pixels stand beside their picture, in colours; a class below it. Needs a task whose inputs hold
-pictures, uint8 or float32 of 0 to 255.
+It shows the first samples of the run that `train.py` would make with the same flags: labels of
+pixels in colours beside their picture, a class below it. The task's inputs must hold pictures,
+uint8 or float32 of 0 to 255.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
 _COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
-_TEXT = 18  # pixels of words
+_TEXT = 18  # pixels: height of the text
 
 
 def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -62,7 +62,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
-    """uint8 [height, width, 3]. Raises ValueError where there is nothing to look at."""
+    """uint8 [height, width, 3]. Raises ValueError if there is nothing to show."""
     tiles = [tile(example, names) for example in examples]
     height, width = np.max([part.shape[:2] for part in tiles], axis=0)
     columns = max(1, min(_COLUMNS * _SIDE // width, len(tiles)))
@@ -108,7 +108,7 @@ def _picture(inputs: Any) -> np.ndarray:
             image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
             return image if image.shape[-1] == 3 else image.repeat(3, -1)
     raise ValueError(
-        "the task's inputs hold no picture: browse.py shows uint8 or float32 "
+        "the task's inputs hold no picture: browse shows uint8 or float32 "
         "[height, width, 1 or 3], of 0 to 255"
     )
 

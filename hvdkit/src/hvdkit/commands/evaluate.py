@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint of a run: overall scores, scores of each class, and the worst samples.
+"""Evaluates a checkpoint of a run: overall scores, scores of each class, the worst samples.
 
     hvdkit evaluate --run_dir=runs/demo                    the best checkpoint, one rank
     horovodrun -np 2 hvdkit evaluate --run_dir=runs/demo --checkpoint=last --split=train
@@ -49,12 +49,12 @@ class Worst:
         self._found: list[tuple[float, int]] = []
 
     def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
-        """A batch of this rank: Evaluator.seen."""
+        """Takes a batch of this rank, as Evaluator.seen."""
         losses, weights = task_checks.loss(self._run.task, outputs, batch["targets"])
         axes = list(range(1, losses.shape.rank))
         total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
         means = tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes)).numpy()
-        # What is no number is the worst; of equal ones the first sample.
+        # NaN is the worst; among equal losses the first sample.
         ranked = np.where(np.isnan(means), np.inf, means).tolist()
         self._found += [(loss, -number) for loss, number in zip(ranked, ids, strict=True)]
         self._found = heapq.nlargest(self._most, self._found)
@@ -106,7 +106,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) 
 def write(
     run: RunContext, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
 ) -> None:
-    """All but pictures of samples; prints the figures and each class."""
+    """Writes all but pictures of samples; prints the figures of each class."""
     place = getattr(run.val_source, "picture_file", lambda number: "")
     samples = [{"sample": n, "loss": loss, "file": str(place(n))} for loss, n in worst]
     record = about | {"figures": found.figures, "worst": samples}
@@ -133,7 +133,7 @@ def write(
 
 
 def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
-    """The matrix, uint8 [n, n, 3]: of a row's labels the share that a column was predicted for."""
+    """The matrix as a picture, uint8: each row's labels, by the share predicted as each column."""
     shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
     dark, light = np.array([20, 40, 90]), np.array([245, 247, 250])
     cells = (light + shares[..., None] * (dark - light)).astype(np.uint8)
@@ -142,9 +142,9 @@ def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
 
 
 def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
-    """What the task draws of each of the worst samples; the weights are those evaluated."""
+    """Draws each of the worst samples, with the weights that were evaluated."""
     draw = tasks.optional(run.task, "draw")
-    for old in out.glob("*-sample-*.png"):  # of an evaluation before this one
+    for old in out.glob("*-sample-*.png"):  # of an earlier evaluation
         old.unlink()
     if not draw or not worst:
         return
@@ -159,7 +159,7 @@ def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[t
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number of samples: give 0 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of samples: give 0 or more")
     return int(text)
 
 

@@ -8,8 +8,8 @@ OUT/saved_model has two signatures, for any number of pictures of one size:
 Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
 int64, the most probable class. The SavedModel includes everything that evaluation does to a
 picture. To check it, a new process without this code loads it and predicts a picture; the outputs
-must equal those of predict.py. OUT/model.keras is the model alone, for use with Keras; if it has
-layers that are not Keras's own, loading it needs their code, and a note names them.
+must equal those of `hvdkit predict`. OUT/model.keras is the model alone, for use with Keras; if it
+has layers that are not Keras's own, loading it needs their code, and a note names them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-# Run without the project: what it loads is all that it has.
+# Runs without the project: it has only what it loads.
 _LOADED = """
 import sys
 import numpy as np
@@ -48,7 +48,7 @@ np.savez(found, **{name: value.numpy() for name, value in outputs.items()})
 
 
 class Exported(tf.Module):
-    """What is saved: the model, and what the task does to pictures before and after it."""
+    """What is saved: the model, with the task's processing before and after it."""
 
     def __init__(self, task: Task, model: keras.Model) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, own: Any) ->
         with task_checks.told("saving the model"):
             tf.saved_model.save(module, str(folder), signatures)
             model.save(own.out / "model.keras")
-        # As a graph, as it is loaded: operations one by one round otherwise.
+        # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
     if layers := foreign(model):
@@ -115,7 +115,7 @@ def foreign(model: keras.Model) -> list[str]:
 
 
 def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
-    """What the SavedModel makes of a batch of the picture, twice, in a process of its own."""
+    """The SavedModel's outputs for a batch of the picture twice, in a new process."""
     with tempfile.TemporaryDirectory() as scratch:
         picture, found = Path(scratch) / "picture", Path(scratch) / "found.npz"
         picture.write_bytes(data)
@@ -134,7 +134,7 @@ def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
 
 
 def _readable(file: Path) -> bytes:
-    """A picture's bytes; ValueError where the SavedModel could not decode them."""
+    """A picture's bytes; ValueError if the SavedModel could not decode them."""
     data = file.read_bytes()
     try:
         pictures.decode_image(tf.constant(data))

@@ -42,7 +42,7 @@ Row = list[str | float]  # of predictions.csv: file, then classes and probabilit
 
 
 class Unreadable(ValueError):
-    """A file that holds no picture that can be predicted on; the message names it."""
+    """A file without a usable picture; the message names it."""
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
@@ -74,7 +74,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
             rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
-        except tf.errors.OpError as error:  # all ranks meet below, whatever one of them met here
+        except tf.errors.OpError as error:  # no error ends a rank here: all ranks meet below
             faults.append(f"{file}: {said(error)}")
         except (ValueError, OSError) as error:
             faults.append(str(error))
@@ -96,10 +96,10 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
 
 
 def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
-    """The files to predict on, by the name of what is written; of folders all that is in them.
+    """The files to predict on, by the name of their output; for folders, all files in them.
 
     Args:
-      out: may lie in one of the folders; what predict.py has written there is left out.
+      out: may lie in one of the folders; earlier predictions there are left out.
 
     Raises:
       ValueError: there is none, or a name does not exist.
@@ -110,7 +110,7 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         inside = [path]
-        if path.is_dir():  # with links that lead nowhere: they are passed over by name
+        if path.is_dir():  # with dead links: they are reported and skipped
             inside = sorted(p for p in path.rglob("*") if p.is_file() or not p.exists())
             inside = [p for p in inside if not f"{os.path.realpath(p)}/".startswith(written)]
         for file in inside:
@@ -127,7 +127,7 @@ def load(file: Path) -> np.ndarray:
 
     PNG and JPEG are decoded as in training and evaluation.
     """
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+    if file.exists() and not file.is_file():  # reading a pipe would block
         raise Unreadable(f"{file} is no regular file")
     data = file.read_bytes()
     if fault := pictures.too_deep(data):
@@ -149,7 +149,7 @@ def load(file: Path) -> np.ndarray:
 
 
 def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
-    """Writes what a picture's outputs are to look at; returns its row of the table, if it has one.
+    """Writes a picture's predictions as pictures; returns its row of the table, if it has one.
 
     Args:
       outputs: logits [classes], or [height, width, classes].
@@ -160,7 +160,7 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
         return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
     if outputs.ndim != 3 or outputs.shape[-1] > len(COLOURS):
         raise Unreadable(
-            f"{name}: the model's outputs are {list(outputs.shape)}: predict.py shows logits "
+            f"{name}: the model's outputs are {list(outputs.shape)}: predict shows logits "
             "[classes], or [height, width, classes] of at most 256 classes"
         )
     classes = Image.fromarray(outputs.argmax(-1).astype(np.uint8), "P")
@@ -175,7 +175,7 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
 
 
 def class_names(run_dir: Path) -> list[str]:
-    """As the run's newest evaluation wrote them; none where it wrote no matrix."""
+    """Class names, from the run's newest confusion matrix; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
         return confusion.read(run_dir / "confusion.csv")[0]
     return []
@@ -189,7 +189,7 @@ def table(file: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
         return names[cell] if isinstance(cell, int) and cell < len(names) else cell
 
     named = [list(map(name_of, row)) for row in rows]
-    # A name may be any bytes.
+    # A file name may be any bytes.
     with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
         writer = csv.writer(opened)
         writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])

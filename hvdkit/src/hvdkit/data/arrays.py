@@ -9,10 +9,10 @@ import tensorflow as tf
 
 
 class Arrays:
-    """A Source (hvdkit/data/source.py) of arrays of equal length: sample i is every array's i-th part.
+    """A Source (hvdkit/data/source.py) of arrays of equal length: sample i is entry i of each.
 
     `Arrays(image=images, label=labels)` reads {"image": images[i], "label": labels[i]}. They
-    become constants of the input pipeline, so they should not be more than some hundred MB.
+    become constants of the input pipeline, so they should stay below some hundred MB.
 
     Raises:
       ValueError: there is no array, none has a sample, their lengths differ, or one is of objects.

@@ -18,7 +18,7 @@ from hvdkit.data.readers import pictures
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """What may happen to a training pair. Raises ValueError for ranges that mean nothing."""
+    """What may happen to a training pair. Raises ValueError for invalid ranges."""
 
     size: tuple[int, int]  # pixels, height and width of what comes out
     scale: tuple[float, float] = (0.5, 2.0)  # factor on the pixels, drawn log-uniformly
@@ -26,8 +26,8 @@ class Augmentation:
     brightness: float = 0.1  # shift of up to this share of the full range
     contrast: float = 0.2  # factor of 1 +- this, about the crop's mean
     saturation: float = 0.2  # factor of 1 +- this, about the pixel's grey
-    fill: int = 128  # grey beside the image, 0..255
-    ignore_label: int = IGNORE  # label beside the image
+    fill: int = 128  # grey outside the image, 0..255
+    ignore_label: int = IGNORE  # label outside the image
 
     def __post_init__(self) -> None:
         checks = {
@@ -54,7 +54,7 @@ class Window(NamedTuple):
     left: tf.Tensor  # int32 scalar, negative left of the image
     height: tf.Tensor  # int32 scalar
     width: tf.Tensor  # int32 scalar
-    mirrored: tf.Tensor  # bool scalar: to be turned left-right
+    mirrored: tf.Tensor  # bool scalar: flip it left-right
 
 
 class Cut(NamedTuple):
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
 
     box: tf.Tensor  # int32 [4], top, left, height, width on the image
     size: tf.Tensor  # int32 [2], height and width in what comes out
-    beside: tf.Tensor  # int32 [3, 2], pixels to add on each side of it
+    beside: tf.Tensor  # int32 [3, 2], padding on each side
     mirrored: tf.Tensor  # bool scalar
 
 
@@ -96,8 +96,8 @@ def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf
 def draw_window(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Window:
     """The part of an image (shape int32 [2]) that fills the output at a random scale.
 
-    Cutting first and scaling after gives the pixels of scaling first, at a cost that depends on
-    the output's size and not on the image's.
+    Cutting before scaling gives the same pixels as scaling first, at a cost that depends on the
+    output's size, not on the image's.
     """
     scaling, down, right, turn = tf.unstack(draws)
     low, high = how.scale
@@ -114,12 +114,12 @@ def draw_window(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Window
 def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
     """The part of a window that lies on an image of a shape (int32 [2]), and its place.
 
-    The part has at least one pixel, as `_offset` draws; so has its place.
+    Both have at least one pixel, because of how `_offset` draws.
     """
     whole = tf.stack([window.height, window.width])
     corner = tf.stack([window.top, window.left])
     first, end = tf.maximum(corner, 0), tf.minimum(corner + whole, shape)
-    # From edge to edge, so that a window that lies on the image fills the output.
+    # Edge to edge, so that a window inside the image fills the output.
     edges = tf.stack([first - corner, end - corner]) * how.size  # over `whole`, as (2e + w) // 2w
     before, after = tf.unstack((2 * edges + whole) // (2 * whole))
     size = tf.maximum(after - before, 1)
@@ -143,8 +143,8 @@ def cut_image(
 def cut_label(label: tf.Tensor, where: Cut, how: Augmentation) -> tf.Tensor:
     """A part of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
 
-    Image and label take pixel centres at one half, so they stay on each other. A class is not a
-    mean of classes: the nearest pixel's stays, however much smaller the label gets.
+    Image and label both put pixel centres at one half, so they stay aligned. Classes cannot be
+    averaged: each pixel takes the nearest one's class, however small the label gets.
     """
     top, left, height, width = tf.unstack(where.box)
     rows = top + image_ops.at_centres(height, where.size[0])
@@ -163,15 +163,15 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
     shift = 255.0 * how.brightness * brighter
     contrast, saturation = 1.0 + how.contrast * more, 1.0 + how.saturation * deeper
     offset = (1.0 - contrast) * tf.reduce_mean(image) + shift
-    # What a pixel's channels have to do with each other as a convolution of one pixel: TensorFlow
-    # takes three times as long to go over channels one by one.
+    # Mixes the channels of each pixel by a 1x1 convolution: three times as fast as channel by
+    # channel.
     mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
     mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
     return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounded
 
 
 def _offset(slack: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
-    """A whole number from 0 to slack, or from slack to 0 where the image is the smaller."""
+    """An integer from 0 to slack, or from slack to 0 where the image is smaller than the window."""
     steps = tf.cast(tf.abs(slack) + 1, tf.float32)
     # Rounding may give draw * steps == steps for draws just below one.
     step = tf.minimum(tf.cast(draw * steps, tf.int32), tf.abs(slack))

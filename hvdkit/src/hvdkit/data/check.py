@@ -4,9 +4,9 @@
     hvdkit check --data_dir=datasets/voc                             a packed one
 
 Every sample goes through the reader that training uses. Its label must be a class, and a label
-picture must have the size of its picture. Of a packed set the shards' SHA-256 are compared first,
-so it is read twice. Each fault is one line that names the file. Then it prints how often each class
-occurs and how large the pictures are; for the split to train on, if it has no faults, also
+picture must have the size of its picture. A packed set is read twice: first the SHA-256 of its
+shards are compared. Each fault is one line that names the file. Then it prints how often each class
+occurs and how large the pictures are; for the training split, if it has no faults, also
 --class_weights that balance the classes. Exit code 0: all is well; 1: faults found; 2: wrong flags.
 """
 
@@ -32,7 +32,7 @@ from hvdkit.ranks import live
 from hvdkit.words import some
 
 READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
-# What the folder holds of each format, where no --data_format says which it is.
+# Files by which a format is recognized without --data_format.
 _SIGNS = {
     "records": (f"[!.]*/{records.META}",),
     "folders": ("splits/*.txt",),
@@ -56,11 +56,10 @@ def check(
 
     Args:
       layout: a key of READERS.
-      classes: how many there are; 0: those that the reader knows of.
-      partner: where the split to train on was put that this one is to score, by its name. This
-        one is put there too. Their classes must be the same.
+      classes: number of classes; 0: as the reader says.
+      partner: splits read before, by name; this one is added. Their classes must be the same.
 
-    Returns what was read, in words, and what the sound samples hold.
+    Returns what was read, in words, and counts over the good samples.
     """
     try:
         if layout == "records" and not _is_whole(root / split, tell):
@@ -95,7 +94,7 @@ def check(
 def read_all(
     source: Source, classes: int, where: Callable[[int], str], tell: Callable[[str], None]
 ) -> tuple[int, counts.Counts]:
-    """The highest label of all samples, and what the sound ones hold."""
+    """The highest label of all samples, and counts over the good ones."""
     highest, counted = -1, counts.Counts(classes)
     for index, found in enumerate(_samples(source)):
         if isinstance(found, str):
@@ -147,14 +146,14 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
         sample = source.read(index)
         label = tf.cast(sample["label"], tf.int64)
         values = counts.of_label(label)
-        # The picture's size is asked for because what nobody asks for is not decoded.
+        # The picture's size is returned so that the picture is decoded: unused outputs are not.
         size = tf.shape(sample["image"])[:2]
         label_size = tf.shape(label)[:2] if label.shape.rank else size
         if label.shape.rank:  # one for each pixel
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
         return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
 
-    # The iterator goes on behind a sample that fails, in order.
+    # After a sample fails, the iterator continues with the next one.
     samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
     for index in range(len(source)):
         try:
@@ -194,7 +193,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
     args = parser.parse_args(argv[1:])
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no text
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be text
     faults: list[str] = []
 
     def tell(fault: str) -> None:
@@ -210,7 +209,7 @@ def main(argv: list[str]) -> int:
     splits, partner = args.split or _splits(args.data_dir, layout), {}
     trained = "train" if "train" in splits else splits[0]
     for split in splits:
-        if len(splits) != 2:  # two are to train on and to score; of more, who knows
+        if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             partner = {}
         read, counted = check(args.data_dir, layout, split, args.num_classes, tell, partner)
         wrong = faults.count(split)

@@ -23,7 +23,7 @@ def of_label(label: tf.Tensor) -> tf.Tensor:
 
 
 class Counts:
-    """Of one split; `add` gets each sample that is sound. `classes` may be set later."""
+    """Counts over one split; call `add` for each good sample. `classes` may be set later."""
 
     def __init__(self, classes: int) -> None:
         self.classes, self.samples = classes, 0
@@ -42,14 +42,14 @@ class Counts:
             self._of[label] += 1
 
     def of_classes(self) -> np.ndarray:
-        """int64 [classes]; what is ignored, or no class, is not counted."""
+        """int64 [classes]; ignored pixels and invalid labels are not counted."""
         found = self._of.copy()
         if self._pixels:
             found[IGNORE] = 0
         return found[: self.classes]
 
     def told(self, names: Sequence[str]) -> list[str]:
-        """Lines for a person: sizes, classes and their shares."""
+        """Lines of text: sizes, classes and their shares."""
         if not self.samples:
             return []
         lines, counts = [self._sizes_told()], self.of_classes()
@@ -71,7 +71,7 @@ class Counts:
         return lines
 
     def weights(self) -> str:
-        """The flag that makes all classes count alike."""
+        """The flag that gives all classes the same total weight."""
         weights = ",".join(f"{weight:.4g}" for weight in balanced(self.of_classes()))
         return f"--class_weights={weights}"
 
@@ -85,7 +85,7 @@ class Counts:
 
 
 def balanced(counts: np.ndarray) -> list[float]:
-    """Weights by which all classes that occur count alike: n / (classes * count of one).
+    """Weights that give all classes the same total: n / (classes * count of the class).
 
     King and Zeng 2001 ("Logistic Regression in Rare Events Data"), as scikit-learn's "balanced".
     Their mean over samples, or pixels, is 1. A class that never occurs gets 1.

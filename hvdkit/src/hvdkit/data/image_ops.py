@@ -1,7 +1,7 @@
-"""Parts of pictures, cut, scaled and mirrored at the least cost.
+"""Crops, scales and mirrors pictures fast.
 
 A sample is what a source read: "image", uint8 [H, W, 3], and "file" (the bytes it is decoded from)
-where there is one. TensorFlow leaves out what nobody asks for: where only a part is cut, the image
+where there is one. TensorFlow does not compute unused outputs: if only a crop is used, the image
 is not decoded.
 """
 
@@ -16,8 +16,8 @@ from hvdkit.data.readers.exif import seldom
 def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
     """Random numbers in [0, 1) that belong to a key (int32 [2]): float32 [count].
 
-    tf.random.stateless_uniform scrambles its seed first, for people give it 1, 2, 3. A sample's key
-    is scrambled already (hvdkit/data/sampler.py), so this takes a few ops of some twenty.
+    tf.random.stateless_uniform scrambles its seed first, because people pass 1, 2, 3. A sample's
+    key is random already (hvdkit/data/sampler.py), so this takes a few ops instead of twenty.
     """
     return tf.raw_ops.StatelessRandomUniformV2(
         shape=[count],
@@ -42,15 +42,15 @@ def cut(sample: dict[str, tf.Tensor], box: tf.Tensor) -> tf.Tensor:
 def resize_float(image: tf.Tensor, shape: list[int] | tf.Tensor) -> tf.Tensor:
     """An image uint8 [H, W, 3] scaled bilinearly to `shape`: float32 in [0, 255].
 
-    Bilinear looks at two pixels a side: where there are more than four for each that comes out, all
-    are looked at (antialias), so that nothing fine turns into stripes. Pillow and torchvision
-    always do, TensorFlow's model garden never; it costs several times as much.
+    Bilinear interpolation reads two pixels a side. Where more than four pixels become one, it is
+    antialiased, so that fine patterns do not become stripes. Pillow and torchvision always
+    antialias, TensorFlow's model garden never does; it costs several times as much.
     """
     shape = tf.convert_to_tensor(shape)
     return tf.cond(
         tf.reduce_prod(tf.shape(image)[:2]) > 4 * tf.reduce_prod(shape),
         lambda: _resize_smoothly(image, shape),
-        # As float32: the resize itself takes longer from uint8.
+        # As float32: resizing uint8 takes longer.
         lambda: tf.image.resize(tf.cast(image, tf.float32), shape),
     )
 
@@ -68,13 +68,13 @@ def resize(image: tf.Tensor, shape: list[int]) -> tf.Tensor:
 
 
 def nearest(label: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """A label [H, W, 1] scaled to `shape`: of each pixel that comes out, the one at its centre."""
+    """A label [H, W, 1] scaled to `shape`: each output pixel takes the input at its centre."""
     height, width = tf.unstack(tf.shape(label)[:2])
     return pick(label, at_centres(height, shape[0]), at_centres(width, shape[1]))
 
 
 def at_centres(length: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-    """For each of `places` pixels that `length` are scaled to, the one at its centre: int32."""
+    """For each of `places` output pixels, the one of `length` input pixels at its centre: int32."""
     length, places = tf.cast(length, tf.int64), tf.cast(places, tf.int64)  # of their product
     return tf.cast((2 * tf.range(places) + 1) * length // (2 * places), tf.int32)
 
@@ -82,14 +82,14 @@ def at_centres(length: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
 def pick(label: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
     """The pixels of a label [H, W, 1] in these rows and columns, int32 [h] and [w]: [h, w, 1].
 
-    By places in one row of all pixels, which is ten times as fast as tf.image.resize.
+    Gathers from the flattened pixels, which is ten times as fast as tf.image.resize.
     """
     places = rows[:, None] * tf.shape(label)[1] + columns
     return tf.gather(tf.reshape(label, [-1]), places)[..., None]
 
 
 def mirrored(image: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-    """The uint8 [H, W, 3] as it is, or left-right; turn: bool scalar.
+    """The uint8 [H, W, 3], mirrored left-right if `turn`, a bool scalar.
 
     tf.reverse copies pixels of three channels at once; image[:, ::-1] took thirty times as long.
     """

@@ -1,4 +1,4 @@
-"""Which reader a run's data_dir is read with: --data_format, or what the task is used to."""
+"""Opens data_dir with the reader that --data_format names, or with the task's default."""
 
 from pathlib import Path
 
@@ -35,13 +35,13 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     Args:
       default: the format where config.data_format is empty; any other must have its kind of label.
 
-    Raises ValueError, naming flag, folder or file, when the format has another kind of label than
-      the task takes, the data are not in it, the classes of the two have other names or are not
-      config.num_classes, or a class for each pixel would have the number that means ignored.
+    Raises ValueError, naming flag, folder or file: the format has another kind of label than the
+      task takes, the data do not have that format, the splits' classes differ or are not
+      config.num_classes, or a class of pixels would have the number that means ignored.
     """
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
-    # Before how many they are: where two splits differ, no --num_classes is right for both.
+    # Checked before their number: if the splits differ, no --num_classes is right for both.
     if differ := unshared_classes(train, val):
         raise ValueError(
             f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
@@ -53,7 +53,7 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
 
 
 def trained_on_too(train: Source, val: Source) -> int:
-    """How many of the pictures to score are trained on: of listed files, which have names."""
+    """How many validation pictures are also trained on; known for listed files only."""
     pairs = isinstance(train, PicturePairs) and isinstance(val, PicturePairs)
     return train.shared_with(val) if pairs else 0
 
@@ -83,7 +83,7 @@ def _check_number(config: Settings, source: Source, split: str, default: str) ->
     known = getattr(source, "num_classes", config.num_classes)
     if known == 1 and name == "class_folders":
         raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
-    # A packed set says how many classes it was seen to hold: of the whole set there may be more.
+    # A packed split knows only the classes that occur in it; the whole set may have more.
     if known > config.num_classes or (known < config.num_classes and name != "records"):
         raise ValueError(
             f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "

@@ -7,7 +7,7 @@ Sample ids and pixels stay the same, so a run on the packed set gives the same b
 files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
 With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
 which is faster to read.
-After a kill, the next pack of that split into OUT removes the leftovers. `hvdkit check`
+If packing is killed, the next pack of that split into OUT removes the leftovers. `hvdkit check`
 verifies a pack.
 """
 
@@ -49,23 +49,23 @@ READERS: dict[str, Callable[[Path, str], Source]] = {
 
 
 class Packed(NamedTuple):
-    """What one sample became."""
+    """One sample, packed."""
 
     data: bytes  # a tf.train.Example
-    pixels: int  # CRC-32 of image and label, to compare with what is read back
+    pixels: int  # CRC-32 of image and label, compared when read back
     label: int  # its highest class
 
 
 def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -> Path:
-    """Writes OUT/SPLIT, whole or not at all, and reads all of it back before it gets its name.
+    """Writes OUT/SPLIT, whole or not at all; reads all of it back before renaming it into place.
 
     Args:
-      packed_from: for people who wonder, kept in pack.json.
+      packed_from: a description for people, kept in pack.json.
 
     Returns: the folder.
-    Raises ValueError when SPLIT is no name for a folder, OUT/SPLIT is there already or is being
-      packed, a sample cannot be read, or what is read back is not what was packed; OSError or
-      tf.errors.OpError when the disk does not take it.
+    Raises ValueError: SPLIT is no valid name of a folder, OUT/SPLIT exists or is being packed, a
+      sample cannot be read, or what is read back differs; OSError or tf.errors.OpError: writing
+      failed.
     """
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
@@ -115,7 +115,7 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
 def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
     """Ends each shard with the record that names the pack; adds sizes and SHA-256 to the list.
 
-    Not before all are written: the pack's name is the checksum of its content.
+    Called after all are written: the pack's name is the checksum of its content.
     """
     last = folder / "mark"
     for number, shard in enumerate(listed):
@@ -137,7 +137,7 @@ def _packed(source: Source) -> Iterator[Packed]:
 
     def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = source.read(index)
-        # Sources that are no files have none.
+        # Sources that do not read files have none.
         file = sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
         ids = tf.io.encode_png(sample["label"]) if is_map else b""
         return {**sample, "file": file, "ids": ids}
@@ -149,7 +149,7 @@ def _packed(source: Source) -> Iterator[Packed]:
             "label": _feature(sample["ids"] if is_map else int(label)),
         }
         data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
-        counted = label != IGNORE if is_map else True  # of class folders, 255 is one like others
+        counted = label != IGNORE if is_map else True  # in class folders, 255 is an ordinary class
         yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
 
 
@@ -164,7 +164,7 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
 
 
 def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
-    """What `read` makes of 0 .. len - 1, as NumPy values, read on several threads."""
+    """`read(i)` for i in 0 .. len - 1, as NumPy values, read on several threads."""
     read = pipeline.as_written(read)
     samples = tf.data.Dataset.range(len(source)).map(read, tf.data.AUTOTUNE, deterministic=True)
     done = 0
@@ -201,7 +201,7 @@ def _to_disk(path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is half done goes too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=READERS, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv[1:])
     if args.quality is not None and args.short_side is None:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     name = args.split if args.name is None else args.name
     try:
         source = READERS[args.layout](args.root, args.split)

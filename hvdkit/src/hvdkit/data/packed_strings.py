@@ -1,4 +1,4 @@
-"""Millions of names, held once: one string with the place of each name in it."""
+"""Millions of names in little memory: one string, and where each name begins."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NARROW = 2**32  # bytes of text that 32-bit places reach
 
 @encoding.sendable("names")
 class Names:
-    """File names, or paths, in order; any bytes that a file system takes.
+    """File names or paths, in order; any bytes that a file system accepts.
 
-    A name takes its bytes and 4 more (8 from 4 GiB of text on). They lie in TensorFlow's memory,
-    where graphs and Python read them: a list of Python strings takes some 100 bytes more for each.
+    A name takes its bytes and 4 more (8 from 4 GiB of text on), in TensorFlow's memory, where both
+    graphs and Python read them. A list of Python strings takes about 100 bytes more for each.
     """
 
     def __init__(self, text: bytes, lengths: np.ndarray):
@@ -36,7 +36,7 @@ class Names:
 
     @classmethod
     def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Names, np.ndarray]:
-        """The names of some `packed` in one, and where each part begins, int64 [parts + 1]."""
+        """The names of several `packed` parts, and where each part begins, int64 [parts + 1]."""
         text, lengths = bytearray(), []
         for some_text, some_lengths in parts:  # each is let go at once
             text += some_text
@@ -52,18 +52,18 @@ class Names:
         return os.fsdecode(self.at(tf.constant(index, tf.int64)).numpy())
 
     def pick(self, indices: Iterable[int]) -> list[str]:
-        """Many names at once: each by itself takes TensorFlow's time for some operations."""
+        """Many names at once, which is faster than one by one."""
         text, starts = self._text.numpy(), self._starts.numpy()
         return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
 
     def shared(self, other: Names) -> int:
-        """How many of the names are among the other's too; neither has a name twice."""
+        """How many names both have; neither has a name twice."""
         few, many = sorted((self, other), key=len)
         there = set(few._each())
         return sum(name in there for name in many._each())
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
-        """As `names[index]` in a graph: string scalar from int64 scalar; nothing else is copied."""
+        """`names[index]` in a graph: string scalar from int64 scalar; only this name is copied."""
         places = tf.gather(self._starts, tf.stack([index, index + 1]))
         start, end = tf.unstack(tf.cast(places, tf.int64))
         return tf.strings.substr(self._text, start, end - start)
@@ -79,7 +79,7 @@ class Names:
         return sha.hexdigest()
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What they are made of again: bytes, uint8, and the length of each name, integer [n]."""
+        """What `made_of` takes: bytes, uint8, and the length of each name, integer [n]."""
         return np.frombuffer(self._text.numpy(), np.uint8), np.diff(self._starts.numpy())
 
     @classmethod
@@ -90,6 +90,6 @@ class Names:
 
 
 def packed(names: Iterable[str]) -> tuple[bytes, np.ndarray]:
-    """The names' bytes as the file system has them, in a row, and the length of each."""
+    """The names' bytes as in the file system, concatenated, and the length of each."""
     as_bytes = list(map(os.fsencode, names))
     return b"".join(as_bytes), np.fromiter(map(len, as_bytes), np.uint16, len(as_bytes))

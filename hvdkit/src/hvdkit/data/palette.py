@@ -1,4 +1,4 @@
-"""Colours of classes, where labels of pixels are shown."""
+"""Colours of classes, to show labels of pixels."""
 
 from __future__ import annotations
 

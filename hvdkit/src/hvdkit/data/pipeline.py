@@ -1,6 +1,6 @@
 """From a source to batches: stateless order and augmentation, read on several threads.
 
-Nothing here remembers where it was: the batches of step k are made from k alone.
+It keeps no state: the batches of step k depend on k alone.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hvdkit.data.source import Source
 
 Example = dict[str, Any]
 
-# The second: TensorFlow's message names a file, and its name is no UTF-8.
+# The second: TensorFlow's message names a file whose name is not UTF-8.
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
-# Lines before the reason, where an operation of a graph failed.
+# Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
     r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
 )
 
-# Code as it stands: converting every function on the way, to let `if` and `for` take tensors, would
-# cost more time at start-up than everything else.
+# AutoGraph is off: converting every function, so that `if` and `for` accept tensors, would take
+# more time at start-up than everything else.
 as_written = tf.autograph.experimental.do_not_convert
 
 
@@ -41,7 +41,7 @@ class Order(Protocol):
 class Reader(NamedTuple):
     """How a sample of a source becomes an example; made by `reader`."""
 
-    read: tf.types.experimental.ConcreteFunction  # of its index, int64, and with `keyed` of a key
+    read: tf.types.experimental.ConcreteFunction  # of the index, int64, and of a key if `keyed`
     parts: frozenset[str]  # of the sample
 
 
@@ -50,9 +50,9 @@ def reader(
     transform: Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example],
     keyed: bool,
 ) -> Reader:
-    """`transform` of a sample, traced once for all that read.
+    """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
-    The index is an argument: shapes must be known for every sample, not for the first alone.
+    The index is an argument of the graph, so that shapes hold for every sample.
 
     Args:
       keyed: whether `transform` takes a key, int32 [2], to draw with.
@@ -76,15 +76,15 @@ def reader(
 class TrainingFeed:
     """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
 
-    A sample that cannot be read does not raise: `next` gives a batch of zeros and `error` says
-    what is wrong, so that this rank can still take part in the step and let the others know.
+    A sample that cannot be read does not raise: `next` returns a batch of zeros and `error` says
+    what is wrong, so that this rank still takes part in the step and can tell the others.
 
-    For `with`: what is read ahead ends with it. TensorFlow crashes where its threads still read as
-    the process ends, and whoever keeps an exception that passed by here keeps this feed.
+    Use it in a `with`, which stops reading ahead: TensorFlow crashes if its threads still read when
+    the process ends, and an exception that was raised in here would keep the feed alive.
 
     Args:
-      workers: threads of this rank's own that read and augment, an example each at a time.
-      device: name of the GPU that batches are brought to; empty: the host.
+      workers: threads of this rank that read and augment, one example each at a time.
+      device: name of the GPU that batches are copied to; empty: the host.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class TrainingFeed:
             .with_options(_on_own_threads(workers))
         )
         self.spec = batches.element_spec
-        # Two batches ahead, and no more, whatever memory there is: in the device's own memory, to
-        # which they are copied while the step before works. No GPU holds text.
+        # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
+        # step before. GPUs hold no text.
         text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
         to_device = tf.data.experimental.prefetch_to_device
         ahead = to_device(device, 2) if device and not text else None
@@ -144,7 +144,7 @@ class TrainingFeed:
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
 
     def waited(self) -> float:
-        """Seconds that `next` took so far, in which the device may have worked on a step before."""
+        """Seconds spent in `next` so far; the device may have been busy with earlier steps."""
         return self._waited
 
     def _explain(self, error: Exception) -> str:
@@ -155,8 +155,8 @@ class TrainingFeed:
 class EvaluationFeed:
     """This rank's whole batches: number rank, rank + size, rank + 2 * size, ... of the set.
 
-    A batch holds the same samples for any number of ranks, so what is computed from it is the
-    same to the last bit. The last batch of the set may be short; a rank may have none. Examples
+    A batch holds the same samples on any number of ranks, so its results are the same to the last
+    bit. The last batch of the set may be short; a rank may have none. Examples
     whose shapes are not fixed (pictures at their own size) are batches of one: `one_by_one`.
     """
 
@@ -172,10 +172,10 @@ class EvaluationFeed:
         self.reader = reader
         parts = tf.nest.flatten(reader.read.structured_outputs)
         self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
-        # At 2**31 - 1 tf.data hung.
+        # tf.data hung at 2**31 - 1.
         batch_size = 1 if self.one_by_one else min(batch_size, len(source))
         starts = range(rank * batch_size, len(source), size * batch_size)
-        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank with most
+        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank that has most
         self._source, self._batch_size = source, batch_size
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
@@ -195,7 +195,7 @@ class EvaluationFeed:
                 yield batch
                 done += 1
         except _READ_ERRORS as error:
-            # Of the batch that failed only: the other ranks wait for the answer.
+            # Looks only at the batch that failed: the other ranks wait.
             raise ValueError(explain(self._source, self.ids(done), error)) from None
 
     def ids(self, place: int) -> list[int]:
@@ -204,22 +204,22 @@ class EvaluationFeed:
 
 
 def _on_own_threads(workers: int) -> tf.data.Options:
-    """TensorFlow's own pool has a thread a core of the host, for each rank of it."""
+    """A private pool: TensorFlow's own has a thread for every core of the host, on each rank."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = workers
-    # An example is made on one thread: sums then do not depend on how many there are.
+    # One thread an example, so that sums do not depend on the number of threads.
     options.threading.max_intra_op_parallelism = 1
     return options
 
 
 def explain(source: Source, ids: list[int], error: Exception) -> str:
-    """What is wrong with the first bad sample among `ids`, for a person."""
+    """A message about the first bad sample among `ids`."""
     reasons = (source.explain(i) for i in ids)
     return next((r for r in reasons if r), said(error))
 
 
 def said(error: Exception) -> str:
-    """TensorFlow's reason in a line, without where its nodes were made and what they are called."""
+    """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = getattr(error, "message", str(error))
     failed = re.search(r"assertion failed: \[(.*)\]", message)
     if failed:

@@ -11,11 +11,11 @@ import dataclasses
 
 import tensorflow as tf
 
-_ORDERS, _KEYS = 1, 2  # what hashes are drawn for
+_ORDERS, _KEYS = 1, 2  # uses of the random words
 
 
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
-    """First and one-past-last position of `rank`'s part of `total` things: as even as can be."""
+    """First and one-past-last index of `rank`'s part of `total`, split as evenly as possible."""
     return total * rank // size, total * (rank + 1) // size
 
 
@@ -23,11 +23,11 @@ def share(total: int, rank: int, size: int) -> tuple[int, int]:
 class Sampler:
     """Order of `num_samples` samples, in global batches of `global_batch_size`.
 
-    A batch is split first into `micro_batches` equal parts, then each part over the ranks, so
-    that a micro-batch too is the same set of samples for any number of ranks. With
-    `virtual_ranks` it is split over those, and a rank holds the samples of its own ones. `seed` is
-    any number in [0, 2**64). Where `passed_over` batches were left out, a step has the samples that
-    so many steps later had had.
+    A batch is first split into `micro_batches` equal parts, then each part over the ranks, so that
+    a micro-batch too holds the same samples on any number of ranks. With `virtual_ranks` it is
+    split over those, and a rank holds the samples of its virtual ranks. `seed` is any number in
+    [0, 2**64). If `passed_over` batches were left out, step k uses the samples of step
+    k + passed_over.
     """
 
     num_samples: int
@@ -69,11 +69,11 @@ class Sampler:
         Returns, for n = micro_batches * local_micro_size:
           int64 [n]: sample ids in [0, num_samples), each once an epoch.
           int32 [n, 2]: for each a key for tf.random.stateless_* functions that belongs to (seed,
-            position in the run): 64 bits drawn by hash, so that two are equal only by chance.
+            position in the run): 64 random bits, so that two are equal only by chance.
         """
         positions = self.local_positions(step)
         first = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
-        # All of the global batch's, which take no longer: hashes of numbers in a row are one op.
+        # Drawn for the whole global batch, in one op, which takes no longer.
         keys = self._draw(_KEYS, first, self.global_batch_size, tf.int32)[:, :2]
         return self.order(positions), tf.gather(keys, positions - first)
 
@@ -89,7 +89,7 @@ class Sampler:
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
 
     def ids_of(self, step: int, part: int) -> list[int]:
-        """The samples at `step` of rank number `part`; of that virtual one, where there are any."""
+        """The samples of rank `part` at `step`; with virtual ranks, of that virtual rank."""
         parts = self.virtual_ranks or self.size
         other = dataclasses.replace(self, rank=part, size=parts, virtual_ranks=0)
         return other.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
@@ -104,10 +104,10 @@ class Sampler:
         return start, share(micro, last, self.virtual_ranks)[0]
 
     def order(self, positions: tf.Tensor) -> tf.Tensor:
-        """Sample ids at `positions` (int64 [n], ascending): those of an epoch give every id once.
+        """Sample ids at `positions` (int64 [n], ascending); each epoch gives every id once.
 
-        The epochs of a seed, and the seeds, are unrelated permutations: at least 2**24 of them,
-        drawn by hash, so that an order may come back by chance, after thousands of epochs.
+        Epochs and seeds have unrelated permutations, drawn at random from at least 2**24: an order
+        may repeat by chance after thousands of epochs.
 
         Returns int64 [n].
         """
@@ -121,10 +121,10 @@ class Sampler:
     def _draw(
         self, use: int, first: tf.Tensor, count: tf.Tensor | int, dtype: tf.DType
     ) -> tf.Tensor:
-        """Four random 32-bit words for each number from `first` on, of one use: [count, 4].
+        """Four random 32-bit words for each of `count` numbers from `first` on: [count, 4].
 
-        Philox (Salmon et al. 2011) is made for this: any key, any counter, however regular, give
-        words that look independent. The seed is the 64-bit key, the rest the 128-bit counter,
+        Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
+        look independent. The seed is the 64-bit key, the rest the 128-bit counter,
         which goes up by one after four words.
         """
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
@@ -151,7 +151,7 @@ def _permute(index: tf.Tensor, keys: tf.Tensor, total: int) -> tf.Tensor:
     if last < 2**16 or last & (last - 1):
         return shuffled(index, last)
     # The op computes on ceil(log2(last)) bits: for a power of two that can be one too few to hold
-    # `last` itself, and two places would give one id. Shuffle one more entry, then skip it.
+    # `last` itself, and two positions would get one id. So shuffle one more entry, then skip it.
     ids = shuffled(index, total)
     return tf.where(
         ids == total, shuffled(tf.fill(tf.shape(ids), tf.constant(total, tf.int64)), total), ids

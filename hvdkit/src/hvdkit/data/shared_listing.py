@@ -1,7 +1,7 @@
-"""What rank 0 finds out for all ranks, such as the listing of a network disk.
+"""Lookups that rank 0 makes for all ranks, such as listing a network disk.
 
-A reader asks through `found`. What `run.open_sources` does around it decides who looks: rank 0
-does, the others are given what it found. Without that (tests, hvdkit.data.pack), who asks looks.
+A reader calls `found`. Inside `run.context.open_sources`, rank 0 looks and the others receive what
+it found. Elsewhere (tests, hvdkit.data.pack) the caller itself looks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kept(findings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def awaited() -> Iterator[None]:
-    """For other ranks: ends the block quietly where something would be looked for."""
+    """For other ranks: leaves the block silently at the first lookup."""
 
     def wait(*_: Any) -> None:
         raise _Wait
@@ -52,7 +52,7 @@ def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextMan
     """For other ranks, with rank 0's findings: what it did not look for is found here.
 
     Args:
-      look: whether this is the rank that compares them with its host's disk.
+      look: whether this rank compares them with its host's disk.
     """
 
     def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
@@ -66,7 +66,7 @@ def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextMan
 
 
 class _Wait(BaseException):
-    """No Exception: a task's own `except Exception` must not take it for a mistake."""
+    """Not an Exception, so that a task's own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager

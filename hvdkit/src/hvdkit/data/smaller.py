@@ -1,4 +1,4 @@
-"""Pictures scaled down once, before they are packed, instead of each time that they are read."""
+"""Scales pictures down once, when they are packed, instead of at every read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hvdkit.data.source import Source
 
 
 class Smaller:
-    """Another source's samples, their pictures' shorter side `short_side` pixels at most.
+    """Another source's samples, with the shorter side of pictures at most `short_side` pixels.
 
-    Larger ones are scaled with antialias and become JPEG files of a `quality` (1 to 100); labels of
-    pixels take the nearest pixel. Smaller ones stay as they are. Sample ids stay.
+    Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
+    of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids.
     """
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:
-        """Raises ValueError for a side or a quality that means nothing."""
+        """Raises ValueError for an invalid side or quality."""
         if short_side < 1 or not 1 <= quality <= 100:
             raise ValueError(
                 f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
@@ -36,7 +36,7 @@ class Smaller:
         image, label = sample["image"], sample["label"]
         shape = tf.shape(image)[:2]
         shorter = tf.reduce_min(shape)
-        # Rounded whole numbers, so that the shorter side is exact.
+        # Integer arithmetic, so that the shorter side is exact.
         scaled = tf.maximum((2 * shape * self._side + shorter) // (2 * shorter), 1)
 
         def encoded() -> tf.Tensor:

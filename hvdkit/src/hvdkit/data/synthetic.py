@@ -1,4 +1,4 @@
-"""Random samples of a given form: to measure speed, or to run before there is data."""
+"""Random samples of a given form, to measure speed or to run without data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 
 class Synthetic:
-    """`count` samples of uniform integers; sample i is the same everywhere (hvdkit.data.source.Source).
+    """A Source of `count` samples of uniform integers; sample i is the same everywhere.
 
     Args:
       form: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.

@@ -1,4 +1,4 @@
-"""A hidden folder to write in, so that what has its name is whole: OUT/.NAME.packing."""
+"""A hidden folder to write in, OUT/.NAME.packing, so that OUT/NAME is always complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _ENDING = ".packing"
 
 @contextlib.contextmanager
 def folder(out: Path, name: str) -> Iterator[Path]:
-    """An empty folder in `out` for what becomes OUT/NAME; it goes in the end.
+    """An empty folder in `out` for what becomes OUT/NAME; removed at the end.
 
-    What a killed process left in it goes at the start.
+    Leftovers of a killed process are removed at the start.
 
-    Raises ValueError when another process writes OUT/NAME at this moment.
+    Raises ValueError if another process is writing OUT/NAME.
     """
-    work = out / f".{name}{_ENDING}"  # beside its last place: only there a rename is atomic
+    work = out / f".{name}{_ENDING}"  # in the same folder: only then a rename is atomic
     work.mkdir(exist_ok=True)
-    lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # its end, however it ends, ends the lock
+    lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
             try:
@@ -43,7 +43,7 @@ def folder(out: Path, name: str) -> Iterator[Path]:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that is no folder's in OUT, or like the hidden ones' here."""
+    """Raises ValueError for an invalid name of a folder, or one like the hidden names used here."""
     if name in ("", ".", "..") or "/" in name or _ENDING in name:
         raise ValueError(
             f"{name!r} cannot be the name of a packed split: it must be a folder's name, without "

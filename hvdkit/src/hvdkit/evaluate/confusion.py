@@ -1,4 +1,4 @@
-"""What was taken for what: a confusion matrix as a file, and the figures of each class."""
+"""A confusion matrix as a file, and the figures of each class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdkit.evaluate import metrics
 
 
 def class_names(source: Any, count: int) -> list[str]:
-    """Those of the data, or the numbers of the classes where it has none, or of others."""
+    """The data's class names, or the numbers of the classes if their count does not match."""
     names = [str(name) for name in getattr(source, "class_names", None) or []]
     return names if len(names) == count else [str(number) for number in range(count)]
 
@@ -42,7 +42,7 @@ def read(file: Path) -> tuple[list[str], np.ndarray]:
 
 
 def classes(confusion: np.ndarray) -> dict[str, list[float]]:
-    """Figures of each class from a confusion matrix (row: label), NaN where there is none."""
+    """Figures of each class from a confusion matrix (row: label), NaN where undefined."""
     hits = np.diag(confusion).astype(np.float64)
     labels, predictions = confusion.sum(1), confusion.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -31,11 +31,11 @@ _DRAWN = 4  # batches, where one is a single example
 
 class Evaluation(NamedTuple):
     figures: dict[str, float]  # `loss` and what the task's `metrics` returns
-    sums: dict[str, np.ndarray]  # what they are of: the task's `sums` over all samples
-    pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0 of a task that draws
+    sums: dict[str, np.ndarray]  # the task's `sums` over all samples, from which they come
+    pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0, if the task draws
 
     def confusion(self) -> np.ndarray | None:
-        """What was taken for what, integer [n, n], row: label; None of a task that counts none."""
+        """The confusion matrix, integer [n, n], row: label; None if the task has none."""
         counts = self.sums.get("confusion")
         square = counts is not None and counts.ndim == 2 and counts.shape[0] == counts.shape[1]
         return counts.astype(np.int64) if square else None
@@ -53,7 +53,7 @@ class Context(Protocol):
 
 
 class Evaluator:
-    """Holds what does not change from one evaluation to the next."""
+    """Prepares what all evaluations share."""
 
     def __init__(self, run: Context, feed: EvaluationFeed) -> None:
         self._world, self._task = run.world, run.task
@@ -61,7 +61,7 @@ class Evaluator:
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes, self._said = tasks.optional(run.task, "notes"), set()
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
-        # With virtual ranks a layer that draws in evaluation draws by batch, whoever has it.
+        # With virtual ranks, layers that draw in evaluation draw by batch, on whichever rank it is.
         exact = bool(run.config.virtual_ranks)
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
@@ -70,7 +70,7 @@ class Evaluator:
         self.seen: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
-        """One example through all of it: a mistake shows before the first training step.
+        """Evaluates one example, so that mistakes show before the first training step.
 
         Raises:
           Stop: on all ranks, with a sentence about what the task's functions return.
@@ -81,7 +81,7 @@ class Evaluator:
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})
-            except ValueError as error:  # one sample may be too few for a figure
+            except ValueError as error:  # one sample may be too few for a metric
                 if not isinstance(error.__cause__, ZeroDivisionError):
                     raise
             if self._draw:
@@ -89,7 +89,7 @@ class Evaluator:
                     task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        """Every rank must call it. None: some rank got a stop signal.
+        """Every rank must call it. Returns None if a rank got a stop signal.
 
         Raises:
           Stop: on all ranks, when a sample cannot be read or evaluated, or none counts.
@@ -98,7 +98,7 @@ class Evaluator:
             return self._evaluate(stop_asked)
 
     def one(self, number: int) -> tuple[Example, Any]:
-        """A sample by itself, as a batch, and its outputs."""
+        """One sample as a batch, and its outputs."""
         example = self._feed.reader.read(tf.constant(number, tf.int64))
         batch = tf.nest.map_structure(lambda part: part[None], example)
         with unchanged(self._model):
@@ -107,7 +107,7 @@ class Evaluator:
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         total, drawn, error = self._sums(self._world, metrics.zeros(self._step)), [], None
         batches, ballot = iter(self._feed), Ballot()
-        for place in range(self._feed.rounds):  # as many as the rank with most batches has
+        for place in range(self._feed.rounds):  # as many as the rank that has most batches
             batch = None
             try:
                 batch = next(batches, None)
@@ -154,7 +154,7 @@ class Evaluator:
             raise ValueError(self._fault(error, batch, place)) from None
 
     def _fault(self, error: Exception, batch: Example, place: int) -> str:
-        """Why this rank's batch number `place` cannot be evaluated, for a person."""
+        """A message: why this rank's batch number `place` cannot be evaluated."""
         shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
         if isinstance(error, tf.errors.ResourceExhaustedError):
             return (
@@ -179,7 +179,7 @@ class Evaluator:
         return {"loss": loss} | task_checks.metrics(self._task, sums)
 
     def _pictures(self, batch: Example, outputs: Any) -> np.ndarray | None:
-        """A failure here is printed, and does not end the run."""
+        """A failure is printed; the run continues."""
         try:
             return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
         except Exception as error:
@@ -194,10 +194,10 @@ class Evaluator:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """What is not trained is afterwards as it was before.
+    """Restores all untrained state afterwards.
 
-    Keras's recurrent layers draw dropout masks in evaluation too, and ranks differ in how many
-    batches they have: seeds would come apart, and training depend on how often it is evaluated.
+    Keras's recurrent layers draw dropout masks in evaluation too, and ranks have different numbers
+    of batches: their seeds would differ, and training would depend on the number of evaluations.
     """
     before = [(raw(v), tf.identity(raw(v))) for v in model.non_trainable_variables]
     try:
@@ -208,9 +208,9 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 
 class Ballot:
-    """Asks every few batches whether any rank got a stop signal; all ranks must call it alike.
+    """Asks every few batches whether any rank got a stop signal; every rank must call it.
 
-    So a long evaluation ends within seconds, and a short one asks only a few times.
+    A long evaluation then stops within seconds, and a short one asks only a few times.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Metrics as sums that are exact over ranks, and what is computed from the sums.
+"""Metrics: sums that are exact over ranks, and figures from the sums.
 
 A task adds up tensors (counts as int64, losses as float64); the sums are added over the ranks in
-one collective; figures come from the totals. A mean of per-rank means would be wrong as soon as
+one collective; figures come from the totals. A mean of per-rank means would be wrong if
 the ranks' shares differ.
 """
 
@@ -15,12 +15,12 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import World
 
-# 2**-1074 is the smallest float64 and divides all others.
+# 2**-1074 is the smallest float64; all others are multiples of it.
 _FINEST = 1074
 
 
 class RankSums:
-    """Sums of named tensors over this rank's batches, then over ranks: floats to rounding."""
+    """Sums of named tensors over this rank's batches, then over ranks; floats up to rounding."""
 
     def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
         self._world, self._sums = world, zeros
@@ -34,10 +34,10 @@ class RankSums:
 
 
 class ExactSums(RankSums):
-    """Floats are added up without rounding, as whole numbers: the same bits in any order.
+    """Adds floats without rounding, as integers: the same bits in any order.
 
-    Every float64 is a whole number of 2**-1074, which Python's integers hold. That costs about a
-    microsecond for each float of a batch's sums; they are few.
+    Every float64 is a multiple of 2**-1074, so Python's integers hold the sum. This costs about a
+    microsecond for each float of a batch's sums, of which there are few.
     """
 
     def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
@@ -58,13 +58,13 @@ class ExactSums(RankSums):
             units = np.ravel(np.asarray(total, object))
             rounded = totals[name]
             exact = np.reshape([_rounded(n) for n in units], rounded.shape)
-            # What is no number stays none in any order.
+            # NaN and infinity stay what they are, in any order.
             totals[name] = np.where(np.isfinite(rounded), exact, rounded).astype(rounded.dtype)
         return totals
 
 
 def _rounded(units: int) -> float:
-    """Python divides whole numbers with one rounding."""
+    """Python divides integers with one rounding."""
     try:
         return units / 2**_FINEST
     except OverflowError:  # larger than any float
@@ -72,7 +72,7 @@ def _rounded(units: int) -> float:
 
 
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:
-    """Sums of no batch at all, for `eval_step(batch) -> (outputs, sums)`: a rank may have none."""
+    """Zero sums of `eval_step(batch) -> (outputs, sums)`, for a rank without batches."""
     _, sums = eval_step.get_concrete_function().structured_outputs
     return {n: np.zeros(t.shape, t.dtype.as_numpy_dtype) for n, t in sums.items()}
 
@@ -113,7 +113,7 @@ def confusion_matrix(
 
 
 def _in_units(values: np.ndarray) -> np.ndarray:
-    """Whole numbers of 2**-_FINEST, an array of Python's; 0 for what is no number."""
+    """Multiples of 2**-_FINEST, as Python integers; 0 for NaN and infinity."""
     finite = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
     pairs = (value.as_integer_ratio() for value in np.ravel(finite).tolist())
     units = np.empty(np.size(values), object)
@@ -124,9 +124,9 @@ def _in_units(values: np.ndarray) -> np.ndarray:
 def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
     """Whether a label is among the k classes with the highest scores, bool [B].
 
-    Of equal scores the class with the higher number comes first, as in scikit-learn's
-    top_k_accuracy_score: so k classes are predicted, not all that tie with the k-th. Nothing is
-    a hit where a score is no number.
+    Among equal scores the class with the higher number comes first, as in scikit-learn's
+    top_k_accuracy_score: exactly k classes are predicted, not all that tie with the k-th. A sample
+    with a NaN score is no hit.
 
     Args:
       labels: integers [B]; scores: float [B, classes].
@@ -139,7 +139,7 @@ def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
 
 
 def intersection_over_union(confusion: np.ndarray) -> np.ndarray:
-    """IoU of each class, float64 [num_classes]; NaN for one in neither labels nor predictions."""
+    """IoU of each class, float64 [num_classes]; NaN if in neither labels nor predictions."""
     hits = np.diag(confusion).astype(np.float64)
     union = confusion.sum(0) + confusion.sum(1) - hits
     return np.divide(hits, union, out=np.full_like(hits, np.nan), where=union > 0)

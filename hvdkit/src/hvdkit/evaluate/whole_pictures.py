@@ -1,8 +1,8 @@
-"""What a segmentation model makes of pictures of any size: padding, windows, scales, mirror images.
+"""Segments pictures of any size: padding, sliding windows, scales, mirror images.
 
-`predict` is for any number of pictures of one size; what it makes of one does not depend on the
-others. Pictures of different sizes are not padded to one: a network sees what lies beside a
-picture, so a picture's score would depend on its neighbours in the batch.
+`predict` takes any number of pictures of one size; the result of one does not depend on the others.
+Pictures of different sizes are not padded to a common size: a network sees the padding, so a
+picture's score would depend on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TracedFunction = tf.types.experimental.PolymorphicFunction  # the same, with one
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """How a picture is gone over; `predict` says what comes of it."""
+    """How `predict` goes over a picture."""
 
     stride: int  # the model takes heights and widths that are multiples of it
-    window: int = 0  # pixels, a multiple of stride; 0: a picture is seen whole
+    window: int = 0  # pixels, a multiple of stride; 0: whole pictures
     scales: tuple[float, ...] = (1.0,)
-    mirror: bool = False  # the mirror image besides, left-right
-    fill: int = 128  # grey beside a picture, 0 to 255
+    mirror: bool = False  # also the mirror image, left-right
+    fill: int = 128  # grey of the padding, 0 to 255
 
     @property
     def single(self) -> bool:
@@ -38,14 +38,14 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
 
     A picture is padded below and on its right to the model's stride, and its logits are cut back.
-    Where there are several passes, their softmax probabilities are averaged, and the averages'
-    logarithms are returned, which a softmax turns into the averages: first over the windows that
-    a pixel is in, then, resized bilinearly to the picture's size, over scales and mirror images
+    With several passes, softmax probabilities are averaged, and their logarithms are returned, so
+    that a softmax gives the averages: first over the windows that contain a pixel, then, resized
+    bilinearly to the picture's size, over scales and mirror images
     (Zhao et al. 2017, arXiv:1612.01105, section 5.1; Chen et al. 2017, arXiv:1706.05587, 4.1).
     """
     if how.single:
         return _padded(model, images, how)
-    images = tf.cast(images, tf.float32)  # scaled ones are no whole numbers
+    images = tf.cast(images, tf.float32)  # scaled pictures are not integers
     # Traced once for all passes, whatever their sizes.
     traced = tf.function(
         lambda part: at_least_float32(_padded(model, part, how)),
@@ -55,7 +55,7 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
     total = None
     for scale, turned in views:
-        # One after the other: TensorFlow would run them at once, in the memory of all of them.
+        # One after the other: TensorFlow would run them in parallel and need memory for all.
         with tf.control_dependencies([] if total is None else [total]):
             found = _view(traced, tf.identity(images), scale, turned, how)
             total = found if total is None else total + found
@@ -66,7 +66,7 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
 def _view(
     logits: TracedFunction, images: tf.Tensor, scale: float, turned: bool, how: Passes
 ) -> tf.Tensor:
-    """Probabilities of images, of their size, from one scale and one way round."""
+    """Probabilities of images, at their size, from one scale, mirrored or not."""
     size = tf.shape(images)[1:3]
     images = images[:, :, ::-1] if turned else images
     if scale != 1.0:
@@ -81,16 +81,16 @@ def _view(
 
 
 def _resize(images: tf.Tensor, size: tf.Tensor, factor: float) -> tf.Tensor:
-    """Bilinear; below a half pixels would be left out without the filter."""
+    """Bilinear; antialiased below one half, where pixels would be skipped otherwise."""
     antialias = factor < 0.5
     return tf.cast(tf.image.resize(images, size, "bilinear", antialias=antialias), images.dtype)
 
 
 def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.Tensor:
-    """Mean probabilities over all windows that a pixel is in.
+    """Mean probabilities over all windows that contain a pixel.
 
-    Windows stand in rows and columns, so that the mean along a row of windows, and then down,
-    gives each the same weight; only a row of them at a time is as wide as the picture.
+    Windows form a grid, so the mean along a row and then down gives each the same weight, and only
+    one row of windows is in memory at a time.
     """
 
     like = logits.get_concrete_function().structured_outputs
@@ -104,10 +104,10 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
 def _mean_along(
     axis: int, images: tf.Tensor, function: Function, window: int, like: tf.TensorSpec
 ) -> tf.Tensor:
-    """Mean of what `function` gives, a tensor like `like`, for windows along an axis (1: down).
+    """Mean of `function` over windows along an axis (1: down), a tensor like `like`.
 
-    They overlap by a third at least. The last one is moved in to end at the edge; where the
-    images are shorter than a window, there is one of their length.
+    They overlap by at least a third. The last one is shifted to end at the edge; images shorter
+    than a window are one window.
     """
     shape = tf.shape(images)
     length, step = shape[axis], max(2 * window // 3, 1)
@@ -134,7 +134,7 @@ def _mean_along(
 
 
 def _padded(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
-    """The model's logits of images that are padded to its stride, cut back to their size."""
+    """Logits of images: padded to the model's stride, then cut back."""
     height, width = tf.unstack(tf.shape(images)[1:3])
     beside = [[0, 0], [0, -height % how.stride], [0, -width % how.stride], [0, 0]]
     return model(tf.pad(images, beside, constant_values=how.fill))[:, :height, :width]

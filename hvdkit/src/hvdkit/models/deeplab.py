@@ -1,6 +1,6 @@
 """DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
 
-H and W are any multiples of 16, other ones in evaluation than in training. Inputs are a dict:
+H and W are multiples of 16, and may differ between training and evaluation. Inputs are a dict:
 "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
@@ -12,11 +12,11 @@ from keras import layers
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import Preprocess, wide
 
-STRIDE = 16  # pixels of the picture to one of the encoder's output; sizes are multiples of it
+STRIDE = 16  # input pixels to one pixel of the encoder's output; sizes are multiples of it
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units
 _RATES = (6, 12, 18)  # of the pyramid's 3 x 3 convolutions
-# As in keras.applications' ResNet-50, so that all batch norms of the network are alike. The papers
-# have a momentum of 0.9997, which forgets its start after some 10,000 steps only.
+# As in keras.applications' ResNet-50, so that all batch norms of the network are alike. The papers'
+# momentum of 0.9997 needs some 10,000 steps to forget its initial values.
 _BATCH_NORM = {"epsilon": 1.001e-5, "momentum": 0.99}
 
 
@@ -28,7 +28,7 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     takes pixel centres at one half; the papers' sizes are odd (513) and their corners are aligned.
 
     Raises:
-      ValueError: `size`, of a training crop, is no multiple of 16.
+      ValueError: `size`, of a training crop, is not a multiple of 16.
     """
     if size % STRIDE:
         raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}")
@@ -42,7 +42,7 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     x = layers.UpSampling2D(4, interpolation="bilinear")(x)
     x = layers.Concatenate()([x, _conv(low, 48, 1, "decoder_low")])
     x = _conv(_conv(x, 256, 3, "decoder_1"), 256, 3, "decoder_2")
-    # In float32 at least, whatever came before.
+    # In float32 at least, whatever the precision.
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
     model = keras.Model(inputs, x, name="deeplabv3plus")
@@ -91,7 +91,7 @@ def _atrous_resnet50() -> keras.Model:
     """keras.applications' ResNet-50, its last block with rates 2, 4 and 8 in place of its stride.
 
     Names and shapes of its layers are unchanged, so its published weights fit. A rate is the
-    multi-grid's factor times 2, for the stride that is left out.
+    multi-grid's factor times 2, which replaces the stride.
     """
     rates = {f"conv5_block{unit}_2_conv": 2 * factor for unit, factor in enumerate(_GRID, 1)}
 

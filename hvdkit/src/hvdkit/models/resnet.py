@@ -1,4 +1,4 @@
-"""Residual networks for classification: image [B, size, size, 3] in [0, 255] -> logits [B, classes].
+"""Residual networks for classification: image [B, size, size, 3] in [0, 255] -> logits.
 
 Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
@@ -51,8 +51,9 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
 def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     """keras.applications' ResNet-50, from random weights: He et al. 2015 with biases.
 
-    Blocks that halve the size do so in their first 1x1 convolution; other names and 26,560
-    parameters more than `resnet50`, so that weights of one do not fit the other.
+    Blocks that halve the size do so in their first 1x1 convolution; its names
+    differ from `resnet50`'s and it has 26,560 more parameters: weights of one do not fit the
+    other.
     """
     if size < 32:
         raise ValueError(f"--image_size={size}: resnet50_keras needs at least 32")
@@ -66,7 +67,7 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
 
 @keras.saving.register_keras_serializable(package="hvdkit")
 class PadChannels(layers.Layer):
-    """Zeros for the channels that are missing: [..., n] -> [..., channels]."""
+    """Adds channels of zeros: [..., n] -> [..., channels]."""
 
     def __init__(self, channels: int, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -81,7 +82,7 @@ class PadChannels(layers.Layer):
 
 
 def _conv(x, filters: int, kernel: int = 3, strides: int = 1, relu: bool = True):
-    """Convolution, batch norm and, unless told, ReLU."""
+    """Convolution, batch norm and optionally ReLU."""
     x = layers.Conv2D(
         filters, kernel, strides, "same", use_bias=False, kernel_initializer="he_normal"
     )(x)
@@ -102,7 +103,7 @@ def _shortcut(x, filters: int, strides: int):
 
 
 def _bottleneck(x, name: str, filters: int, strides: int):
-    """1x1, 3x3 and 1x1 convolutions around which the input goes, through a 1x1 where it changes."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut, which has a 1x1 where shapes change."""
     shortcut = x
     if strides > 1 or x.shape[-1] != 4 * filters:
         shortcut = _torch_conv(x, f"{name}_shortcut", 4 * filters, 1, strides)
@@ -115,7 +116,7 @@ def _bottleneck(x, name: str, filters: int, strides: int):
 def _torch_conv(x, name: str, filters: int, kernel: int, strides: int = 1, gamma: str = "ones"):
     """Convolution and batch norm with Torch's padding and constants (fb.resnet.torch)."""
     if kernel > 1:
-        x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left where strided
+        x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left with strides
     he = keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal")
     x = layers.Conv2D(
         filters, kernel, strides, use_bias=False, kernel_initializer=he, name=f"{name}_conv"

@@ -1,4 +1,4 @@
-"""Compares runs side by side, and says whether they are the same to the last bit.
+"""Compares runs side by side, and says if they are the same to the last bit.
 
     hvdkit compare runs/one runs/other ...
     hvdkit compare runs/one runs/other --html=compared.html --score=0.8
@@ -30,7 +30,7 @@ from hvdkit.stop import WRONG_USE
 
 
 class Ended(NamedTuple):
-    """What a run's folder says of it."""
+    """The records of a run, from its folder."""
 
     folder: str
     summary: dict[str, Any]
@@ -63,10 +63,10 @@ def verdict(one: Ended, other: Ended) -> tuple[int, str]:
     kinds = [run.summary["fingerprint"] for run in (one, other)]
     unlike = differences(*kinds)
     if unlike:
-        return 2, f"{both} were not computed alike, so bits tell nothing: {', '.join(unlike)}"
+        return 2, f"{both} were not computed alike, so bits cannot be compared: {', '.join(unlike)}"
     steps = [run.summary["step"] for run in (one, other)]
     if steps[0] != steps[1]:
-        return 1, f"{both} ended at other steps: {steps[0]} and {steps[1]}"
+        return 1, f"{both} ended at different steps: {steps[0]} and {steps[1]}"
     if one.records != other.records:
         rows = zip(one.records, other.records)
         first = next((a["step"] for a, b in rows if a != b), None)
@@ -74,17 +74,17 @@ def verdict(one: Ended, other: Ended) -> tuple[int, str]:
         where = f"they hold {counts}" if first is None else f"first at step {first}"
         return 1, f"{both} differ in metrics.jsonl: {where}"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
-        return 1, f"{both} logged the same figures and ended with other weights"
+        return 1, f"{both} logged the same figures but ended with different weights"
     count = len(one.records)
     return 0, f"{both} are the same to the last bit: weights, and {count} lines of metrics.jsonl"
 
 
 def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
-    """Rows of a table: a name, then what it is of each run; first how they went, then settings.
+    """Rows of a table: a name, then its value in each run; first results, then settings.
 
     Args:
-      score: a row has the time to reach it; None: the lowest of the runs' best scores, where all
-        are of one measure.
+      score: one row has the time to reach it; None: the lowest of the runs' best scores, if all
+        measure the same.
     """
     measures = [run.starts[-1].get("score", "") if run.starts else "" for run in runs]
     bests = [_scored(run, measure) for run, measure in zip(runs, measures)]
@@ -116,7 +116,7 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
 
 
 def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
-    """The table for a terminal; of long values the end, in which paths differ."""
+    """The table for a terminal; long values lose their beginning: paths differ at the end."""
     cut = [[c if len(c) <= most else f"...{c[3 - most :]}" for c in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*cut)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cut)
@@ -124,9 +124,9 @@ def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
 
 
 def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table, and curves of all runs on one picture each."""
+    """The table, and the curves of all runs, one plot for each figure."""
     from hvdkit.observe import (
-        html as page,  # here: pictures need a library that takes half a second to load
+        html as page,  # here: loading the plot library takes half a second
     )
     from hvdkit.observe import plots
 
@@ -149,16 +149,16 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """As short as they can be and differ: without the folders that all paths begin with."""
+    """Short names that still differ: paths without the folders that all begin with."""
     paths = [folder.resolve() for folder in folders]
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    # A folder's name may be any bytes, a page's text may not.
+    # A folder's name may be any bytes; a page must be text.
     names = (str(path.relative_to(shared)) for path in paths)
     return [name.encode("utf-8", "replace").decode() for name in names]
 
 
 def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
-    """Each evaluation that has the score: it, its step, seconds since the run's first start."""
+    """Each evaluation with the score: the score, its step, seconds since the run's first start."""
     begin = run.starts[0].get("time", math.nan) if run.starts else math.nan
     rows = zip(column(run.evaluations, f"eval_{measure}"), column(run.evaluations, "time"))
     found = ((score, time - begin) for score, time in rows)
@@ -189,7 +189,7 @@ def main(argv: list[str]) -> int:
     if len(own.folders) < 2:
         complain("give two runs or more: hvdkit compare runs/one runs/other")
         return WRONG_USE
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may be no text
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     try:
         runs = [records.read(folder) for folder in own.folders]
         rows, names = side_by_side(runs, own.score), labels(own.folders)

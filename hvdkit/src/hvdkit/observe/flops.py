@@ -1,9 +1,9 @@
-"""Floating-point operations of a model's forward pass, and what a GPU can do of them at most.
+"""Floating-point operations of a model's forward pass, and a GPU's peak.
 
-Counted are the products of matrices and the convolutions, two operations (a multiplication and an
-addition) for each product: what is called model FLOPs in Chowdhery et al. 2022 (arXiv:2204.02311,
-appendix B), where their share of the device's peak is the model FLOPs utilization. What the rest of
-a network does (activations, normalization, sums) is a few per cent and is left out there too.
+Counted are matrix products and convolutions, as two operations (a multiplication and an addition)
+each: the model FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311, appendix B), whose share of the
+device's peak is the model FLOPs utilization. All else in a network (activations, normalization,
+sums) is a few per cent and is left out there too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-TRAINING = 3  # forward passes that a step's forward and backward pass count for (there)
+TRAINING = 3  # forward passes that a training step counts as (in that paper)
 
 
 class NotCounted(Exception):
-    """The graph holds what has no fixed number of operations; the message says what."""
+    """The graph has no fixed number of operations; the message says why."""
 
 
 def forward(model: keras.Model, inputs: Any) -> int:
-    """Operations of model(inputs, training=True); it is traced, and not run.
+    """Operations of model(inputs, training=True), which is traced but not run.
 
     Args:
       inputs: nested tf.TensorSpec of a batch, of fixed shapes.
@@ -47,7 +47,7 @@ def of_graph(graph: tf.Graph) -> int:
         else:
             inner = sum(of_graph(called) for called in _functions(graph, op))
             if inner and not op.type.endswith("PartitionedCall"):
-                raise NotCounted(f"{op.type} ({op.name}): how often it runs is not known before")
+                raise NotCounted(f"{op.type} ({op.name}): the number of its iterations is unknown")
             total += inner
     return total
 
@@ -59,9 +59,9 @@ def _functions(graph: tf.Graph, op: tf.Operation) -> list[tf.Graph]:
     return [graph._get_function(name).graph for name in names]
 
 
-# Products of two numbers in one operation, by the type of the operation.
+# Multiply-adds of an operation, by its type.
 def _convolution(op: tf.Operation) -> int:
-    # Of each number that comes out: the filter's height, width and channels in.
+    # For each output number: the filter's height, width and input channels.
     return _size(_out(op)) * math.prod(_shape(op.inputs[1])[:-1])
 
 
@@ -70,9 +70,9 @@ def _depthwise(op: tf.Operation) -> int:
 
 
 def _out(op: tf.Operation) -> tf.Tensor:
-    """What comes out of a convolution, without what TensorFlow adds around a dilated one.
+    """The output of a convolution, without the ops that TensorFlow adds around a dilated one.
 
-    It moves every n-th pixel together, which takes padding where n does not divide the size.
+    TensorFlow gathers every n-th pixel, with padding if n does not divide the size.
     """
     after = op.outputs[0].consumers()
     moved_back = len(after) == 1 and after[0].type == "BatchToSpaceND"
@@ -99,7 +99,7 @@ def _einsum(op: tf.Operation) -> int:
         shape = _shape(tensor)
         before, dots, after = term.partition("...")
         unnamed = len(shape) - len(before) - len(after) if dots else 0
-        # Counted from the right: of two inputs one may have fewer of them.
+        # Counted from the right: one of two inputs may have fewer dimensions.
         names = [*before, *(f"...{unnamed - i}" for i in range(unnamed)), *after]
         for name, size in zip(names, shape):
             sizes[name] = max(size, sizes.get(name, 1))  # 1 is broadcast
@@ -132,8 +132,8 @@ def _size(tensor: tf.Tensor) -> int:
     return math.prod(_shape(tensor))
 
 
-# TFLOPS: float32, TF32, bfloat16, float16 (tensor cores); None: it has none. From NVIDIA's data
-# sheets, dense: where one gives a figure with sparsity, half of it.
+# TFLOPS: float32, TF32, bfloat16, float16 (tensor cores); None: not supported. From NVIDIA's data
+# sheets, dense: half of a figure that is given with sparsity.
 _PEAKS: dict[str, tuple[float | None, ...]] = {
     r"V100-PCIE": (14.0, None, None, 112.0),
     r"V100-SXM2": (15.7, None, None, 125.0),
@@ -153,10 +153,10 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Operations a second at most, and the type that they are of; None where it is not known.
+    """Peak operations a second, and their type; None if unknown.
 
     Args:
-      device: its name as the driver says it; a part of one (MIG) has no known peak.
+      device: its name in the driver; a part of a GPU (MIG) has no known peak.
       precision: --precision.
     """
     found = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
@@ -168,6 +168,6 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
 
 
 def uses_tf32() -> bool:
-    """Whether float32 products are of TF32 where the GPU has it: TensorFlow's default."""
+    """Whether float32 products use TF32 on GPUs that have it: TensorFlow's default."""
     allowed = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
     return allowed and tf.config.experimental.tensor_float_32_execution_enabled()

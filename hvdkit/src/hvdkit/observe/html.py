@@ -1,4 +1,4 @@
-"""One HTML file that needs no other: what report.py and compare.py write."""
+"""Self-contained HTML pages, for report.py and compare.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ th { font-weight: 600; color: var(--soft); } td { overflow-wrap: anywhere; min-w
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; background: var(--card); padding: 0.8rem; border-radius: 8px; }
 """
-_ICON = "data:,"  # none: else a browser asks for one
+_ICON = "data:,"  # empty: otherwise a browser requests one
 
 
 def page(title: str, parts: Sequence[str]) -> str:
@@ -56,12 +56,12 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def escaped(text: object) -> str:
-    """As HTML; what no text can hold (a file's name of other bytes) becomes a question mark."""
+    """As HTML; bytes that are not text (in file names) become question marks."""
     return html.escape(str(text).encode("utf-8", "replace").decode())
 
 
 def section(title: str, *parts: str) -> str:
-    """Empty where all its parts are."""
+    """Empty if all its parts are."""
     inner = "\n".join(part for part in parts if part)
     return f"<h2>{escaped(title)}</h2>\n{inner}" if inner else ""
 
@@ -71,7 +71,7 @@ def cards(plots: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> str:
-    """Without a head the first column is one."""
+    """Without a header row the first column is the header."""
     if not rows:
         return ""
     lines = [_row(head, "th", "th")] if head else []
@@ -88,7 +88,7 @@ def legend(names: Sequence[str], colours: Sequence[str]) -> str:
 
 
 def picture(file: Path, caption: str) -> str:
-    """A PNG, inside the page; empty where there is none."""
+    """A PNG, inside the page; empty if the file does not exist."""
     if not file.exists():
         return ""
     data = base64.b64encode(file.read_bytes()).decode()
@@ -100,7 +100,7 @@ def picture(file: Path, caption: str) -> str:
 
 
 def write(file: Path, text: str) -> None:
-    """At once: who opens it finds the old page or the new one."""
+    """Atomic: a reader finds the old page or the new one."""
     with whole_files.written(file) as partial:
         partial.write_text(text, encoding="utf-8")
 

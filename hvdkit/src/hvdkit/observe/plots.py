@@ -1,4 +1,4 @@
-"""Plots for a page, as SVG in the page's own text colour, so that light and dark both suit."""
+"""Plots for a page, as SVG in the page's text colour, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 
 Curve = tuple[Sequence[float], Sequence[float]]  # x and y; NaN leaves a gap
 
-SIZE = (4.6, 2.7)  # inches: as wide as a telephone shows without zooming
-_MOST_POINTS = 400  # of a curve: what a screen shows
+SIZE = (4.6, 2.7)  # inches: the width of a phone without zooming
+_MOST_POINTS = 400  # of a curve: what a screen can show
 _LONGEST = 24  # characters of a name
 _LEGEND = 60  # characters of one row of the legend
 _STYLES = ("-", "--", ":", "-.")
 _COLOURS = ("#2f7fd6", "#dd7a2c", "#2a9d74", "#b8559c", "#8a8f27", "#7d6bd0")
-# Replaced in the SVG: Matplotlib itself knows no colour of the page around it.
+# Replaced in the SVG: Matplotlib cannot use the page's colour.
 _INK, _FAINT = "#010203", "#010204"
 _LOOK = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
@@ -50,11 +50,11 @@ def curves(
     log_x: bool = False,
     marks: Sequence[float] = (),
 ) -> str:
-    """Lines over one axis, as SVG; long ones are drawn by the means of neighbouring points.
+    """Lines over one axis, as SVG; long ones are drawn as means of neighbouring points.
 
     Args:
       lines: by the name in the legend.
-      marks: places on the x axis that get an upright line.
+      marks: places on the x axis with a vertical line.
     """
     with matplotlib.rc_context(_LOOK):
         figure = Figure(SIZE, layout="constrained")
@@ -63,7 +63,7 @@ def curves(
         for (name, (x, y)), (style, colour) in zip(lines.items(), looks):
             x, y = thinned(x, y)
             alone = np.isfinite(y).sum() < 2
-            name = _short(f" {name}" if name.startswith("_") else name)  # else no legend has it
+            name = _short(f" {name}" if name.startswith("_") else name)  # for the legend
             look = {"color": colour, "linestyle": style, "marker": "o" if alone else None}
             axes.plot(x, y, label=name, **look)
         for place in marks:
@@ -80,7 +80,7 @@ def curves(
 
 
 def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -> str:
-    """A bar from 0 to 1 for each name, the first on top; NaN draws none and says so."""
+    """A bar from 0 to 1 for each name, the first on top; NaN has a note instead of a bar."""
     shown = [0.0 if math.isnan(value) else value for value in values.values()]
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
         figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
@@ -99,7 +99,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
 
 
 def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
-    """A confusion matrix, integer [n, n], row: label; a cell's strength is its share of the row."""
+    """A confusion matrix, integer [n, n], row: label; colours show shares of the row."""
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     size, count = SIZE[0], len(names)
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
@@ -107,7 +107,7 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
         axes = figure.add_subplot()
         cells = np.zeros((count, count, 4))
         cells[..., :3] = np.array([0x2F, 0x7F, 0xD6]) / 255
-        cells[..., 3] = shares  # no share is the page's own background
+        cells[..., 3] = shares  # 0 is the page's background
         axes.imshow(cells, interpolation="nearest")
         axes.set_xlabel("prediction")
         axes.set_ylabel("label")
@@ -124,13 +124,13 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
 
 
 def _short(name: str) -> str:
-    """Without its middle: runs' names often differ at their ends."""
+    """Cut in the middle: names of runs often differ at the end."""
     half = _LONGEST // 2
     return name if len(name) <= _LONGEST else f"{name[: half - 3]}...{name[-half:]}"
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """At most `_MOST_POINTS` points: means of neighbours, of what is a number."""
+    """At most `_MOST_POINTS` points: means of neighbours, without NaN."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(x) <= _MOST_POINTS:
         return x, y
@@ -142,10 +142,10 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndar
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """For a page: no XML head, ids of its own, the page's colours, as wide as its place."""
+    """For a page: no XML header, unique ids, the page's colours, as wide as its container."""
     file, salt = io.StringIO(), {"svg.hashsalt": f"plot-{next(_numbers)}"}
     with warnings.catch_warnings(), matplotlib.rc_context(salt):
-        # Its own fonts lack many scripts, but the text is drawn in the page's font.
+        # Matplotlib's fonts lack many scripts, but the browser draws the text in the page's font.
         warnings.simplefilter("ignore")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

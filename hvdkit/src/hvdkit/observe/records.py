@@ -1,4 +1,4 @@
-"""What lies in a run's folder for people and tools, read back; imports no TensorFlow."""
+"""Reads the records in a run's folder; imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Of a record in metrics.jsonl: what the clock says, not the run.
+# Entries of metrics.jsonl that depend on the clock.
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 
 class Records(NamedTuple):
-    """What is not there, or was cut by a kill, is empty."""
+    """The records of a run; what is missing, or cut by a kill, is empty."""
 
     folder: Path
     settings: dict[str, str]  # flags of config.cfg, by name, as text
@@ -29,14 +29,14 @@ class Records(NamedTuple):
         return self.summary.get("step") or max((line["step"] for line in lines), default=0)
 
     def scores(self) -> dict[str, Any]:
-        """Of the newest evaluation: figures of the whole validation set, but its loss."""
+        """Figures of the newest evaluation, over the whole validation set, without the loss."""
         newest = self.evaluations[-1] if self.evaluations else {}
         names = {name: name.removeprefix("eval_") for name in newest if is_score(name)}
         return {short: newest[name] for name, short in names.items()}
 
 
 def read(folder: Path) -> Records:
-    """Raises ValueError where the folder is no run's."""
+    """Raises ValueError if the folder is not a run's."""
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
     lines = _lines(folder / "metrics.jsonl")
@@ -56,30 +56,30 @@ def read(folder: Path) -> Records:
 
 
 def is_score(name: str) -> bool:
-    """Whether a figure of metrics.jsonl is one of the whole validation set, and no loss."""
+    """Whether a figure of metrics.jsonl is a score of the whole validation set."""
     return name.startswith("eval_") and name != "eval_loss" and not is_of_class(name)
 
 
 def is_of_class(name: str) -> bool:
-    """Whether a figure is one class's: iou_ and its number."""
+    """Whether a figure belongs to one class: iou_ and its number."""
     return re.fullmatch(r"(eval_)?iou_\d+", name) is not None
 
 
 def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """A figure of all lines; NaN where a line has none, or null."""
+    """A figure of all lines; NaN where it is missing or null."""
     found = (line.get(name) for line in lines)
     return [float(x) if isinstance(x, int | float) else math.nan for x in found]
 
 
 def _is_figure(value: object) -> bool:
-    """Whether a value is one that figures have: null, or a number of a float's size."""
+    """Whether a value is valid for a figure: null, or a number that a float holds."""
     if isinstance(value, int | float):
-        return not abs(value) > sys.float_info.max  # NaN is one too
+        return not abs(value) > sys.float_info.max  # NaN is valid too
     return value is None
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Those that are whole and tell a step."""
+    """The complete lines that have a step."""
     found = []
     if file.is_file():
         for line in file.read_bytes().splitlines():

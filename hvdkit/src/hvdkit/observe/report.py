@@ -1,4 +1,4 @@
-"""Writes a run's report.html: what was trained, where, the curves, the scores, the predictions.
+"""Writes a run's report.html: what was trained, where, curves, scores, predictions.
 
     hvdkit report runs/demo          rewrites runs/demo/report.html from the run's files
 
@@ -35,7 +35,7 @@ def write(run_dir: Path) -> Path:
     names, counts = [], np.zeros([0, 0], np.int64)
     if (file := run_dir / "confusion.csv").exists():
         names, counts = confusion_lib.read(file)
-        names = [name.encode("utf-8", "replace").decode() for name in names]  # of any bytes
+        names = [name.encode("utf-8", "replace").decode() for name in names]  # any bytes
     parts = [
         html.table(about(run)),
         html.section("Training", html.cards(training(run))),
@@ -51,7 +51,7 @@ def write(run_dir: Path) -> Path:
 
 
 def about(run: Records) -> list[tuple[str, object]]:
-    """What a person asks first."""
+    """The most important facts."""
     rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
     last = run.starts[-1] if run.starts else {}
     rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
@@ -99,7 +99,7 @@ def training(run: Records) -> list[str]:
 
 
 def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """Each evaluation; each class in the newest one; what was taken for what."""
+    """All evaluations; each class in the newest one; its confusion matrix."""
     found = []
     keys = dict.fromkeys(n for line in run.evaluations for n in line if is_score(n))
     at = column(run.evaluations, "step")
@@ -113,7 +113,7 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
     order = np.arange(len(names))
     title = f"{'IoU' if measure == 'iou' else 'Recall'} of each class"
     if len(names) > _MOST_BARS:
-        order = np.argsort(values, kind="stable")[:_MOST_BARS]  # NaN comes last
+        order = np.argsort(values, kind="stable")[:_MOST_BARS]  # NaN last
         title = f"{title}: the {_MOST_BARS} lowest of {len(names)}"
     colours = [_colour(int(n)) for n in order] if measure == "iou" else []
     shown = {_unique(names, int(n)): float(values[n]) for n in order}
@@ -132,12 +132,12 @@ def predictions(run: Records, names: Sequence[str]) -> list[str]:
 
 
 def faults(run: Records) -> list[str]:
-    """Every start, and the time between what was kept and the start that went on from it."""
+    """All starts, and the time lost before each."""
     rows = []
     for number, start in enumerate(run.starts):
         lost = ""
         if number:
-            # What was logged after the step that it went on from was dropped, and made again.
+            # Records after the step that a start resumed from were dropped and made again.
             before = run.starts[:number]
             lines = [
                 x for x in (*before, *run.steps, *run.evaluations) if x["step"] <= start["step"]
@@ -149,7 +149,7 @@ def faults(run: Records) -> list[str]:
     counted = [
         f"{run.summary[key]:,} {words}"
         for key, words in (
-            ("skipped_steps", "steps skipped, whose loss or gradients were no numbers"),
+            ("skipped_steps", "steps skipped because loss or gradients were not finite"),
             ("batches_passed_over", "batches left out after going back"),
         )
         if run.summary.get(key)
@@ -164,7 +164,7 @@ def versions(run: Records) -> list[tuple[str, object]]:
 
 
 def settings(run: Records) -> str:
-    """All of them, folded away."""
+    """All settings, collapsed."""
     text = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
     return f"<details><summary>All settings</summary><pre>{html.escaped(text)}</pre></details>"
 
@@ -175,7 +175,7 @@ def _state(run: Records) -> str:
 
 
 def _is_segmentation(run: Records) -> bool:
-    """Whether classes are those of pixels, which are drawn in the palette's colours."""
+    """Whether classes belong to pixels, which are drawn in the palette's colours."""
     return any(is_of_class(name) for line in run.evaluations for name in line)
 
 
@@ -185,7 +185,7 @@ def _last_time(run: Records) -> float:
 
 
 def _unique(names: Sequence[str], number: int) -> str:
-    """Two classes may have one name."""
+    """With the number: two classes may have one name."""
     return names[number] if names.count(names[number]) == 1 else f"{names[number]} ({number})"
 
 

@@ -1,4 +1,4 @@
-"""Windows of steps, what they say of a run's speed, and a table of it for a person."""
+"""Speed of a run from windows of steps, and a table of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 WINDOWS = 10
-FEWEST = 15  # steps: 5 that warm up, and windows of one
+FEWEST = 15  # steps: 5 of warm-up, and windows of one step
 _T = 2.262157  # 97.5 % quantile of Student's t with WINDOWS - 1 = 9 degrees of freedom
 
 
 def window_ends(first_step: int, num_steps: int) -> range:
-    """The step that warm-up ends with, and those that windows end with; empty: too few steps.
+    """The last step of warm-up, and of each window; empty: too few steps.
 
-    The first tenth, at least 5 and at most 100 steps, warms up; so do the steps that do not fill
-    windows of equally many.
+    Warm-up is the first tenth (5 to 100 steps), and what does not fill windows of equal length.
     """
     steps = num_steps - first_step
     window = (steps - min(max(steps // 10, 5), 100)) // WINDOWS
@@ -27,8 +26,8 @@ def window_ends(first_step: int, num_steps: int) -> range:
 def spread(rates: Sequence[float]) -> dict[str, Any]:
     """Mean with its 95 % interval (Student's t), median and jitter of WINDOWS windows' rates.
 
-    Jitter is 1.4826 times the median absolute deviation, the standard deviation where rates are
-    normal; as in tf_cnn_benchmarks (get_perf_timing), there of steps.
+    Jitter is 1.4826 times the median absolute deviation, which is the standard deviation of normal
+    rates; as in tf_cnn_benchmarks (get_perf_timing), there for steps.
     """
     mean, median = float(np.mean(rates)), float(np.median(rates))
     half = _T * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
@@ -42,7 +41,7 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The figures for a person, in lines."""
+    """The figures as lines of text."""
     ranks, seconds = record["ranks"], record["seconds_a_step"]
     lines = [
         f"benchmark: {record['windows']} windows of {record['steps_a_window']} steps after "

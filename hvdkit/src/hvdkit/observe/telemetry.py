@@ -1,4 +1,4 @@
-"""What a person and their tools see of a run; only rank 0 writes any of it.
+"""Progress lines and records of a run; only rank 0 writes them.
 
 One progress line a logged step, metrics.jsonl (an object a line), starts.jsonl (likewise),
 confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end.
@@ -28,15 +28,15 @@ from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 
 _MUCH_WAITING = 0.1  # share of a step's time
-_RATES = 10_000  # logged intervals of which the median is taken
-_RANKS_SHOWN = 16  # each by itself; trackers take a millisecond and more for ten figures
+_RATES = 10_000  # logged intervals for the median
+_RANKS_SHOWN = 16  # shown one by one; ten figures take a tracker a millisecond or more
 
 
 class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
-    A record that cannot be written (a full disk) is told once, and the run goes on: what counts
-    is in checkpoints. For `with`: its files are closed at the end; a summary may come after it.
+    If a record cannot be written (a full disk), that is reported once and the run continues: what
+    matters is in checkpoints. Use it in a `with`, which closes its files; a summary may follow.
     """
 
     def __init__(self, config: Settings, world: World, first_step: int, epoch: int) -> None:
@@ -74,7 +74,7 @@ class Telemetry:
                 tracker.close()
 
     def started(self, step: int, about: Mapping[str, Any]) -> None:
-        """The run begins, or goes on, at `step`; what and where is for a person."""
+        """Records that the run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
             line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
             with self._told_once("starts.jsonl"), (self._dir / "starts.jsonl").open("a") as file:
@@ -82,7 +82,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:
-        """What happens inside (evaluation, saving) does not count as training time."""
+        """Time spent inside (evaluation, saving) does not count as training time."""
         start = time.monotonic()
         try:
             yield
@@ -112,7 +112,7 @@ class Telemetry:
         steps, seconds = self._clock.since_last(step)
         rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
         self._logged += 1
-        if self._logged > 1:  # the first interval holds the tracing of graphs
+        if self._logged > 1:  # the first interval includes tracing of graphs
             self._rates.append(rate)
         record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
         record |= {"data_wait": round(wait, 3), **times}
@@ -130,7 +130,7 @@ class Telemetry:
             live.show(f"{line}{self._score}  {epochs}", step, self._num_steps)
         else:
             say(self._world, line)
-        # Not at the first step that is logged, for which nothing could be read ahead.
+        # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1 and not self._told_of_waiting:
             self._told_of_waiting = True
             say(
@@ -140,7 +140,7 @@ class Telemetry:
             )
 
     def median_speed(self) -> float | None:
-        """Samples a second, over all ranks: median of the newest intervals but the first."""
+        """Samples a second, all ranks: median of the newest intervals, without the first."""
         return statistics.median(self._rates) if self._rates else None
 
     def gradients(self, step: int, layers: Sequence[str], figures: np.ndarray) -> None:
@@ -172,7 +172,7 @@ class Telemetry:
         main_metric: str,
         pictures: np.ndarray | None,
     ) -> None:
-        """Figures by name, and pictures (see `_pictures`) where there are any."""
+        """Figures by name, and pictures (see `_pictures`) if there are any."""
         if not self._world.is_chief:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
@@ -203,7 +203,7 @@ class Telemetry:
                 whole_files.write_json(self._dir / "summary.json", record)
 
     def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
-        """What the newest evaluation took for what, integer [n, n], row: label."""
+        """The newest evaluation's confusion matrix, integer [n, n], row: label."""
         if self._world.is_chief:
             with self._told_once("confusion.csv"):
                 confusion.write(self._dir / "confusion.csv", names, counts)
@@ -216,7 +216,7 @@ class Telemetry:
             self._lines.flush()
 
     def _begin_anew(self) -> None:
-        """Somebody removed or moved the folder, or the file: what follows is kept in a new one."""
+        """If somebody removed or moved the folder or the file, starts a new one."""
         self._dir.mkdir(parents=True, exist_ok=True)
         self._lines.close()
         self._lines = (self._dir / "metrics.jsonl").open("a")
@@ -238,7 +238,7 @@ class Telemetry:
     def _told_once(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # of a tracker it may be anything
+        except Exception as error:  # a tracker may raise anything
             if what not in self._failed:
                 reason = str(error) or type(error).__name__
                 say(self._world, f"note: {what} cannot be written; training continues: {reason}")
@@ -246,7 +246,7 @@ class Telemetry:
 
 
 def _now() -> float:
-    """Seconds since 1970: what a start and a record on two hosts have in common."""
+    """Seconds since 1970, comparable between hosts."""
     return round(time.time(), 2)
 
 
@@ -266,10 +266,10 @@ class _Clock:
 
 
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:
-    """What trackers show of the ranks' own losses: of many ranks not each."""
+    """The ranks' losses for trackers: statistics, and each if the ranks are few."""
     found = np.asarray(losses)
     figures = {"least": found.min(), "median": np.median(found), "most": found.max()}
-    figures["worst_rank"] = found.argmax()  # the first that is no number, if any
+    figures["worst_rank"] = found.argmax()  # the first NaN, if any
     if len(found) <= _RANKS_SHOWN:
         figures |= dict(enumerate(found))
     return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}

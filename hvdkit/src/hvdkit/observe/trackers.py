@@ -1,6 +1,6 @@
 """Where a run's figures go besides metrics.jsonl (--trackers); rank 0 alone has trackers.
 
-What a tracker raises is told once by who calls it, and the run goes on.
+The caller reports a tracker's error once, and the run continues.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ BUILT_IN = "tensorboard"
 
 
 class Tracker(Protocol):
-    """What a class that --trackers=MODULE:CLASS names must have; docs/trackers.md shows two."""
+    """The methods of a class for --trackers=MODULE:CLASS; docs/trackers.md shows two."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """A run begins, or resumes in the same `run_dir`; `settings` are those of config.cfg."""
+        """A run starts, or resumes in the same `run_dir`; `settings` are those of config.cfg."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Figures by name (train/loss, eval/miou), NaN among them. Training waits for it."""
+        """Figures by name (train/loss, eval/miou), possibly NaN. Training waits for it."""
 
     def pictures(self, step: int, pictures: np.ndarray) -> None:
         """Predictions, uint8 [n, height, width, 3], after an evaluation that draws some."""
 
     def close(self) -> None:
-        """The run ends, however it does."""
+        """The run ends, successfully or not."""
 
 
 class TensorBoard:
@@ -41,7 +41,7 @@ class TensorBoard:
             raise ValueError(f"{folder}: {error.message}") from None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        # As arrays: TensorFlow keeps every number of Python's that it ever saw (0.8 kB each).
+        # As arrays: TensorFlow caches every Python number it has seen (0.8 kB each).
         with self._board.as_default(np.asarray(step, np.int64)):
             for name, value in values.items():
                 tf.summary.scalar(name, np.asarray(value, np.float32))
@@ -55,7 +55,7 @@ class TensorBoard:
 
 
 def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Raises ValueError, naming the tracker, for one that cannot be had."""
+    """Raises ValueError, naming the tracker, if it cannot be started."""
     found: list[Tracker] = []
     for name in names:
         try:
@@ -64,10 +64,10 @@ def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> li
             else:
                 module, _, kind = name.partition(":")
                 kind = getattr(importlib.import_module(module), kind)
-            # What keeps nothing here leaves nothing on a server either.
+            # A run that keeps nothing here must leave nothing on a server either.
             if name == BUILT_IN or not (settings["dry_run"] or settings["find_lr"]):
                 found.append(kind(run_dir, settings))
-        except Exception as error:  # of somebody's own class it may be anything
+        except Exception as error:  # a user's class may raise anything
             why = " ".join(str(error).split())
             raise ValueError(f"--trackers={name} cannot be started: {why}") from None
     return found

@@ -1,4 +1,4 @@
-"""The demo data set: scanned handwritten digits lying on photographs, to be segmented.
+"""The demo data set: scanned handwritten digits on photographs, to be segmented.
 
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
         [--preview PNG]
@@ -39,15 +39,15 @@ PALETTE[:NUM_CLASSES] = [
     (145, 30, 180), (70, 240, 240), (240, 50, 230), (170, 110, 40), (128, 128, 255),
 ]  # fmt: skip
 
-_INK = 0.45  # share of full ink from which a pixel counts as the digit
-_TRIES = 30  # to find a place for a digit before the scene goes without it
+_INK = 0.45  # share of full ink above which a pixel belongs to the digit
+_TRIES = 30  # to find a place for a digit before it is left out
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What a demo set is made of; equal settings make equal pixels.
 
-    Raises ValueError when a value makes no scene possible.
+    Raises ValueError for values that make scenes impossible.
     """
 
     train: int = 6000  # scenes
@@ -55,7 +55,7 @@ class Settings:
     size: int = 64  # pixels, height and width
     digits: tuple[int, int] = (2, 5)  # fewest and most in a scene (fewer where no room is found)
     box: tuple[int, int] = (18, 32)  # pixels, side of the square that a scan is scaled to
-    contrast: tuple[float, float] = (0.3, 0.7)  # of the digit to what it lies on; 1: black to white
+    contrast: tuple[float, float] = (0.3, 0.7)  # of digit and background; 1: black on white
     overlap: float = 0.1  # largest share of a digit that a later digit may cover
     seed: int = 0
 
@@ -88,7 +88,7 @@ class Scene(NamedTuple):
 
 
 def scene(settings: Settings, split: str, index: int) -> Scene:
-    """Draws one scene; it depends on (seed, split, index) and not on how many there are."""
+    """Draws one scene; it depends on (seed, split, index), not on the number of scenes."""
     rng = np.random.default_rng([settings.seed, list(SCANS).index(split), index])
     canvas, photo = _background(rng, settings.size, COLUMNS[split])
     label = np.zeros((settings.size, settings.size), np.uint8)
@@ -111,8 +111,8 @@ def scene(settings: Settings, split: str, index: int) -> Scene:
 def make(root: Path, settings: Settings) -> None:
     """Makes the set in `root`, whole or not at all; does nothing when it is already there.
 
-    Several processes may call it at once: each writes a folder of its own, the first to finish
-    renames its folder to `root`, and the others see that and drop theirs.
+    Several processes may call it at once: each writes its own folder, the first to finish renames
+    its folder to `root`, and the others remove theirs.
 
     Raises ValueError when `root` holds a set with other settings, or anything else.
     """
@@ -138,9 +138,9 @@ def make(root: Path, settings: Settings) -> None:
 
 
 def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
-    """Makes a set unless a finished demo set is there; returns the settings of what is there.
+    """Makes a set unless `root` holds a finished one; returns the settings of the set in `root`.
 
-    A set that was made with other settings is taken as it is: that was someone's choice.
+    A set made with other settings is kept.
     Raises ValueError when `root` holds something else.
     """
     if (made := _made_with(Path(root))) is None:
@@ -188,7 +188,7 @@ def _background(
     side = int(rng.integers(min(size, largest), largest, endpoint=True))
     left = int(rng.integers(columns.start, columns.stop - side, endpoint=True))
     top = int(rng.integers(photo.height - side, endpoint=True))
-    # Cropped before it is resized, so that the filter sees no column of the other split.
+    # Crop, then resize: the filter must not read columns of the other split.
     crop = photo.crop((left, top, left + side, top + side))
     crop = np.asarray(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
     return np.array(crop[:, ::-1] if rng.random() < 0.5 else crop), (which, left, top, side)
@@ -197,7 +197,7 @@ def _background(
 def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A scan scaled up: ink shares, float32 [side, side] in [0, 1], and two masks, bool.
 
-    The masks are the digit, and the ring of pixels that touch it (8 neighbours). Both fit in.
+    The masks: the digit, and the ring of pixels that touch it (8 neighbours).
     """
     picture = Image.fromarray(_scans()[0][scan])
     ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
@@ -210,7 +210,7 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _free_place(
     rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray, overlap: float
 ) -> tuple[slice, slice] | None:
-    """Rows and columns where a digit hides little of the earlier ones; None when none is found."""
+    """Rows and columns where a digit hides little of earlier ones; None if none is found."""
     areas = np.bincount(owner.ravel())[1:]
     side = len(covers)
     for _ in range(_TRIES):
@@ -229,7 +229,7 @@ def _paint(rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray, contras
     fitting = [sign for sign, room in rooms.items() if room >= contrast]
     sign = int(rng.choice(fitting)) if fitting else max(rooms, key=rooms.__getitem__)
     colour = np.clip(under + sign * contrast + rng.uniform(-0.12, 0.12, size=3), 0, 1)
-    # Opaque inside the mask, and gone at the outer edge of the ignored ring.
+    # Opaque inside the mask, transparent at the outer edge of the ignored ring.
     alpha = np.clip((ink - 0.2) / (_INK - 0.2), 0, 1)[..., None]
     patch += alpha * (colour - patch)
 
@@ -239,10 +239,10 @@ def _write_split(work: Path, split: str, settings: Settings) -> None:
     for index, name in enumerate(names):
         drawn = scene(settings, split, index)
         for folder, pixels in (("images", drawn.image), ("labels", drawn.label)):
-            # Fixed and quick: 1 packs four times faster than the default and little worse.
+            # Level 1 is four times as fast as the default, with files little larger.
             Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
         done = index + 1 == len(names)
-        # A launcher's log is no terminal: there a line is written once, not over itself.
+        # On a terminal the line is overwritten; in a log it is written once.
         if done or (sys.stderr.isatty() and index % 200 == 0):
             line = f"\rdemo scenes, {split}: {index + 1}/{len(names)}"
             print(line if sys.stderr.isatty() else line[1:], end="\n" * done, file=sys.stderr)

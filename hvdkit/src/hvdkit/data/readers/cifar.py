@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100, binary versions (https://www.cs.toronto.edu/~kriz/cifar.html).
 
 The folder is what the archive unpacks to, or the one that holds it. A record is a byte for each
-label (of CIFAR-100 the coarse one first), then 32 x 32 red, green and blue values.
+label (in CIFAR-100 the coarse one first), then 32 x 32 red, green and blue values.
 """
 
 import zlib
@@ -19,7 +19,7 @@ _PIXELS = 3 * 32 * 32  # bytes
 class _Layout(NamedTuple):
     folder: str  # what the archive unpacks to
     splits: dict[str, list[str]]
-    labels: dict[int, str]  # how many classes each label byte tells apart, and their names' file
+    labels: dict[int, str]  # number of classes of each label byte, and the file of their names
 
 
 _CIFAR10 = _Layout(
@@ -38,7 +38,7 @@ class Cifar:
     """One split, as a `source.Source`, of CIFAR-10 (10 `classes`) or CIFAR-100 (20 or 100).
 
     Reads to {"image": uint8 [32, 32, 3], "label": int32 scalar}. The files are read once, here,
-    and kept in memory: 154 MB for train, 31 MB for val. So no read fails later.
+    and kept in memory: 154 MB for train, 31 MB for val. So reading cannot fail later.
 
     Raises ValueError, naming the file, when one is missing, cut, or holds a label that is no class.
     """
@@ -60,7 +60,7 @@ class Cifar:
         self.class_names = (root / layout.labels[classes]).read_text().split()
         parts = {name: _load(root / name, layout) for name in layout.splits[split]}
         self._listing = [(name, zlib.crc32(part)) for name, part in parts.items()]
-        with tf.device("CPU:0"):  # where it is read; it must not fill a GPU
+        with tf.device("CPU:0"):  # where it is read; it must not take GPU memory
             self._records = tf.constant(np.concatenate([*parts.values()]))
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Cifar:
         return {"image": tf.transpose(planes, [1, 2, 0]), "label": tf.cast(label, tf.int32)}
 
     def explain(self, index: int) -> str | None:
-        """None: all that can be wrong is found when the files are opened."""
+        """None: all faults are found when the files are opened."""
 
     def fingerprint(self) -> str:
         """SHA-256 over names and checksums of the split's files."""

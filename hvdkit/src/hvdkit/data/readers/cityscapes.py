@@ -62,7 +62,7 @@ class Cityscapes(PicturePairs):
 
 
 def train_ids() -> np.ndarray:
-    """The train id of each value in a labelIds file, uint8 [256]; 254 for values that are none."""
+    """The train id of each value in a labelIds file, uint8 [256]; 254 for invalid values."""
     table = np.full(256, _UNKNOWN, np.uint8)
     table[: LAST_ID + 1] = IGNORE
     table[list(IDS)] = np.arange(NUM_CLASSES)

@@ -1,6 +1,6 @@
 """A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
 
-ROOT/train/CLASS/*.jpg          .jpeg and .png too, in capitals too; splits may have other names
+ROOT/train/CLASS/*.jpg          .jpeg and .png too, in any case; splits may have other names
 ROOT/val/CLASS/*.jpg            the same classes
 
 Labels are the places of the classes in their sorted order. A class is a folder's name.
@@ -34,11 +34,11 @@ class ClassFolders:
     """One split, as a `source.Source`: samples in the order of classes, then of file names.
 
     Reads to {"image": uint8 [H, W, 3], "label": int32 scalar, "file": the picture's bytes}. The
-    folders are listed once, here; no file is opened. Whether two splits hold the same classes, who
-    opens both can tell.
+    folders are listed once, here; no file is opened. The caller compares the classes of two
+    splits.
 
-    Raises ValueError, naming the folder, when a split is missing, a class is empty, or something in
-    it would be left out, or a file has another size on this host.
+    Raises ValueError, naming the folder, if a split is missing, a class is empty, something in it
+    would be left out, or a file has another size on this host.
     """
 
     def __init__(self, root: Path, split: str):
@@ -63,7 +63,7 @@ class ClassFolders:
 
         Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
         """
-        # The class is the last that starts at the sample or before it.
+        # The class is the last one that starts at or before the sample.
         label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
         path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
         file = tf.io.read_file(path)
@@ -95,7 +95,7 @@ class ClassFolders:
         return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
 
     def _looked_at(self) -> list[Path]:
-        """Files spread over the split."""
+        """A sample of the split's files, evenly spread."""
         indices = listing.sampled(len(self))
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
@@ -133,7 +133,7 @@ def _classes(root: Path, split: str) -> list[str]:
 
 
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
-    """The `packed` names of a class's pictures; ValueError where something would be left out."""
+    """The `packed` names of a class's pictures; ValueError if something would be left out."""
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
     inner = {entry.name for entry in rest if entry.is_dir()}
     if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
@@ -142,7 +142,7 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
             "would be left out: move their pictures up into the class's folder, or take them away"
         )
     files = (entry.name for entry in rest if entry.name not in inner)
-    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first with a space behind
+    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first: with a trailing space
     if others := [name for name in files if name.lower().rstrip().endswith(endings)]:
         raise ValueError(
             f"{folder} has {len(others)} pictures whose names do not end in "

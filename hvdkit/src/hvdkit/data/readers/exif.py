@@ -1,9 +1,9 @@
-"""The orientation in a picture's EXIF, found and obeyed by TensorFlow ops.
+"""Reads and applies the EXIF orientation of pictures with TensorFlow ops.
 
 Cameras store what the sensor saw and note how to turn it (Exif 2.32, tag 0x0112); viewers turn it,
-TensorFlow's decoders do not. Looked at: the first Exif block among the segments that a JPEG begins
-with, and the eXIf chunk of a PNG that stands before its pixels, where they begin in the first 16
-KiB. What cannot be understood counts as no orientation.
+TensorFlow's decoders do not. Read are the first Exif segment at the start of a JPEG, and the eXIf
+chunk before the pixels of a PNG, if they begin in the first 16 KiB. Anything invalid counts as no
+orientation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import functools
 import tensorflow as tf
 
 _TAG, _SHORT = 0x0112, 3
-# Most pictures hold none of these names: to look for them takes a small part of the time that
-# decoding takes, to go from segment to segment as long again.
+# Most pictures hold none of these names. Searching for them takes a small part of the decoding
+# time; walking the segments would double that.
 _BEGINNING = 2**14
 _NAMES = r"\C*(?:Exif\x00\x00|eXIf)\C*"
-# By orientation, 0 to 8: what takes the stored rows and columns to those that are shown.
+# By orientation, 0 to 8: how stored rows and columns become the displayed ones.
 _TRANSPOSED = (False, False, False, False, False, True, True, True, True)
 _UPSIDE_DOWN = (False, False, False, True, True, False, False, True, True)
 _MIRRORED = (False, False, True, True, False, False, True, True, False)
 
 
-# What few pictures need is a function that is called, and traced once a process. Written out in the
-# graph of each reader, it would cost time for each picture: the ops of a branch that is not taken
-# are gone through as well.
+# A function for what few pictures need, traced once a process. Inlined in each reader's graph, its
+# ops would cost time for every picture, even in a branch that is not taken.
 seldom = functools.partial(
     tf.function, autograph=False, experimental_attributes={"_noinline": True}
 )
@@ -45,16 +44,16 @@ def orientation(data: tf.Tensor) -> tf.Tensor:
 
 def is_bare_jpeg(data: tf.Tensor) -> tf.Tensor:
     """Whether this is a JPEG whose first table follows its JFIF segment, which leaves no place for
-    an orientation: nearly all of the sets on the web.
+    an orientation: nearly all pictures of published data sets.
 
-    Only there to be quick: it takes a tenth of the time that the search for the names takes.
+    A shortcut: it takes a tenth of the time of the search for names.
     """
     jfif = tf.strings.substr(data, 0, 6) == b"\xff\xd8\xff\xe0\x00\x10"
     return jfif & (tf.strings.substr(data, 20, 2) == b"\xff\xdb")
 
 
 def swaps(orientation: tf.Tensor | int) -> tf.Tensor:
-    """Whether what is shown is as wide as what is stored is high, bool scalar."""
+    """Whether the orientation swaps height and width, bool scalar."""
     return tf.gather(_TRANSPOSED, orientation)
 
 
@@ -77,11 +76,11 @@ def _found(data: tf.Tensor) -> tf.Tensor:
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     height, width, channels = tf.unstack(tf.shape(image))
     swapped = tf.gather(_TRANSPOSED, orientation)
-    rows = tf.range(tf.where(swapped, width, height))[:, None]  # of what is shown
+    rows = tf.range(tf.where(swapped, width, height))[:, None]  # of the displayed picture
     columns = tf.range(tf.where(swapped, height, width))[None]
     rows = tf.where(tf.gather(_UPSIDE_DOWN, orientation), rows[::-1], rows)
     columns = tf.where(tf.gather(_MIRRORED, orientation), columns[:, ::-1], columns)
-    # Not by tf.transpose: oneDNN writes a line of error about it on CPUs without AVX-512.
+    # Not tf.transpose: oneDNN prints an error about it on CPUs without AVX-512.
     stored = tf.where(swapped, columns * width + rows, rows * width + columns)
     return tf.gather(tf.reshape(image, [-1, channels]), stored)
 
@@ -139,7 +138,7 @@ def _read(tiff: tf.Tensor) -> tf.Tensor:
     directory = _number(_bytes(tiff, 4, 4), little)
     room = (tf.cast(tf.strings.length(tiff), tf.int64) - directory - 2) // 12
     count = tf.clip_by_value(_number(_bytes(tiff, directory, 2), little), 0, tf.maximum(room, 0))
-    # One more than there are: TensorFlow cannot decode no bytes.
+    # One more than there are: TensorFlow cannot decode zero bytes.
     entries = tf.reshape(_bytes(tiff, directory + 2, 12 * count + 12), [-1, 12])[:count]
     tag, kind, value = (_number(entries[:, at : at + 2], little) for at in (0, 2, 8))
     values = tf.where((tag == _TAG) & (kind == _SHORT) & (value <= 8), value, 0)
@@ -147,7 +146,7 @@ def _read(tiff: tf.Tensor) -> tf.Tensor:
 
 
 def _number(digits: tf.Tensor, little: tf.Tensor | bool = False) -> tf.Tensor:
-    """The whole number, int64 [...], of 2 or 4 bytes [..., n]: the highest first, or the lowest."""
+    """The integer, int64 [...], of 2 or 4 bytes [..., n], big-endian or little-endian."""
     weights = [256**n for n in range(digits.shape[-1])]
     weights = tf.where(little, tf.constant(weights, tf.int64), tf.constant(weights[::-1], tf.int64))
     return tf.reduce_sum(digits * weights, axis=-1)
@@ -162,7 +161,7 @@ def _bytes(data: tf.Tensor, place: tf.Tensor | int, count: tf.Tensor | int) -> t
 
 
 def _cut(data: tf.Tensor, place: tf.Tensor | int, count: tf.Tensor | int) -> tf.Tensor:
-    """`count` bytes from `place` on, fewer where the end is nearer."""
+    """`count` bytes from `place` on, fewer at the end of the data."""
     size = tf.cast(tf.strings.length(data), tf.int64)
     place = tf.clip_by_value(tf.cast(place, tf.int64), 0, size)
     return tf.strings.substr(data, place, tf.maximum(tf.cast(count, tf.int64), 0))

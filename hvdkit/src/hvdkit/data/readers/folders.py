@@ -1,4 +1,4 @@
-"""Folders of images and labels: the layout that most segmentation sets can be brought into.
+"""Folders of images and labels: a layout that most segmentation sets can be converted to.
 
 ROOT/images/NAME.png            8-bit colour or grey pictures; .jpg and .jpeg too
 ROOT/labels/NAME.png            class ids: 8-bit grey PNG, or palette PNG (the indices)
@@ -19,10 +19,10 @@ _CONTENT = {"images": "pictures", "labels": "label PNGs", "splits": "lists"}
 
 
 class ImageLabelFolder(PicturePairs):
-    """One split of a folder, as a `source.Source`; what is read is said in `PicturePairs`.
+    """One split of a folder, as a `source.Source`; for what is read, see `PicturePairs`.
 
-    The files are listed once, here; none is opened. `is_demo` tells whether hvdkit/data/demo/scenes.py
-    made them (its marker lies beside them), wherever they were copied since.
+    The files are listed once, here; none is opened. `is_demo` says whether data/demo/scenes.py made
+    them, which its marker file shows, also in a copy.
 
     Raises ValueError, naming folder, file or line, when a part of the layout is missing or empty,
     a listed name lacks its image or label, or a name is listed twice.
@@ -42,7 +42,7 @@ class ImageLabelFolder(PicturePairs):
         self.is_demo: bool = shared_listing.found(("demo", str(root)), (root / MARKER).is_file)
 
     def fingerprint(self) -> str:
-        """As of `PicturePairs`; without the demo's marker it is another set."""
+        """That of `PicturePairs`; the demo's marker changes it."""
         files = super().fingerprint()
         return source.digest([(files, 0), (MARKER, 0)]) if self.is_demo else files
 

@@ -1,4 +1,4 @@
-"""Folders, lists of names, and the files they name; errors say what is missing and where."""
+"""Lists folders and finds the files of a split; errors say what is missing and where."""
 
 import os
 from collections.abc import Callable, Hashable, Sequence
@@ -12,10 +12,10 @@ from hvdkit.data import shared_listing
 from hvdkit.words import some
 
 THREADS = 16  # they wait for a file server
-# What systems put beside pictures, in small letters; hidden names are passed over anyway.
+# What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
 _SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
 _SYSTEMS |= {"system volume information"}
-_LOOKED_AT = 1_000  # most files of a listing whose sizes are asked for: each asks the server
+_LOOKED_AT = 1_000  # most files whose sizes are read: each is a request to the file server
 
 
 def check_folder(folder: Path, content: str) -> None:
@@ -28,7 +28,7 @@ def check_folder(folder: Path, content: str) -> None:
 
 
 def read_names(path: Path) -> dict[str, int]:
-    """Names of a split in the order of its list, each with the line it stands on.
+    """Names of a split in the order of its list, each with its line number.
 
     Raises ValueError when there is no such list, it lists nothing, or a name twice.
     """
@@ -50,7 +50,7 @@ def read_names(path: Path) -> dict[str, int]:
 
 
 def check_new(known: dict[str, int], name: str, line: int, where: Path) -> None:
-    """Adds a name and its line to those `known`; ValueError where it is one, however spelled."""
+    """Adds a name and its line to `known`; ValueError if that path is known, however spelled."""
     first = known.setdefault(os.path.normpath(name), line)
     if first != line:
         raise ValueError(
@@ -59,9 +59,9 @@ def check_new(known: dict[str, int], name: str, line: int, where: Path) -> None:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file; ValueError where it is not UTF-8.
+    """The lines of a text file; ValueError if it is not UTF-8.
 
-    They end with LF or CR LF only: `str.splitlines` knows more ends, which a name may hold.
+    Only LF and CR LF end a line: `str.splitlines` splits at characters that a name may hold.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -76,8 +76,8 @@ def read_lines(path: Path) -> list[str]:
 def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list[str]:
     """Paths relative to the folder's parent, in the order of the names.
 
-    Folders are listed, not files looked up one by one: on a network file system that is one
-    answer for thousands of files. Raises ValueError for names with no file, or with two.
+    Lists folders instead of looking up files one by one: on a network file system that is one
+    request for thousands of files. Raises ValueError for names with no file, or with two.
     """
     found: dict[str, str] = {}
     for parent in sorted({os.path.dirname(name) for name in names}):
@@ -105,7 +105,7 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
 
 
 def check_there(root: Path, paths: Sequence[str], lines: Sequence[int], where: Path) -> None:
-    """Raises ValueError for paths relative to root that are no file.
+    """Raises ValueError for paths relative to root that are not files.
 
     Args:
       lines, where: the line of each path in the list that names them, and that list.
@@ -124,10 +124,10 @@ def check_there(root: Path, paths: Sequence[str], lines: Sequence[int], where: P
 
 
 def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os.DirEntry]]:
-    """Names of the folder's files that end so, in capitals too, and the rest, from one look.
+    """Names of the folder's files with these endings, in any case, and its other entries.
 
-    Both are sorted, without what is hidden or a system's own. Links that end so count as files and
-    are not followed. Raises ValueError for a folder that is named as such a file.
+    Both are sorted, without hidden and system files. Links with such an ending count as files and
+    are not followed. Raises ValueError for a folder with such an ending.
     """
     files, rest = [], []
     for entry in _entries(folder):
@@ -147,10 +147,10 @@ def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:
 
 
 def folder_names(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, links to folders too; none that is hidden or a
-    system's.
+    """Names of the folders in a folder, sorted, with links to folders, without hidden and system
+    ones.
 
-    Raises ValueError for a link that leads nowhere: it may be a class that is missing.
+    Raises ValueError for a dead link: it may be a missing class.
     """
     found = []
     for entry in _entries(folder):
@@ -163,18 +163,18 @@ def folder_names(folder: Path) -> list[str]:
 
 
 def sampled(count: int) -> range:
-    """Indices spread over 0 .. count - 1, a thousand at most: whose sizes are asked for."""
+    """At most 1,000 indices spread over 0 .. count - 1: files whose sizes are read."""
     return range(0, count, max(1, -(-count // _LOOKED_AT)))
 
 
 def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
-    """Bytes of some files as rank 0 sees them, int64 [n].
+    """Sizes of some files as rank 0 sees them, in bytes, int64 [n].
 
     One rank of each other host compares them with its own disk, which may be a stale copy. Other
     ranks do not look. Raises ValueError for a file that is missing, or has another size.
 
     Args:
-      key: of what the files are, the same on all ranks.
+      key: names the lookup, the same on all ranks.
     """
 
     def compare(expected: np.ndarray) -> None:
@@ -209,7 +209,7 @@ def _entries(folder: Path) -> list[os.DirEntry]:
 
 
 def _check_file(entry: os.DirEntry) -> None:
-    """What kind of file it is came with the listing: nothing is asked again, no link followed."""
+    """Uses the file type from the listing: no further request, no link followed."""
     if entry.is_file(follow_symlinks=False) or entry.is_symlink():
         return
     kind = "a folder" if entry.is_dir(follow_symlinks=False) else "no regular file"

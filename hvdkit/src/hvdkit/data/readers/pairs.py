@@ -1,6 +1,6 @@
-"""Pairs of a picture and a label PNG: what the readers of segmentation sets have in common.
+"""Pairs of a picture and a label PNG: common to the readers of segmentation sets.
 
-A reader lists the files (folders.py, voc.py, cityscapes.py); reading and explaining is here.
+A reader lists the files (folders.py, voc.py, cityscapes.py); this reads and explains them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ class PicturePairs:
 
     Args:
       images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
-        A reader that lists many files asks for `listed` through `once.found`, so that rank 0 does.
-      table: uint8 [256], the class of each value that the files hold; None where they hold
-        classes. A value that is no class maps to one that is neither below `num_classes` nor
-        `ignore_label`.
-      way_out: what to do about a value that is no class.
+        A reader that lists many files calls `listed` in `shared_listing.found`, on rank 0.
+      table: uint8 [256], the class of each value in the files; None if the values are classes.
+        An invalid value maps to a class that is neither below `num_classes` nor `ignore_label`.
+      way_out: how to fix a value that is no class.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class PicturePairs:
         """Reads one sample, see the class; index: int64 scalar.
 
         Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
-        sizes that differ, and label values that are no class; `explain` tells which and why.
+        sizes that differ, and label values that are no class; `explain` says which and why.
         """
         image_path = tf.strings.join([self._folder, self._images.at(index)])
         label_path = tf.strings.join([self._folder, self._labels.at(index)])
@@ -86,14 +85,14 @@ class PicturePairs:
         image_path, label_path = self.picture_file(index), self._label_file(index)
         try:
             image = pictures.load(image_path)
-            label = pictures.load(label_path, deep=True)  # check_label_kind says more
+            label = pictures.load(label_path, deep=True)  # check_label_kind explains more
             pictures.check_label_kind(label_path, label)
             self._check_sizes(image_path, image, label_path, label)
             self._check_values(label_path, np.asarray(label))
             self.read(tf.constant(index, tf.int64))
         except ValueError as problem:
             return str(problem)
-        except tf.errors.OpError as error:  # no check above knows it, so in TensorFlow's words
+        except tf.errors.OpError as error:  # unknown to the checks above: TensorFlow's words
             return f"{image_path} or {label_path} cannot be read: {said(error)}; replace it"
         return None
 
@@ -114,7 +113,7 @@ class PicturePairs:
         return self.root / self._labels[index]
 
     def _looked_at(self) -> list[Path]:
-        """Files spread over the split."""
+        """A sample of the split's files, evenly spread."""
         indices = listing.sampled(len(self))
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
@@ -153,7 +152,7 @@ class PicturePairs:
 
 
 def listed(images: Names | Sequence[str], labels: Names | Sequence[str]) -> tuple[Names, Names]:
-    """Paths of pictures and of labels, held compactly."""
+    """Paths of pictures and of labels, stored compactly."""
     return tuple(x if isinstance(x, Names) else Names.of(x) for x in (images, labels))
 
 

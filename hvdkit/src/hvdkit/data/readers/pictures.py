@@ -1,4 +1,4 @@
-"""Picture files and label PNGs: decoded in-graph, and looked into when that fails."""
+"""Decodes picture files and label PNGs in a graph, and explains those that fail."""
 
 import io
 import zlib
@@ -11,7 +11,7 @@ from PIL import Image
 from hvdkit.data.readers import exif
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-# Of pictures that are not read, so that nobody believes they were.
+# Endings of pictures that are not read; they are reported, not skipped silently.
 OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -20,26 +20,26 @@ _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
 
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
-    """Fails the sample at run time; in the functions of `tf.data` nothing has to wait for it."""
+    """Fails the sample at run time; inside `tf.data` it needs no control dependency."""
     tf.debugging.Assert(condition, [*facts, "explain() tells more"])
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
     """Colours, uint8 [H, W, 3], from the bytes of a JPEG, or of a PNG of at most 8 bits.
 
-    Turned by its EXIF orientation, so as viewers show it. Of 16 bits a decoder takes the high byte,
-    which is almost nothing of what a camera of 12 bits saw: such a PNG fails the sample.
+    Turned by its EXIF orientation, as viewers show it. Decoding 16 bits would keep the high byte
+    only, which loses nearly all of a 12-bit camera's picture: such a PNG fails the sample.
     """
     deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    # No bytes cannot be decoded. An assertion would be looked at for each picture, also for those
-    # of which only a part is decoded, elsewhere.
+    # Empty data fail to decode. An assertion would run for every picture, also for those that are
+    # only decoded in part, elsewhere.
     fit = tf.where(deep, b"", data)
     image = tf.io.decode_image(fit, channels=3, expand_animations=False)
     return exif.upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
 def size(data: tf.Tensor) -> tf.Tensor:
-    """Height and width, int32 [2], of what `decode_image` gives; of PNG and JPEG by their heads."""
+    """Height and width, int32 [2], of `decode_image`'s result; for PNG and JPEG from the header."""
     return tf.cond(
         exif.is_bare_jpeg(data),
         lambda: tf.io.extract_jpeg_shape(data)[:2],
@@ -48,12 +48,12 @@ def size(data: tf.Tensor) -> tf.Tensor:
 
 
 def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
-    """A part of what `decode_image` gives, uint8 [h, w, 3]; box: int32 [4], top, left, h, w.
+    """A part of `decode_image`'s result, uint8 [h, w, 3]; box: int32 [4], top, left, h, w.
 
-    Of a JPEG that need not be turned, no other pixels are computed, and what is damaged below the
-    part is not seen. The colours (not the brightness) of its first and last column may differ by
-    some shades: they are stored for every second pixel and spread over neighbours, which are not
-    there. To decode these too, and cut them off, takes longer.
+    Of a JPEG that need not be turned, only this part is decoded, so damage below it goes unnoticed.
+    The colours (not the brightness) of its first and last column may differ by some shades: JPEG
+    stores colours for every second pixel and interpolates, and here the neighbours are missing.
+    Decoding them too, and cutting them off, would take longer.
     """
     part = tf.cond(
         exif.is_bare_jpeg(data),
@@ -101,8 +101,8 @@ def slice_part(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
 def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG, turned as viewers do.
 
-    A decoder turns other kinds into something that only looks like ids (averaged colours, the
-    high byte of 16 bits), so the header decides what is decoded.
+    Of other kinds of PNG, a decoder makes values that only look like ids (averaged colours, the
+    high byte of 16 bits), so the header is checked first.
     """
     depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
     is_palette = colour == _PALETTE
@@ -120,9 +120,9 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
 def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     """Palette indices, uint8 [H, W, 1].
 
-    `tf.io.decode_png` gives the palette's colours. The same file declared grey gives the indices:
-    the colour type is byte 25, and bytes 29 to 32 are the header's CRC. A CRC is linear over
-    GF(2), so that one change flips the same bits of every header's CRC.
+    `tf.io.decode_png` returns the palette's colours; declared grey, the same file gives the
+    indices. The colour type is byte 25, the header's CRC is bytes 29 to 32. A CRC is linear over
+    GF(2), so this change flips the same bits of every header's CRC.
     """
     flips = (_header_crc(_GREY) ^ _header_crc(_PALETTE)).to_bytes(4, "big")
     flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + flips, np.uint8)
@@ -143,10 +143,10 @@ def _header_crc(colour_type: int) -> int:
 
 
 def load(path: Path, deep: bool = False) -> Image.Image:
-    """The decoded picture as it is stored; ValueError names the file and says why there is none.
+    """The decoded picture as it is stored; ValueError names the file and what is wrong.
 
     Args:
-      deep: 16 bits a channel will do.
+      deep: whether 16 bits a channel are accepted.
     """
     try:
         data = path.read_bytes()
@@ -165,7 +165,7 @@ def load(path: Path, deep: bool = False) -> Image.Image:
 
 
 def too_deep(data: bytes) -> str:
-    """What is wrong with a picture of 16 bits a channel, without its name; "" for others."""
+    """A message about a picture of 16 bits a channel, without its name; "" for others."""
     if data[:8] != _PNG_SIGNATURE or data[24:25] != b"\x10":
         return ""
     return (
@@ -175,7 +175,7 @@ def too_deep(data: bytes) -> str:
 
 
 def check_label_kind(path: Path, label: Image.Image) -> None:
-    """Raises ValueError for a label that is not what `decode_label` takes."""
+    """Raises ValueError for a label that `decode_label` does not accept."""
     depth, colour = path.read_bytes()[24:26]
     if label.format == "PNG" and (colour == _PALETTE or (colour == _GREY and depth == 8)):
         return

@@ -1,13 +1,13 @@
-"""Packed samples: TFRecord shards with an index, so that any record is one read away.
+"""Packed samples: TFRecord shards with an index, so that any record takes one read.
 
 ROOT/SPLIT/pack.json                    what is packed, and the shards with their sizes
 ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
 `hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
-JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of what was packed. The
+JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The
 last record of a shard is its mark: text that names the pack and the shard, so that a shard of
-another pack shows when a set is opened, whatever its size.
+another pack is noticed when the set is opened, even if its size fits.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Shard(NamedTuple):
     sha256: str  # of the whole file, hex digits
 
     def problem(self) -> str | None:
-        """What its size and its mark tell, for a person; None when they are right."""
+        """A message if its size or its mark is wrong; None if both are right."""
         if not self.path.is_file():
             return f"{self.path} is missing; {_AGAIN}"
         with self.path.open("rb") as file:
@@ -62,9 +62,9 @@ class Records:
     Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
     uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
 
-    Raises ValueError, naming the file, when one is missing, or is not as the packer left it as far
-    as sizes, the shards' marks, and the checksums of pack.json and the index tell. A record's own
-    checksum is looked at when it is read; `hvdkit check` looks at all of it.
+    Raises ValueError, naming the file, if one is missing or changed: it compares sizes, marks of
+    shards, and the checksums of pack.json and the index. A record's own checksum is compared when
+    it is read; `hvdkit check` compares everything.
     """
 
     def __init__(self, root: Path, split: str):
@@ -92,7 +92,7 @@ class Records:
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Reads one sample, see the class; index: int64 scalar.
 
-        Raises tf.errors.DataLossError (when it runs) for a record that is not what was written.
+        Raises tf.errors.DataLossError (when it runs) for a damaged record.
         """
         kind = tf.string if self.kind == "map" else tf.int64
         features = {
@@ -119,7 +119,7 @@ class Records:
         return None
 
     def where(self, index: int) -> str:
-        """File and bytes that hold sample `index`, for a person."""
+        """File and bytes that hold sample `index`, as text."""
         offset, length = self._index[index].tolist()
         path = self.folder / self._shards[self._shard_of[index]][0]
         return f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
@@ -132,8 +132,8 @@ class Records:
     def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
         """The data of one record, string scalar.
 
-        TensorFlow's reader of TFRecords, told to start at the record and to fetch no more than
-        it: one read, both of the record's CRC32C checked, and no Python between the threads.
+        Uses TensorFlow's reader of TFRecords, starting at the record and fetching only it: one
+        read, both CRC32C of the record checked, no Python.
         """
         shard, offset, length = tf.unstack(self._places[index])
         records = tf.raw_ops.TFRecordDatasetV2(
@@ -159,7 +159,7 @@ def sha256(path: Path) -> str:
 
 
 def shards(folder: Path) -> list[Shard]:
-    """The files of a packed split; raises ValueError when its pack.json is not to be used."""
+    """The files of a packed split; raises ValueError if its pack.json is unusable."""
     return _shards(folder, _read_meta(folder))
 
 
@@ -179,7 +179,7 @@ def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]])
 
 
 def _checksum(meta: dict[str, Any]) -> str:
-    """SHA-256 (hex digits) of all that pack.json says besides it."""
+    """SHA-256 (hex digits) of everything else in pack.json."""
     rest = {key: value for key, value in meta.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -8,7 +8,7 @@ VOC2012/ImageSets/Segmentation/SPLIT.txt        train, val, trainval: one NAME a
 
 The labels for "aug" splits (usually called trainaug: 10,582 pictures instead of 1,464) are those of
 Hariharan et al. 2011, "Semantic Contours from Inverse Detectors", which others converted to ids.
-Lists of it are passed on in both forms; pairs say themselves which labels they mean.
+Lists of them exist in both forms; a pair names its label file itself.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ CLASS_NAMES = (
 
 
 class Voc(PicturePairs):
-    """One split, as a `source.Source`; what is read is said in `PicturePairs`.
+    """One split, as a `source.Source`; for what is read, see `PicturePairs`.
 
     `root` is the year's folder (VOC2012), or a folder with VOC2012 in it (VOCdevkit).
     Raises ValueError as `ImageLabelFolder` does.
@@ -68,7 +68,7 @@ def _list(root: Path, split: str) -> tuple[str, Names, Names]:
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
     """Pictures and labels of a list of pairs, relative to root.
 
-    Raises ValueError for a line that is no pair, a picture that comes twice, and missing files.
+    Raises ValueError for a line that is no pair, a picture listed twice, and missing files.
     """
     images: list[str] = []
     labels: list[str] = []
