@@ -73,7 +73,8 @@ def prepare(config: Settings, world: World) -> RunContext:
             model = batch_norm.synchronize(model)
         if not config.virtual_ranks:  # else the step seeds them by virtual rank
             dropout.draw_by_rank(model)
-        optimizer = optimizers.build(config, model)
+        with task_checks.told("optimizer"):
+            optimizer = optimizers.build(config, model, tasks.optional(task, "optimizer"))
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
     with world.fail_together("opening the data"):

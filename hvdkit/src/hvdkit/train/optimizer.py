@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -16,19 +16,25 @@ from hvdkit.train.sgd import SGD
 _DECOUPLED = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}
 
 
-def build(config: Settings, model: keras.Model) -> keras.optimizers.Optimizer:
+def build(
+    config: Settings, model: keras.Model, own: Callable | None = None
+) -> keras.optimizers.Optimizer:
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
     Its learning rate is a variable that the step sets from the schedule, float64 in a float64 run.
     With --ema_decay it keeps a moving average of the weights among its variables (hvdkit/train/ema.py).
     docs/optimizer-and-schedule.md has the formulas.
 
+    Args:
+      own: a task's `optimizer`, in place of --optimizer.
     Raises:
       ValueError: nothing to train or, with --weight_decay, to decay; --ema_decay with a weight
         that has a constraint.
     """
     variables = model.trainable_variables
     _check(config, variables)
+    if own is not None:
+        return _own(config, own, variables)
     # Keras makes a float32 of a Python float (0.9 is then off by 2e-8) before it casts it to the
     # weight's type; a NumPy float64 stays one.
     number = np.float64 if config.precision == "float64" else float
@@ -45,6 +51,23 @@ def build(config: Settings, model: keras.Model) -> keras.optimizers.Optimizer:
         optimizer = rule(config.base_lr, weight_decay=decay, **betas, **average)
         # Without decay too: LAMB's trust ratio goes by it.
         optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
+    optimizer.build(variables)
+    return optimizer
+
+
+def _own(
+    config: Settings, make: Callable, variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
+    """What the task makes, with its slots; flags of a rule that does not run are refused."""
+    for name in ("optimizer", "momentum", "ema_decay"):
+        if getattr(config, name) != getattr(Settings, name):
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: the task's own optimizer does not read it: "
+                "leave it out"
+            )
+    optimizer = make(config)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
     optimizer.build(variables)
     return optimizer
 

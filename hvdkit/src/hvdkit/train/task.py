@@ -24,6 +24,7 @@ from hvdkit.train import schedule
 _OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range", "crop_area")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _OPTIONAL = ("prepare", "predict", "picture_inputs", "notes", "draw", "actions", "schedule")
+_OPTIONAL += ("optimizer",)
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
@@ -155,6 +156,13 @@ class Task(Protocol):
 
         Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; it is multiplied
         by what --lr_scaling says.
+        """
+        ...
+
+    def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
+        """An update rule of one's own in place of --optimizer. Optional.
+
+        The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
         """
         ...
 
