@@ -14,7 +14,7 @@ from ranks import PROJECT
 __all__ = ["pytest_terminal_summary"]
 project.use(PROJECT)
 
-from hvdkit.data.demo import scenes  # noqa: E402
+from hvdkit.data.demo import scenes
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def _seen(value: tf.Tensor) -> np.ndarray:
 class Checkpoints:
     """The checkpoints of one run: `folder`, and how many of the newest are kept.
 
-    `fingerprint` is what its bits depend on besides settings (hvdkit/ranks/fingerprint.py), `measure`
+    `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
     what its scores are of. A score of another measure is none; its best checkpoint stays.
     """
 

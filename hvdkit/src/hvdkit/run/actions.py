@@ -1,4 +1,4 @@
-"""What happens after a step. run/modes.py lists the actions; each is called as action(step, result).
+"""What happens after a step. run/modes.py lists them; each is called as action(step, result).
 
 An action says with `due(step)` whether it acts after a step, and with `settles` whether it needs
 to know first that the step was applied. It returns why the run must end, or None. All ranks have

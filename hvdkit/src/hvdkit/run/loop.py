@@ -60,7 +60,7 @@ class Run:
         stop_signal: StopSignal,
         back: GoBack | None = None,
     ) -> None:
-        """Data, model, weights of the start, on every rank. Raises Stop, on all, what refuses it."""
+        """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
         self.given, self.world, self._stop_signal = given, world, stop_signal
         agreement.check_code(world)
         self.where = world_lib.describe(world)
@@ -133,7 +133,7 @@ class Run:
         return self.parts.update(gradients)
 
     def function(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
-        """Makes one graph of a step, traced at once with the batch's signature, checked on all ranks.
+        """One graph of a step, traced at once with the batch's signature, checked on all ranks.
 
         Returns the function of a batch that runs it; votes and checks travel with it unseen.
         """
@@ -181,9 +181,10 @@ class Run:
         if self._function is None:
             raise ValueError("batches: make the step first, with run.make_step or run.function")
         self._open_folder()
-        for self.step in range(self.start.step + 1, self.settings.num_steps + 1):
+        for step in range(self.start.step + 1, self.settings.num_steps + 1):
             if self._ending:
                 return
+            self.step = step
             batch = self.feed.next()
             self._waits_for_result, self._called = True, time.perf_counter()
             yield batch

@@ -93,8 +93,8 @@ def synchronize(model: keras.Model) -> keras.Model:
     if derived:
         raise ValueError(
             f"--bn_sync=full cannot synchronize {some(derived)}, which may compute batch "
-            "statistics in its own way: derive it from hvdkit.train.batch_norm.SyncBatchNormalization "
-            "or use another --bn_sync"
+            "statistics in its own way: derive it from "
+            "hvdkit.train.batch_norm.SyncBatchNormalization or use another --bn_sync"
         )
     for layer in _batch_norms(model):
         if type(layer) is keras.layers.BatchNormalization:

@@ -22,7 +22,7 @@ def build(
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
     Its learning rate is a variable that the step sets from the schedule, float64 in a float64 run.
-    With --ema_decay it keeps a moving average of the weights among its variables (hvdkit/train/ema.py).
+    With --ema_decay it keeps a moving average of the weights among its variables (train/ema.py).
     docs/optimizer-and-schedule.md has the formulas.
 
     Args:

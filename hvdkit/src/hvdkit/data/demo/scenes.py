@@ -3,7 +3,7 @@
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
         [--preview PNG]
 
-It is made once, without a network, from hvdkit/data/shipped: 1,797 scans of handwritten digits and two
+It is made once, without a network, from data/shipped: 1,797 scans of handwritten digits and two
 photographs. Training and validation share neither a scan nor a pixel of a photograph. The folders
 have the layout that folders.py reads. Pixels depend on the settings only; bytes also on the Pillow
 that packs them.

@@ -1,4 +1,4 @@
-"""Handwritten digits of hvdkit/data/shipped: 1,797 real scans, 8x8 pixels, 10 classes; no download."""
+"""Handwritten digits of data/shipped: 1,797 real scans, 8x8 pixels, 10 classes; no download."""
 
 from __future__ import annotations
 
