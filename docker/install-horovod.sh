@@ -121,7 +121,7 @@ set_up_environment() {
     if ! whole "$new"; then
         echo "$("$python" --version), $DEVICE: $new"
         check_machine "${venv}s"
-        rm -rf "$new" "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
+        rm -rf "$new"* "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
         begin "${venv}s/.work-$$" "$new.log"
         get_uv
         step "An environment" "$uv" venv --python "$python" "$new"
