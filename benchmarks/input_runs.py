@@ -4,7 +4,8 @@
 
 Each gives batches of 32 as its users would get them: "template" this project's, "packed" the same
 from the set packed by hvdkit.data.pack, "tf.data" the plain pipeline of TensorFlow's model garden
-(draws that depend on the order of threads, a shuffle buffer), "torch" a DataLoader with torchvision.
+(draws that depend on the order of threads, a shuffle buffer), "torch" a DataLoader with
+torchvision.
 """
 
 from __future__ import annotations

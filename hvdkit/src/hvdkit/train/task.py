@@ -62,8 +62,8 @@ class Task(Protocol):
         """One augmented example from what the source read. TensorFlow ops only.
 
         For pictures, hvdkit.data.crops and hvdkit.data.augment take the sample and return whole
-        numbers, uint8: a quarter of float32's bytes on the way to the model, whose first layer scales them
-        (hvdkit/train/preprocessing.py).
+        numbers, uint8: a quarter of float32's bytes on the way to the model, whose first layer
+        scales them (hvdkit/train/preprocessing.py).
 
         `if` and `for` do not take tensors here, nor in `loss` and `sums`: tf.where and tf.cond do,
         or @tf.function on the function that needs it (it costs seconds at start-up).
