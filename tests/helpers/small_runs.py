@@ -147,7 +147,7 @@ def fit_config(
     run_lib.tasks.load = watched
     try:
         world_lib.set_up(world, config)  # as hvdkit.main does
-        with world.together("choosing what carries gradients"):
+        with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
         run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
     except Stop as stop:
