@@ -51,7 +51,7 @@ class ExactSums(RankSums):
 
     def over_ranks(self) -> dict[str, np.ndarray]:
         totals = super().over_ranks()
-        own = {name: units.tolist() for name, units in self._units.items()}
+        own = {n: np.asarray(units, object).tolist() for n, units in self._units.items()}
         everyone = self._world.gather_objects(own, "metrics.exact")
         for name in self._units:
             total = sum(np.array(theirs[name], object) for theirs in everyone)
