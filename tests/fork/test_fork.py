@@ -123,6 +123,7 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
     copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", dockerfile, re.MULTILINE)
     assert len(copies) >= 5
     for copied in " ".join(copies).replace("${PROJECT}", project).split():
+        copied = copied.replace("${ENGINE}", ENGINE)
         assert (fork / copied).exists(), copied
 
 
@@ -271,10 +272,10 @@ def newer(source, tmp_path) -> Path:
     (engine / "newer.py").write_text("NEWER = True\n")
     (engine / "words.py").unlink()
     for name in ("train.py", "settings.py", "tasks/blank.py", "configs/blank.cfg", "Makefile"):
-        edit(template / name, "", "# newer\n")
-    edit(template / "README.md.jinja", "", "# newer\n")
-    edit(repository / "launch/bind.sh", "\n", "\n# newer\n")
-    edit(repository / "Dockerfile", "\n", "\n# newer\n")
+        edit(template / name, "", "# changed by us\n")
+    edit(template / "README.md.jinja", "", "# changed by us\n")
+    edit(repository / "launch/bind.sh", "\n", "\n# changed by us\n")
+    edit(repository / "Dockerfile", "\n", "\n# changed by us\n")
     shell("git add -A && git commit -qm 2 && git tag v1.1.0", repository)
     return repository
 
@@ -292,12 +293,12 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
     for name in own:
         text = (fork / name).read_text()
-        assert text.startswith("# mine\n") and "# newer" not in text, name
+        assert text.startswith("# mine\n") and "# changed by us" not in text, name
     engine = fork / ENGINE / "src/hvdkit"
     assert "NEWER = True" in (engine / "ranks/world.py").read_text()
     assert (engine / "newer.py").exists() and not (engine / "words.py").exists()
     for name in ("launch/bind.sh", "Dockerfile"):
-        assert (fork / name).read_text().count("\n# newer\n") == 1
+        assert (fork / name).read_text().count("\n# changed by us\n") == 1
     assert os.access(fork / "launch/bind.sh", os.X_OK)
     found = shell("grep -rlE '^(<<<<<<<|>>>>>>>) ' . --exclude-dir=.git || true", fork)
     assert not found.strip() and not list(fork.rglob("*.rej"))
