@@ -174,7 +174,7 @@ class World:
             hvd.broadcast_variables(sent, root_rank=0)
         others = [v for v in values if v.dtype in _NOT_SENT]
         if others:
-            own = [v.numpy() for v in others] if self.is_chief else None
+            own = [np.asarray(v.numpy()) for v in others] if self.is_chief else None
             known = self.broadcast_object(own, "broadcast.others")
             for variable, value in zip(others, known):
                 variable.assign(value)
