@@ -18,7 +18,7 @@ from hosts import ENVIRONMENT, ROOT, Hosts, hosts, run  # noqa: F401
 from terminal import CTRL_C, Terminal
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
-STAND_IN = [sys.executable, str(ROOT / "tests" / "stand_in" / "train.py")]
+STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222"]
 # Seconds of work at most; the graph is built in most of the time.
 TRAINING = [
@@ -384,7 +384,7 @@ def test_check_comes_first_and_stops_what_would_fail(tmp_path: Path):
     train = [sys.executable, "-c", "print('trained')", f"--data_dir={tmp_path}/none"]
     ended = run([HOSTS_SH, "-np", "1", "--check", *train], timeout=100)
     assert ended.code == 1
-    assert "there is no such folder" in ended.output
+    assert f"the data folder {tmp_path}/none: No such file or directory" in ended.output
     assert "trained" not in ended.output
 
 

@@ -15,7 +15,7 @@ import pytest
 from hosts import ROOT, Hosts, hosts  # noqa: F401
 from slurm import Slurm
 
-STAND_IN = ROOT / "tests" / "stand_in" / "train.py"
+STAND_IN = ROOT / "tests" / "helpers" / "stand_in" / "train.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "gone")
 
 

@@ -1,0 +1,1 @@
+"""None: by this folder hvdkit knows a project."""
