@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from ranks import PROJECT
 
 __all__ = ["pytest_terminal_summary"]
 project.use(PROJECT)
+# A shell starts what is in its background deaf to Ctrl-C, and programs under test would inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hvdkit.data.demo import scenes
 
