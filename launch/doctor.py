@@ -32,7 +32,8 @@ def main() -> int:
     add("--mb", type=int, default=16, help="size of the allreduce that is timed (default 16)")
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     options = parser.parse_args()
-    sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    # A file's name may be no text; mpirun tags every piece in which a line is written.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1

@@ -49,4 +49,5 @@ def _import_tensorflow() -> None:
 
 _import_tensorflow()
 with contextlib.suppress(AttributeError):  # what a test has put in its place
-    sys.stdout.reconfigure(errors="backslashreplace")
+    # A line at once and in one piece, also with PYTHONUNBUFFERED=1: mpirun tags every piece.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
