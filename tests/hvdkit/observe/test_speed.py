@@ -149,24 +149,28 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "reduction_alone", lambda run, step: 0.5)
     monkeypatch.setattr(benchmark, "count_operations", lambda run, spec: FLOPS)
 
-    def train_step(batch, votes):
-        nonlocal now
-        now += 5
-
     config = dataclasses.replace(
         Settings(), run_dir=str(tmp_path), num_steps=27, global_batch_size=8
     )
     kernel = types.SimpleNamespace(shape=tf.TensorShape([3, 5]))
     model = types.SimpleNamespace(name="model", trainable_variables=[kernel, kernel])
-    run = types.SimpleNamespace(config=config, world=World(0, 1, 0, 1), model=model)
-    spec = {"inputs": tf.TensorSpec([1, 8, 3])}
-    feed = types.SimpleNamespace(waited=lambda: data, spec=spec)
-    monitor = types.SimpleNamespace(waited=lambda: end)
-    measured = benchmark.Benchmark(run, feed, monitor, train_step, 0)
+    world = World(0, 1, 0, 1)
+    run = types.SimpleNamespace(
+        settings=config,
+        world=world,
+        context=types.SimpleNamespace(config=config, world=world, model=model),
+        start=types.SimpleNamespace(step=0),
+        feed=types.SimpleNamespace(waited=lambda: data, spec={"inputs": tf.TensorSpec([1, 8, 3])}),
+        health=types.SimpleNamespace(waited=lambda: end),
+        seconds_in_steps=0.0,
+        traced_step=None,
+    )
+    measured = benchmark.Benchmark(run)
     for step in range(1, 28):
         now += 2
         data += 2
-        measured.step(None, None)
+        now += 5
+        run.seconds_in_steps += 5
         now += 1
         end += 1
         if measured.due(step):

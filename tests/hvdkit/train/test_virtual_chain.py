@@ -78,7 +78,7 @@ def change(folder: Path, name: str, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new", "code", "words"),
     [
-        ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "other weights"),
+        ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "different weights"),
         ("summary.json", '"step": 12', '"step": 11', 1, "ended at different steps: 12 and 11"),
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"step": 3, "loss": 1', 1, "first at step 3"),
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "lines that no run writes"),

@@ -43,9 +43,9 @@ class Settings(
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
         for room in _ROOMS:
             room.check(self)
-        self._check_deterministic()
-        if self.virtual_ranks:
+        if self.virtual_ranks:  # first: it brings --deterministic, which nobody may have given
             self._check_virtual()
+        self._check_deterministic()
 
     def for_ranks(self, size: int) -> Self:
         """The settings for a run of `size` ranks: --batch_per_rank becomes the global batch size.
