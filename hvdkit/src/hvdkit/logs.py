@@ -29,7 +29,10 @@ class _Lines(python_logging.Handler):
         rank = "" if hasattr(record, "names_rank") else launch_rank()
         text = f"rank {rank}: {record.getMessage()}" if rank else record.getMessage()
         try:
-            print(text, file=sys.stderr if to_errors else sys.stdout, flush=True)
+            # One write a line: launchers put their tags between writes.
+            file = sys.stderr if to_errors else sys.stdout
+            file.write(f"{text}\n")
+            file.flush()
         except OSError as error:  # `| head`, a log on a full disk
             if not to_errors:
                 _give_up_stdout(error)
