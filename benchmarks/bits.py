@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from ranks import last_lines, launch
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 import hvdkit.ranks.quiet  # noqa: F401
 

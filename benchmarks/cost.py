@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from hvdkit.data.demo import scenes
 from ranks import last_lines, launch

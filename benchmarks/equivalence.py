@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 import equivalence
 from hvdkit.data.demo import scenes

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "template"), str(ROOT / "template" / "tests")]
+sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from hvdkit.settings import Settings
 from ranks import last_lines, launch

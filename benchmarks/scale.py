@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192] [--steps=100000]
 
-Real ranks run over Gloo on this host, many on a core: their times tell of the cores too. Of a
+Real ranks run over MPI on this host, many on a core: their times tell of the cores too. Of a
 mocked number of ranks there is one process: it is told that it is rank 0 of so many, all of which
 send what it sends itself. So its times are what that number costs rank 0's own Python, memory and
 files; what the network costs is not in them.
@@ -112,6 +112,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
 
     import hvdkit
     import train
+    from hvdkit.ranks import messages
     from hvdkit.run import actions, health
     from hvdkit.run import finish as finish_lib
 
@@ -139,11 +140,14 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
                 return found
             if name == "allgather" and mocked:
                 found = tf.tile(found, [mocked] + [1] * (len(found.shape) - 1))
-            if not seen["start"]:
-                seen["kB"].append(found.numpy().nbytes / 1e3)
+            exchanged(found.numpy().nbytes)
             return found
 
         setattr(owner, name, call)
+
+    def exchanged(size: int) -> None:
+        if not seen["start"]:
+            seen["kB"].append(size / 1e3)
 
     def judged(seconds: float, *_: object) -> None:
         if not seen["start"]:
@@ -180,6 +184,10 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name)
     count(functions, "broadcast")  # of variables
+    mpi = messages.Mpi  # what Horovod does not carry
+    after(mpi, "largest", lambda s, _, numbers: exchanged(8 * len(numbers)))
+    after(mpi, "gather", lambda s, _, own, ranks: exchanged((8 + own.size) * ranks))
+    after(mpi, "broadcast", lambda s, _, part, *rest: exchanged(part.size))
     after(health.Health, "_judge", judged)
     after(actions.Log, "__call__", logged)
     after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))

@@ -4,9 +4,10 @@
 
 Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
 random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
-1, 2, 3, 4 or 6 ranks over Gloo or MPI; before a host is cut off the network, on three hosts in
-network namespaces (as root; else that event is left out). KINDs are names of EVENTS; by default
-each happens in turn, in random order. Printed are each event, how soon all of the run had ended and
+1, 2, 3, 4 or 6 ranks; before a host is cut off the network, on three hosts in network namespaces
+(as root; else that event is left out). The run to which nothing happens is over Gloo, the other
+over MPI (hosts.sh). KINDs are names of EVENTS; by default each happens in turn, in random order.
+Printed are each event, how soon all of the run had ended and
 with which exit code, how many steps were made again, and the seconds from the event to the next
 step that is new.
 
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from hosts import Hosts
 from legs import ROOT, START, Failed, Leg, send
 
@@ -169,8 +172,8 @@ def interrupted(
     outcomes, newest, since = [], 0, 0.0
     pending: tuple[str, float] | None = None
     for kind in [*kinds, ""]:
-        how = (rng.choice(RANKS), rng.choice(("gloo", "mpi")))
-        leg = Leg(folder, flags, *((3, "mpi", hosts) if kind == "cut_a_host" else how))
+        there = (3, "mpi", hosts) if kind == "cut_a_host" else (rng.choice(RANKS), "mpi")
+        leg = Leg(folder, flags, *there)
         try:
             leg.after(1)
             begun = leg.steps[0][0]

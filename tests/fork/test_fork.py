@@ -13,6 +13,7 @@ import yaml
 from projects import ROOT, make, repository, shell, tracked
 
 import ranks
+from hvdkit.settings import project
 
 TASKS = ("segmentation", "classification", "blank")
 # What only some projects have, and which.
@@ -119,11 +120,13 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
             made = ("configs/tumours.cfg", "configs/street.cfg")  # by who reads the page
             assert (fork / flagfile).exists() or flagfile in made, page
     dockerfile = (fork / "Dockerfile").read_text()
-    (project,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
+    (folder,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
     copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", dockerfile, re.MULTILINE)
     assert len(copies) >= 5
-    for copied in " ".join(copies).replace("${PROJECT}", project).split():
-        copied = copied.replace("${ENGINE}", ENGINE)
+    (engine,) = re.findall(r"^ARG ENGINE=(.*)$", dockerfile, re.MULTILINE)
+    assert engine == ENGINE
+    copies = " ".join(copies).replace("${PROJECT}", folder).replace("${ENGINE}", engine)
+    for copied in copies.split():
         assert (fork / copied).exists(), copied
 
 
@@ -239,10 +242,10 @@ def test_a_task_of_another_kind_gives_the_same_weights_on_2_and_3_ranks(
     forks, tmp_path, monkeypatch
 ):
     """Sequences of variable length: shares hold different numbers of valid words."""
-    written = ROOT / "tests" / "sequences.py"
+    written = ROOT / "tests" / "helpers" / "sequences.py"
     assert len(written.read_text().splitlines()) < 90
     shutil.copy(written, forks["blank"] / "tasks")
-    monkeypatch.setattr(ranks, "PROJECT", forks["blank"])
+    monkeypatch.setattr(project, "_folder", [forks["blank"]])
     flags = ["--task=sequences", "--num_classes=2", "--precision=float64", "--num_steps=12"]
     flags += ["--global_batch_size=8", "--optimizer=sgd", "--base_lr=0.2", "--log_every=1"]
     states = []

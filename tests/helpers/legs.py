@@ -39,15 +39,18 @@ class Leg:
     def __init__(
         self, folder: Path, flags: list[str], ranks: int, via: str, hosts: Hosts | None = None
     ) -> None:
-        """`hosts`: where the ranks run, one on each; None: all here."""
+        """`via`: mpi (hosts.sh), or gloo (horovodrun); `hosts`: one rank on each, None: all here."""
         Leg.number += 1
         self.folder, self._id = folder, f"chaos-{os.getpid()}-{Leg.number}"
         self.ranks, self.via, self.hosts = ranks, via, hosts
-        launcher = [f"--{via}", "-np", ranks]
+        launcher = [ROOT / "launch/hosts.sh", "-np", ranks]
+        if via == "gloo":
+            tool = Path(sys.executable).with_name("horovodrun")
+            launcher = [tool, "--gloo", "--disable-cache", "-np", ranks]
         if hosts:
             names = ",".join(f"{host.name}:1" for host in list(hosts)[:ranks])
             launcher += ["-p", PORT, "-H", names]
-        words = [ROOT / "launch/hosts.sh", *launcher, sys.executable, "train.py"]
+        words = [*launcher, sys.executable, "train.py"]
         words = list(map(str, [*words, *flags, f"--run_dir={folder}"]))
         self.process = subprocess.Popen(
             hosts[1].words(*words) if hosts else words,

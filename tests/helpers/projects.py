@@ -20,9 +20,11 @@ GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 def shell(command: str, folder: Path, timeout: float = 300) -> str:
     """What a command prints; it must end well, and in time. Nothing it started outlives it."""
+    # What a make that runs the tests was given is not meant for the projects' own.
+    own = {k: v for k, v in os.environ.items() if k not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")}
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=os.environ | ranks.ENVIRONMENT | GIT, text=True,
+        cwd=folder, env=own | ranks.ENVIRONMENT | GIT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

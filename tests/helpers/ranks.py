@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import testing
+from hvdkit.settings import project
 from hvdkit.testing import ENVIRONMENT, Launch, last_lines, launch
 
 __all__ = ["CHECKS", "ENVIRONMENT", "PROJECT", "Launch", "last_lines", "launch", "train"]
@@ -19,6 +20,7 @@ CHECKS = HELPERS.parent / "ranks"
 ROOT = HELPERS.parents[1]
 PROJECT = ROOT / "template"
 _kill_session = testing.kill_session
+project.use(PROJECT)
 
 
 def train(ranks: int, *flags: str, **how) -> Launch:

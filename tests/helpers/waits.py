@@ -24,7 +24,10 @@ from hvdkit import settings as settings_lib
 from hvdkit.ranks import heartbeat
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.peers import Peers
+from hvdkit.settings import project
 from hvdkit.train import reduction
+
+project.use(Path(__file__).resolve().parent)  # its lines are named, as a fork's own are
 
 
 def fail(how: str) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_done_is_said_in_one_sentence(trained, flags, said):
 def told_where_rank_1_has(flag, trained, out):
     """The one error of two ranks, where the second has a flag that the first has not."""
     script = (
-        "import os, sys, evaluate\n"
+        "import os, sys; from hvdkit.commands import evaluate\n"
         f"own = [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
         "sys.exit(evaluate.main([*sys.argv, *own]))"
     )

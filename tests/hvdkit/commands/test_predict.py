@@ -1,4 +1,4 @@
-"""predict.py and export.py on trained runs, and on files that are no pictures."""
+"""hvdkit predict and export on trained runs, and on files that are no pictures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scenes(tmp_path_factory, tiny_data):
 
 
 def command(name, run, *words, ranks=1):
-    words = [f"{name}.py", f"--run_dir={run}", *words]
+    words = ["-m", "hvdkit", name, f"--run_dir={run}", *words]
     return launch(ranks, words, "gloo" if ranks > 1 else "alone")
 
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_predicted_is_said_in_one_sentence(digits, tmp_path, word
 def test_ranks_that_would_predict_other_pictures_are_told(digits, tmp_path):
     save_digits(tmp_path / "in", 3)
     script = (
-        "import os, sys, predict\n"
+        "import os, sys; from hvdkit.commands import predict\n"
         f"own = '{tmp_path}/in' + ['', '/000.png'][int(os.environ['OMPI_COMM_WORLD_RANK'])]\n"
         "sys.exit(predict.main([*sys.argv, own]))"
     )

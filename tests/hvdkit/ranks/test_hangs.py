@@ -19,7 +19,7 @@ HOST = os.uname().nodename
     "how, words",
     [
         ("stop", [f"rank 1 on {HOST} has not answered for 5 s", "its process was stopped"]),
-        ("hang", [f"rank 1 on {HOST}", "at tests/waits.py, line", "(fail)"]),
+        ("hang", [f"rank 1 on {HOST}", "at waits.py, line", "(fail)"]),
     ],
 )
 def test_a_rank_that_hangs_is_named(how: str, words: list[str], backend: str, meet: list[str]):
