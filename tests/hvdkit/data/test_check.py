@@ -22,12 +22,11 @@ from ranks import PROJECT
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch, capsys):
+def whole(capsys):
     """(exit code, what was printed) of the command with these flags."""
 
     def call(*flags: object) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["check", *map(str, flags)])
-        code = check.main()
+        code = check.main(["check", *map(str, flags)])
         return code, capsys.readouterr().out
 
     return call

@@ -34,9 +34,8 @@ def packed(demo: Path, out: Path, shards: int = 3) -> Path:
     return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards, "demo")
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
-    monkeypatch.setattr("sys.argv", ["pack", *map(str, flags)])
-    pack.main()
+def command(*flags: object) -> None:
+    pack.main(["pack", *map(str, flags)])
 
 
 @pytest.mark.parametrize(
@@ -48,14 +47,12 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: object) -> None:
         ("cifar10", readers.write_cifar10),
     ],
 )
-def test_packed_samples_are_those_of_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, layout: str, write
-):
+def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: str, write):
     root, out = tmp_path / "raw", tmp_path / "deep" / "packed"
     write(root)
     for split in ("train", "val"):
         flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
-        command(monkeypatch, *flags, "--shards=2")
+        command(*flags, "--shards=2")
         source, found = pack.READERS[layout](root, split), Records(out, split)
         assert readers.same(source, found) and len(found) == len(source)
         assert found.kind == ("map" if layout in ("voc", "cityscapes") else "class")
@@ -154,7 +151,7 @@ def test_a_set_is_written_whole_or_not_at_all(
     out = tmp_path / "out"
     flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
     with pytest.raises(SystemExit) as end:
-        command(monkeypatch, *flags, f"--out={out}")
+        command(*flags, f"--out={out}")
     assert end.value.code == 2 and f"{bad} cannot be decoded" in capsys.readouterr().err
     assert not any(out.iterdir())
 
@@ -164,7 +161,7 @@ def test_a_set_is_written_whole_or_not_at_all(
     readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
     for name in ("..", "train.packing-2", ""):
         with pytest.raises(SystemExit):
-            command(monkeypatch, *flags, f"--out={tmp_path / 'b'}", f"--as={name}")
+            command(*flags, f"--out={tmp_path / 'b'}", f"--as={name}")
         assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
     with unfinished.folder(out, "other"):
@@ -191,10 +188,10 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_another_name_for_the_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_name_for_the_split(tmp_path: Path):
     readers.write_cifar10(tmp_path / "raw", 1)
     flags = ("--from=cifar10", f"--root={tmp_path / 'raw'}", "--split=val", "--as=train")
-    command(monkeypatch, *flags, f"--out={tmp_path}")
+    command(*flags, f"--out={tmp_path}")
     assert len(Records(tmp_path, "train")) == len(Cifar(tmp_path / "raw", "val", 10)) == 1
     assert json.loads((tmp_path / "train" / "pack.json").read_text())["num_classes"] <= 10
 
@@ -257,7 +254,7 @@ def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", ["voc", "class_folders"])
-def test_larger_pictures_are_scaled_once(tmp_path: Path, monkeypatch, layout: str):
+def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str):
     """To the short side asked for, with labels on them; smaller ones go in as they are."""
     root, out = tmp_path / "raw", tmp_path / "packed"
     {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
@@ -265,8 +262,8 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, monkeypatch, layout: st
     sides = [min(sample["image"].shape[:2]) for sample in readers.read_all(source)]
     limit = sorted(sides)[0]
     flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")
-    command(monkeypatch, *flags, "--shards=2", "--short_side=5", "--quality=95", "--as=small")
-    command(monkeypatch, *flags, "--shards=2", f"--short_side={limit}", "--as=same")
+    command(*flags, "--shards=2", "--short_side=5", "--quality=95", "--as=small")
+    command(*flags, "--shards=2", f"--short_side={limit}", "--as=same")
     small, same = (readers.read_all(Records(out, name)) for name in ("small", "same"))
     for one, kept, whole in zip(small, same, readers.read_all(source), strict=True):
         height, width = whole["image"].shape[:2]
@@ -287,7 +284,7 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, monkeypatch, layout: st
     packed_from = json.loads((out / "small" / records.META).read_text())["packed_from"]
     assert packed_from.endswith("split train, short side 5, quality 95")
     with pytest.raises(SystemExit):
-        command(monkeypatch, *flags, "--as=wrong", "--short_side=5", "--quality=0")
+        command(*flags, "--as=wrong", "--short_side=5", "--quality=0")
     with pytest.raises(SystemExit):  # of what would it be?
-        command(monkeypatch, *flags, "--as=wrong", "--quality=50")
+        command(*flags, "--as=wrong", "--quality=50")
     assert not (out / "wrong").exists()
