@@ -7,6 +7,7 @@ embedding's is sparse and gathered, unless gradients are grouped.
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> None:
         inputs = tf.reshape(tf.range(micro * 6) + number + world.rank, [micro, 2, 3]) % 50
         batch = {"inputs": inputs, "targets": tf.ones([micro, 2, 1])}
         step(batch, votes.votes())
+    time.sleep(1)  # Horovod's shutdown loses what the timeline's writer has not written
     world_lib.finish(world)
 
 
