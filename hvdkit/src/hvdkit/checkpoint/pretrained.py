@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 
@@ -54,6 +55,7 @@ def load(model: keras.Model, path: Path, mode: str) -> None:
         raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
     backbone = _Backbone(model.inputs, model.get_layer(last).output)
     try:
+        _refuse_other_files(path)
         backbone.load_weights(path)
     except Exception as error:  # what Keras raises at a file is as wide as what files may hold
         why = " ".join(str(error).split())
@@ -62,3 +64,16 @@ def load(model: keras.Model, path: Path, mode: str) -> None:
         if not all(np.isfinite(values).all() for values in layer.get_weights()):
             raise ValueError(f"{here}: {layer.name} holds values that are not finite")
     pixels.mode.assign(preprocessing.MODES.index(mode))
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raises ValueError where HDF5 would read values from another file: not every Keras does."""
+
+    def elsewhere(name: str, link: object) -> str | None:
+        there = file.get(name) if isinstance(link, h5py.HardLink) else None
+        dataset = isinstance(there, h5py.Dataset) and (there.external or there.is_virtual)
+        return name if dataset or isinstance(link, h5py.ExternalLink) else None
+
+    with h5py.File(path) as file:
+        if name := file.visititems_links(elsewhere):  # an exception in there would be lost
+            raise ValueError(f"{name} is in another file, which is not allowed")
