@@ -185,7 +185,7 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
     root = tmp_path / "demo"
     # Started in the background of a shell, a process ignores SIGINT unless told otherwise.
     program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from hvdkit.data.demo import scenes; scenes.main(sys.argv)"
     )
     making = subprocess.Popen(

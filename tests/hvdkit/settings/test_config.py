@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import logs
 from hvdkit import settings as settings_lib
-from hvdkit import stop
 from hvdkit.settings import Settings, fields
 from hvdkit.settings import project as project_lib
 from hvdkit.stop import RANK_VARIABLES
@@ -255,7 +255,7 @@ def test_help_has_every_flag_under_its_heading(capsys):
 def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys, monkeypatch):
     assert settings_lib.from_command_line(["train.py", "--seed=3"], Settings).seed == 3
     waited = []
-    monkeypatch.setattr(stop.time, "sleep", waited.append)
+    monkeypatch.setattr(logs.time, "sleep", waited.append)
     for rank, said in (("0", "error: --seed=x: must be"), ("1", "error: rank 1 on ")):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit) as end:
