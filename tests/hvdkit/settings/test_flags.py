@@ -17,7 +17,7 @@ import flag_values
 import pytest
 
 from hvdkit import settings as settings_lib
-from ranks import CHECKS, names_of_checks, run_checks
+from ranks import CHECKS, ROOT, names_of_checks, run_checks
 
 PAIRS, FACTS = (CHECKS / f"checks_{part}.py" for part in ("flags", "flag_facts"))
 # Each starts ranks of its own: 1 rank has most to do, and a core computes for one.
@@ -98,8 +98,7 @@ def test_of_each_flag_it_is_said_whether_it_changes_the_weights():
 
 def test_every_flag_is_read_by_code():
     """As an attribute, and not by the settings alone."""
-    root = Path(__file__).parents[1]
-    files = [*(root / "hvdkit/src").rglob("*.py"), *(root / "template/tasks").glob("*.py")]
+    files = [*(ROOT / "hvdkit/src").rglob("*.py"), *(ROOT / "template/tasks").glob("*.py")]
     trees = [ast.parse(p.read_text()) for p in files if p.parent.name != "settings"]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
