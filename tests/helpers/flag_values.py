@@ -179,9 +179,6 @@ KEEPS = [
         "--drift=repair",
     ),
     (
-        "--bn_sync_every=1",  # moving statistics are brought together where they are kept
-    ),
-    (
         "",
         "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark",
     ),
