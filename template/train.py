@@ -28,7 +28,7 @@ def make_step(run: hvdkit.Run):
         with tf.GradientTape() as tape:
             loss = run.loss(batch)  # this rank's part, times a factor that run.update takes out
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights)
+        gradients = tape.gradient(loss, run.weights, use_generic_names=True)  # alike on all
         return run.update(gradients)  # unscale, check, clip, poly rate, apply: alike on every rank
 
     return step

@@ -17,7 +17,7 @@ def make_step(run):
         with tf.GradientTape() as tape:
             loss = run.loss(batch)
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights)
+        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
         return run.update(gradients)
     return step
 """

@@ -7,7 +7,7 @@
         with tf.GradientTape() as tape:
             loss = run.loss(batch)
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights)
+        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
         return run.update(gradients)
 
 The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The second
