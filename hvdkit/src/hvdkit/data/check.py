@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.data import counts, pack, pipeline
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.readers import records
@@ -120,7 +121,7 @@ def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
         tell(problem)
     hashed = [] if problems else listed
     with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(records.sha256, [shard.path for shard in hashed])
+        sums = pool.map(whole_files.sha256, [shard.path for shard in hashed])
         for number, (shard, sha256) in enumerate(zip(hashed, sums)):
             live.progress("shards", number + 1, len(hashed))
             if sha256 != shard.sha256:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.data import pipeline, unfinished
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import records
@@ -79,7 +80,7 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
         pixels = _write(source, folder, min(shards, len(source)), packed_from)
         _verify(records.Records(work, split), pixels)
         for path in folder.iterdir():
-            _to_disk(path)
+            whole_files.flush(path)
         folder.rename(out / split)  # onto nothing, or it fails
     return out / split
 
@@ -126,7 +127,7 @@ def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
             shard["bytes"] = file.tell()
     last.unlink()
     with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(records.sha256, [folder / shard["name"] for shard in listed])
+        sums = pool.map(whole_files.sha256, [folder / shard["name"] for shard in listed])
         for shard, sha256 in zip(listed, sums):
             shard["sha256"] = sha256
 
@@ -189,14 +190,6 @@ def _feature(value: bytes | int) -> tf.train.Feature:
     if isinstance(value, int):
         return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def main(argv: list[str]) -> int:

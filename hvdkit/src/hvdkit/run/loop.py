@@ -33,11 +33,12 @@ from hvdkit.run.context import describe, notes, prepare
 from hvdkit.run.health import Ending, Health
 from hvdkit.run.start import begin
 from hvdkit.settings import Settings
-from hvdkit.stop import PREEMPTED, GoBack
-from hvdkit.train import batch_norm, custom_step, task_checks
+from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
+from hvdkit.train import batch_norm, custom_step, reduction, task_checks
 from hvdkit.train.step import Step
 
 TrainFunction = Callable[["Run"], None]
+_ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 
 
 class Run:
@@ -61,7 +62,7 @@ class Run:
         back: GoBack | None = None,
     ) -> None:
         """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
-        self.given, self.world, self._stop_signal = given, world, stop_signal
+        self.given, self.world = given, world
         agreement.check_code(world)
         self.where = world_lib.describe(world)
         say(world, self.where)
@@ -80,10 +81,13 @@ class Run:
         self.mode = modes.of(self.settings)
         self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
-        self._function: Callable[..., Result] | None = None
+        self.saver = Saver(context.checkpoints, self.settings.max_failed_saves)
+        self.health = Health(world, self.settings, self.sampler, self.feed, stop_signal, self.saver)
+        self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._result: Result | None = None  # of the newest step
         self._ending: Ending | None = None
         self._waits_for_result = False
+        self.actions: list[Action] = []  # once the run's folder is open
         self._called = 0.0
         self.seconds_in_steps = 0.0
         self._open = contextlib.ExitStack()
@@ -136,9 +140,16 @@ class Run:
         """One graph of a step, traced at once with the batch's signature, checked on all ranks.
 
         Returns the function of a batch that runs it; votes and checks travel with it unseen.
+
+        Raises:
+          Stop: on all ranks, where the settings need the engine's step, which `make_step` brings.
         """
-        traced = self.parts.trace(function)
-        self._function = traced
+        if flag := reduction.needs_own_step(self.settings):
+            raise Stop(WRONG_USE, f"--{flag} needs run.make_step in train.py")
+        return self._trace(function)
+
+    def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+        self.traced_step = traced = self.parts.trace(function)
         return lambda batch: traced(batch, self.health.votes())
 
     def make_step(self, make: Callable[[Run], Callable]) -> Callable[[Any], Result]:
@@ -153,24 +164,9 @@ class Run:
             return make(self)
         with self.world.fail_together("making the step"):
             custom_step.check_plain(make, self.settings)
-        return self.function(own)
-
-    @property
-    def traced_step(self) -> tf.types.experimental.PolymorphicFunction:
-        """The step's graph, of (batch, votes)."""
-        return self._function
+        return self._trace(own)
 
     # ---- the loop ---------------------------------------------------------------------------
-
-    @property
-    def health(self) -> Health:
-        if not hasattr(self, "_health"):
-            settings = self.settings
-            self.saver = Saver(self.context.checkpoints, settings.max_failed_saves)
-            self._health = Health(
-                self.world, settings, self.sampler, self.feed, self._stop_signal, self.saver
-            )
-        return self._health
 
     def batches(self) -> Iterator[Any]:
         """This rank's batches, from where the run begins to its end; each needs one `after_step`.
@@ -178,8 +174,8 @@ class Run:
         The run's folder is opened at the first `next`: until then nothing on disk has changed. A
         stop signal, a fault or an early stop ends it sooner.
         """
-        if self._function is None:
-            raise ValueError("batches: make the step first, with run.make_step or run.function")
+        if self.traced_step is None:
+            raise Stop(WRONG_USE, "train.py: make the step, by run.make_step, before run.batches()")
         self._open_folder()
         for step in range(self.start.step + 1, self.settings.num_steps + 1):
             if self._ending:
@@ -189,12 +185,12 @@ class Run:
             self._waits_for_result, self._called = True, time.perf_counter()
             yield batch
             if self._waits_for_result:
-                raise ValueError("each batch needs one run.after_step(result)")
+                raise Stop(WRONG_USE, _ONE_EACH)
 
     def after_step(self, result: Result) -> None:
         """Judges the step, then logs, saves and evaluates as is due; every rank must call it."""
         if not self._waits_for_result:
-            raise ValueError("run.after_step(result) comes once after each batch of run.batches()")
+            raise Stop(WRONG_USE, _ONE_EACH)
         self._waits_for_result = False
         self.seconds_in_steps += time.perf_counter() - self._called
         previous, self._result = self._result, result
@@ -215,7 +211,6 @@ class Run:
     def _open_folder(self) -> None:
         """Nothing refuses the run any more: its folder becomes this run's."""
         context, settings, world, start = self.context, self.settings, self.world, self.start
-        health = self.health
         modes.before_folder(self)
         others = modes.actions_of_task(context)
         make_up = start.found is not None and left_out(context, start.found)
@@ -230,8 +225,8 @@ class Run:
             self.telemetry.started(start.step, about)
         if start.found:
             say(world, f"resuming from {start.path} at step {start.step}")
-        self.save, self.evaluate = modes.save_and_evaluate(self, health)
-        self.actions: list[Action] = modes.actions(self, others)
+        self.save, self.evaluate = modes.save_and_evaluate(self)
+        self.actions = modes.actions(self, others)
         # However it ends: nothing reads ahead any more, what is being written is written.
         for part in (self.feed, self.saver, self.telemetry):
             self._open.enter_context(part)
@@ -241,8 +236,13 @@ class Run:
 
     def finish(self) -> None:
         """The last checkpoint, the records, the exit code; raises Stop or GoBack, on all ranks."""
+        if not self.actions or self._waits_for_result:
+            raise Stop(WRONG_USE, _ONE_EACH)
         with self._open:
             ending = self._ending or self.health.verdict(self._result)
+            if ending is None and self.step < self.settings.num_steps:
+                message = f"train.py ended the run at step {self.step} of {self.settings.num_steps}"
+                ending = Ending(DONE, "ended by train.py", message, save=True)
             if (ending is None or ending.save) and self.mode.keeps_weights:
                 self.save.last(int(self.state.step))
         if ending and ending.bad_since and self.mode.keeps_weights:

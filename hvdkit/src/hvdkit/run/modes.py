@@ -21,7 +21,6 @@ from hvdkit.run import dry_run, find_lr
 from hvdkit.run.actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
-from hvdkit.run.health import Health
 from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
@@ -80,7 +79,7 @@ def actions_of_task(context: RunContext) -> list[Action]:
         return [Own(context.world, action) for action in task_checks.actions(make(context))]
 
 
-def save_and_evaluate(run: Run, health: Health) -> tuple[Save, Evaluate]:
+def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:
     """The two actions that write checkpoints and scores.
 
     A checkpoint of another folder is not in this one yet, nor are the scores before it; scores of
@@ -91,7 +90,7 @@ def save_and_evaluate(run: Run, health: Health) -> tuple[Save, Evaluate]:
     save = Save(
         context,
         run.saver,
-        health.save_clock,
+        run.health.save_clock,
         run.sync,
         run.telemetry,
         start.step if is_own else None,
@@ -106,7 +105,7 @@ def save_and_evaluate(run: Run, health: Health) -> tuple[Save, Evaluate]:
         run.saver,
         run.sync,
         run.telemetry,
-        health.stop_signal,
+        run.health.stop_signal,
         scored_since,
     )
     return save, evaluate

@@ -29,9 +29,12 @@ def check_plain(make: Callable, settings: Settings) -> None:
     Virtual ranks and messages of their own bring the engine's step, which would leave out what
     somebody wrote into theirs, in silence. Comments, docstrings and annotations may differ.
     """
-    if _form(inspect.getsource(make)) == _form(PLAIN):
-        return
-    flag = "virtual_ranks" if settings.virtual_ranks else reduction.has_own_messages(settings)
+    try:
+        if _form(inspect.getsource(make)) == _form(PLAIN):
+            return
+    except (OSError, TypeError, SyntaxError):
+        pass  # a lambda, a partial: not the template's
+    flag = reduction.needs_own_step(settings)
     raise ValueError(
         f"--{flag}={getattr(settings, flag)} brings a step of the engine's own, and make_step in "
         f"train.py is not the template's: leave out --{flag}, or use the template's make_step"

@@ -78,6 +78,11 @@ def arguments(config: Settings) -> dict[str, Any]:
     }
 
 
+def needs_own_step(config: Settings) -> str:
+    """The flag that needs the engine's step instead of train.py's; "" where there is none."""
+    return "virtual_ranks" if config.virtual_ranks else has_own_messages(config)
+
+
 def has_own_messages(config: Settings) -> str:
     """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none.
 
@@ -160,16 +165,8 @@ def _horovod_tape(
         def gradient(self, target, sources, output_gradients=None):
             return own
 
-    device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
-    return hvd.DistributedGradientTape(
-        Known(),
-        device_dense=device,
-        device_sparse=device,
-        op=hvd.Sum,
-        compression=hvd.Compression.fp16 if config.compression == "fp16" else hvd.Compression.none,
-        groups=groups,
-        sparse_as_dense=groups is not None,  # a group of sparse and dense ones is refused
-    )
+    own_groups = {"groups": groups, "sparse_as_dense": groups is not None}
+    return hvd.DistributedGradientTape(Known(), op=hvd.Sum, **arguments(config) | own_groups)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,6 @@
 """One training step on all ranks: forward and backward, one reduction, unscale, judge, apply.
 
-`train.py` of a fork writes the step with its own tape; `Step` gives it the parts:
-
-    @run.function
-    def step(batch):
-        with tf.GradientTape() as tape:
-            loss = run.loss(batch)
-        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
-        return run.update(gradients)
+train.py writes the step with its own tape (custom_step.PLAIN is its text); `Step` has its parts.
 
 The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The second
 sum is known only when the ranks have added up their parts, which can go on beside the backward

@@ -152,12 +152,6 @@ def mark(content: str, shard: int, shards: int) -> bytes:
     return f"pack {content}, shard {shard} of {shards}".encode()
 
 
-def sha256(path: Path) -> str:
-    """Of a whole file, hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def shards(folder: Path) -> list[Shard]:
     """The files of a packed split; raises ValueError if its pack.json is unusable."""
     return _shards(folder, _read_meta(folder))
