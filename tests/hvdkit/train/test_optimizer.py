@@ -348,3 +348,32 @@ def test_only_float16_is_scaled(precision):
     scale = LossScale(precision)
     assert scale_after(scale, False) == (1.0, 0, 1)
     assert scale_after(scale, True) == (1.0, 0, 0)
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"learning_rate": SCHEDULE}, "schedule"),
+        ({"gradient_accumulation_steps": 2}, "--accumulation_steps"),
+        ({"loss_scale_factor": 8.0}, "float16"),
+        ({"use_ema": True}, "--ema_decay"),
+    ],
+)
+def test_what_an_optimizer_of_ones_own_may_not_do_by_itself_is_refused(given, why):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=why):
+        optimizer.build(Settings(), model, lambda settings: keras.optimizers.Adam(**given))
+
+
+def test_an_optimizer_of_ones_own_refuses_flags_of_the_others():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    def lion(settings):
+        return keras.optimizers.Lion(settings.base_lr)
+
+    assert isinstance(optimizer.build(Settings(), model, lion), keras.optimizers.Lion)
+    with pytest.raises(ValueError, match="--momentum"):
+        optimizer.build(Settings(momentum=0.5), model, lion)

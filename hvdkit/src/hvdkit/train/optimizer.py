@@ -68,6 +68,15 @@ def _own(
     optimizer = make(config)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
+    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+        raise ValueError("optimizer: give it a number as rate; a task's `schedule` sets the rate")
+    for name, instead in (
+        ("gradient_accumulation_steps", "--accumulation_steps"),
+        ("loss_scale_factor", "--precision=float16"),
+        ("use_ema", "--optimizer with --ema_decay"),
+    ):
+        if getattr(optimizer, name):
+            raise ValueError(f"optimizer: {name} is not supported: use {instead}")
     optimizer.build(variables)
     return optimizer
 
