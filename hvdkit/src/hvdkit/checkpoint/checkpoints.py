@@ -102,7 +102,7 @@ class Checkpoints:
     """The checkpoints of one run: `folder`, and how many of the newest are kept.
 
     `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
-    what its scores are of. A score of another measure is none; its best checkpoint stays.
+    what its scores are of. A score of another measure does not count; its best checkpoint stays.
     """
 
     folder: Path

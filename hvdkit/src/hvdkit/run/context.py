@@ -125,7 +125,7 @@ def describe(run: RunContext) -> str:
 
 
 def notes(run: RunContext) -> list[str]:
-    """What a person may not expect of these settings."""
+    """Surprising settings, a sentence each."""
     config, found = run.config, run.config.notes()
     if run.model.compiled:
         found.append(
