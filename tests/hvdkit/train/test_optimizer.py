@@ -377,3 +377,9 @@ def test_an_optimizer_of_ones_own_refuses_flags_of_the_others():
     assert isinstance(optimizer.build(Settings(), model, lion), keras.optimizers.Lion)
     with pytest.raises(ValueError, match="--momentum"):
         optimizer.build(Settings(momentum=0.5), model, lion)
+    with pytest.raises(ValueError, match="both decay"):
+        decayed = keras.optimizers.SGD(0.1, weight_decay=0.1)
+        optimizer.build(Settings(weight_decay=0.1), model, lambda settings: decayed)
+    with pytest.raises(ValueError, match="LossScaleOptimizer"):
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        optimizer.build(Settings(), model, lambda settings: scaled)

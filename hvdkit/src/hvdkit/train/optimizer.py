@@ -68,6 +68,14 @@ def _own(
     optimizer = make(config)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError("optimizer: LossScaleOptimizer is not supported: use --precision=float16")
+    if optimizer.built:
+        raise ValueError("optimizer must not be built: the run builds it for the model's weights")
+    if optimizer.weight_decay and config.weight_decay:
+        raise ValueError(
+            f"--weight_decay={config.weight_decay} and the task's optimizer both decay: choose one"
+        )
     if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         raise ValueError("optimizer: give it a number as rate; a task's `schedule` sets the rate")
     for name, instead in (
