@@ -140,7 +140,7 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
     hosts_of_ranks = ["-H", "node2:1,node3:1", "-p", "2222"]
     words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
     long = hosts[1].words(*words, "--steps=100000")
-    code, output = stop_at(long, "begins at step 0", [signal.SIGUSR1], timeout=60)
+    code, output = stop_at(long, "step 3", [signal.SIGUSR1], timeout=60)
     assert code == 75, output
     assert list((tmp_path / "checkpoints").iterdir())
     for host in hosts:

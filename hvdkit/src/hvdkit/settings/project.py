@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]  # this package
@@ -37,14 +38,19 @@ def _find() -> Path:
 
 
 def is_own(file: str | Path) -> bool:
-    """Whether a file is the fork's or this package's, and not a library's."""
+    """Whether a file is the user's or this package's, and not a library's."""
     path = Path(file)
     if path.is_relative_to(ENGINE):
         return True
-    return path.is_relative_to(folder()) and not {".venv", "site-packages"} & set(path.parts)
+    of_python = any(path.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platlib"))
+    generated = path.name.startswith("__autograph_generated")  # TensorFlow's, in /tmp
+    return path.is_file() and not (of_python or generated or "site-packages" in path.parts)
 
 
 def name_of(file: str | Path) -> str:
     """A file that `is_own`, by its name in the fork or in this package."""
-    path, engine = Path(file), ENGINE.parent
-    return str(path.relative_to(engine if path.is_relative_to(engine) else folder()))
+    path = Path(file)
+    for root in (ENGINE.parent, folder()):
+        if path.is_relative_to(root):
+            return str(path.relative_to(root))
+    return path.name
