@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def some(things: Iterable[object], most: int = 5) -> str:
+def join(things: Iterable[object], most: int = 5) -> str:
     """The first `most` things, separated by commas, and how many more there are."""
     things = list(things)
     more = f" and {len(things) - most} more" if len(things) > most else ""

@@ -9,8 +9,7 @@ from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.evaluate import early_stop
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
-from hvdkit.train import ema
-from hvdkit.train.state import State
+from hvdkit.train.state import State, averaged_weights
 from ranks import CHECKS, names_of_checks, run_checks
 
 WORLD = World(0, 1, 0, 1)
@@ -40,14 +39,14 @@ def test_averages_are_there_inside_and_gone_after():
     model = network(start=1.0)
     optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
     optimizer.build(model.trainable_variables)
-    with ema.averaged(model, optimizer):  # no step yet: an average of nothing would be zeros
+    with averaged_weights(model, optimizer):  # no step yet: an average of nothing would be zeros
         assert model.trainable_variables[0].numpy()[0, 0] == 1.0
     track = steps(model, optimizer, 4)
     average = track[0]
     for weight in track[1:]:
         average = 0.9 * average + 0.1 * weight
     own = [v.numpy() for v in model.variables]
-    with pytest.raises(KeyError), ema.averaged(model, optimizer):
+    with pytest.raises(KeyError), averaged_weights(model, optimizer):
         np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
         raise KeyError
     for variable, value in zip(model.variables, own):
@@ -65,7 +64,7 @@ def test_averages_are_part_of_the_state(tmp_path):
     kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Settings()))
     found = kept.find("auto", 3)
     kept.restore(found, State(other, optimizers[1], "float32").variables, Settings())
-    with ema.averaged(model, optimizers[0]), ema.averaged(other, optimizers[1]):
+    with averaged_weights(model, optimizers[0]), averaged_weights(other, optimizers[1]):
         for a, b in zip(model.variables, other.variables):
             np.testing.assert_array_equal(a.numpy(), b.numpy())
 
@@ -75,7 +74,7 @@ def test_without_an_average_nothing_happens():
     optimizer.build(model.trainable_variables)
     steps(model, optimizer, 1)
     weight = model.trainable_variables[0].numpy()
-    with ema.averaged(model, optimizer):
+    with averaged_weights(model, optimizer):
         np.testing.assert_array_equal(model.trainable_variables[0].numpy(), weight)
 
 
@@ -199,7 +198,7 @@ def averaged_run(folder, count, **average):
     kept = checkpoints.Checkpoints(folder / "checkpoints", 1, WORLD)
     kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Settings()))
     own = [v.numpy() for v in model.variables]
-    with ema.averaged(model, optimizer):
+    with averaged_weights(model, optimizer):
         return own, [v.numpy() for v in model.variables]
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from hvdkit.data.pipeline import said
+from hvdkit.data.pipeline import reason_of
 from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_errors.py"
@@ -54,7 +54,7 @@ def test_bad_flags(flags, words, tiny):
 )
 def test_the_reason_is_found_in_what_tensorflow_says(message):
     error = tf.errors.InvalidArgumentError(None, None, message)
-    assert said(error) == "indices = 7 is not in [0, 1)"
+    assert reason_of(error) == "indices = 7 is not in [0, 1)"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

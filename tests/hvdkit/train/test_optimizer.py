@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw, set_precision
 from hvdkit.settings import Settings
-from hvdkit.train import ema, gradients, optimizer, schedule
+from hvdkit.train import gradients, optimizer, schedule
 from hvdkit.train.gradients import LossScale, is_kernel
-from hvdkit.train.lamb import Lamb
-from hvdkit.train.sgd import SGD
+from hvdkit.train.optimizer import SGD, Lamb
+from hvdkit.train.state import average_variables, averaged_weights
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.
@@ -141,7 +141,7 @@ def test_weights_and_averages_follow_the_formula(rule, momentum, decay):
     weights, averages = expected(config, [w.copy() for w in start], slope)
     assert trained.learning_rate.dtype == "float64"
     assert int(trained.iterations) == STEPS - len(SKIPPED)
-    kept = ema.average_variables(trained)
+    kept = average_variables(trained)
     for i, variable in enumerate(model.trainable_variables):
         np.testing.assert_allclose(variable.numpy(), weights[i], rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(kept[i].numpy(), averages[i], rtol=1e-12, atol=1e-14)
@@ -156,7 +156,7 @@ def test_float32_is_the_same_but_for_rounding(rule, momentum):
     slope, start = slopes(model), [v.numpy() for v in model.trainable_variables]
     trained = train(config, model, slope)
     weights, _ = expected(config, [w.astype(np.float64) for w in start], slope)
-    assert ema.average_variables(trained) == []
+    assert average_variables(trained) == []
     for variable, weight in zip(model.trainable_variables, weights):
         assert variable.numpy().dtype == np.float32
         np.testing.assert_allclose(variable.numpy(), weight, rtol=1e-4, atol=1e-5)
@@ -295,16 +295,16 @@ def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
     model = network()
     model.layers[0].trainable = False
     rule = optimizer.build(settings("sgd", ema_decay=EMA), model)
-    assert [v.shape for v in ema.average_variables(rule)] == [(4,), (4,), (4, 2), (2,)]
+    assert [v.shape for v in average_variables(rule)] == [(4,), (4,), (4, 2), (2,)]
     frozen = model.layers[0].kernel.numpy()
     rule.apply([tf.ones(v.shape, tf.float64) for v in model.trainable_variables])
-    with ema.averaged(model, rule):
+    with averaged_weights(model, rule):
         np.testing.assert_array_equal(model.layers[0].kernel.numpy(), frozen)
     optimizer.check_trainable(rule, model)
     model.layers[0].trainable = True
     with pytest.raises(ValueError, match=r"changed after .*dense.*/kernel"):
         optimizer.check_trainable(rule, model)
-    with pytest.raises(ValueError, match="changed after"), ema.averaged(model, rule):
+    with pytest.raises(ValueError, match="changed after"), averaged_weights(model, rule):
         pass
 
 

@@ -16,7 +16,7 @@ from hvdkit.checkpoint.files import Manifest
 from hvdkit.data.sampler import Sampler
 from hvdkit.settings import project
 from hvdkit.train import fixed_point, virtual
-from hvdkit.train.seeds import Seeds
+from hvdkit.train.dropout import Seeds
 from ranks import CHECKS, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"

@@ -14,7 +14,7 @@ from hvdkit.checkpoint import files
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing, variable_names
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 def start(model: keras.Model, config: Settings) -> None:
@@ -144,4 +144,4 @@ def _fault(value: np.ndarray | None, variable: keras.Variable) -> str | None:
 
 
 def _some(faults: dict[str, str]) -> str:
-    return some([f"{name} ({why})" for name, why in faults.items()], most=4)
+    return join([f"{name} ({why})" for name, why in faults.items()], most=4)

@@ -43,7 +43,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
     task = tasks.load(config)
     if prepare := tasks.optional(task, "prepare"):
         prepare()
-    with task_checks.told("sources"):
+    with task_checks.user_code_errors("sources"):
         source, _ = task.sources()
     reader = task_checks.reader(task, source, training=True)
     micro, seed = config.accumulation_steps, config.seed

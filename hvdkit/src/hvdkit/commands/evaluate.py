@@ -36,8 +36,9 @@ from hvdkit.run import load_run
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import PREEMPTED, Stop
-from hvdkit.train import ema, task_checks
 from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
+from hvdkit.train.state import averaged_weights
 from hvdkit.train.task import Example
 
 
@@ -86,7 +87,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) 
     with world.fail_together(f"writing {out}"):  # known before what may take hours
         if world.is_chief:
             out.mkdir(parents=True, exist_ok=True)
-    with ema.averaged(run.model, run.optimizer) if averaged else contextlib.nullcontext():
+    with averaged_weights(run.model, run.optimizer) if averaged else contextlib.nullcontext():
         found = evaluator.run(lambda: stop_signal.asked)
         if found is None:
             if world.is_chief:
@@ -151,7 +152,7 @@ def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[t
     out.mkdir(exist_ok=True)
     for place, (loss, number) in enumerate(worst, start=1):
         batch, outputs = evaluator.one(number)
-        with task_checks.told("draw"):
+        with task_checks.user_code_errors("draw"):
             sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
         Image.fromarray(sheet).save(out / name)

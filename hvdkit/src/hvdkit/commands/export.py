@@ -87,7 +87,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, own: Any) ->
             "serving_default": _function(module.of_files, [None], tf.string),
             "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
         }
-        with task_checks.told("saving the model"):
+        with task_checks.user_code_errors("saving the model"):
             tf.saved_model.save(module, str(folder), signatures)
             model.save(own.out / "model.keras")
         # As a graph, like the loaded model: eager operations round differently.

@@ -24,7 +24,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps
 
 from hvdkit.data.palette import COLOURS
-from hvdkit.data.pipeline import said
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.evaluate import confusion
 from hvdkit.ranks import live
@@ -75,7 +75,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
         except tf.errors.OpError as error:  # no error ends a rank here: all ranks meet below
-            faults.append(f"{file}: {said(error)}")
+            faults.append(f"{file}: {reason_of(error)}")
         except (ValueError, OSError) as error:
             faults.append(str(error))
         if world.is_chief:

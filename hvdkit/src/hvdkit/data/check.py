@@ -30,7 +30,7 @@ from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.ranks import live
-from hvdkit.words import some
+from hvdkit.words import join
 
 READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
 # Files by which a format is recognized without --data_format.
@@ -76,7 +76,7 @@ def check(
         if differ := unshared_classes(source, other):
             tell(
                 f"{root / split} and {root / name} hold different classes: only one of the two "
-                f"has {some(differ)}; labels would not agree, so make them the same"
+                f"has {join(differ)}; labels would not agree, so make them the same"
             )
     partner[split] = source
     if layout == "class_folders" and source.num_classes == 1:
@@ -162,7 +162,9 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
             yield _Sample(int(low), int(high), values, *(tuple(size.tolist()) for size in sizes))
         except tf.errors.OpError as error:
             reason = source.explain(index)
-            yield reason or f"sample {index} could be read a second time: {pipeline.said(error)}"
+            yield (
+                reason or f"sample {index} could be read a second time: {pipeline.reason_of(error)}"
+            )
         live.progress("samples", index + 1, len(source))
 
 

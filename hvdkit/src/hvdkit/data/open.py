@@ -15,7 +15,7 @@ from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.data.synthetic import Synthetic
 from hvdkit.settings import Settings
-from hvdkit.words import some
+from hvdkit.words import join
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
 KINDS = {
@@ -45,7 +45,7 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     if differ := unshared_classes(train, val):
         raise ValueError(
             f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
-            f"different classes: only one of the two has {some(differ)}; make them the same"
+            f"different classes: only one of the two has {join(differ)}; make them the same"
         )
     _check_number(config, train, splits[0], default)
     _check_number(config, val, splits[1], default)

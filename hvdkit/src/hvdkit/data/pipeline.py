@@ -215,10 +215,10 @@ def _on_own_threads(workers: int) -> tf.data.Options:
 def explain(source: Source, ids: list[int], error: Exception) -> str:
     """A message about the first bad sample among `ids`."""
     reasons = (source.explain(i) for i in ids)
-    return next((r for r in reasons if r), said(error))
+    return next((r for r in reasons if r), reason_of(error))
 
 
-def said(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = getattr(error, "message", str(error))
     failed = re.search(r"assertion failed: \[(.*)\]", message)

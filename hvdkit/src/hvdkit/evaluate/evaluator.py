@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import EvaluationFeed, said
+from hvdkit.data.pipeline import EvaluationFeed, reason_of
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.ranks import heartbeat
@@ -20,10 +20,10 @@ from hvdkit.ranks.world import World, raw, say, unoptimized
 from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
-from hvdkit.train.seeds import Seeds
+from hvdkit.train.dropout import Seeds
 from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
-from hvdkit.words import some
+from hvdkit.words import join
 
 _SECONDS_BETWEEN_VOTES = 5.0
 _DRAWN = 4  # batches, where one is a single example
@@ -77,7 +77,11 @@ class Evaluator:
         """
         with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
-            with task_checks.told("evaluating one sample"), unchanged(self._model), unoptimized():
+            with (
+                task_checks.user_code_errors("evaluating one sample"),
+                unchanged(self._model),
+                unoptimized(),
+            ):
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})
@@ -85,7 +89,7 @@ class Evaluator:
                 if not isinstance(error.__cause__, ZeroDivisionError):
                     raise
             if self._draw:
-                with task_checks.told("draw"):
+                with task_checks.user_code_errors("draw"):
                     task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
@@ -130,7 +134,7 @@ class Evaluator:
             if not sums["weight"]:
                 raise ValueError("all weights of the validation set are 0: nothing to score")
             figures = self._figures(sums)
-            with task_checks.told("notes"):
+            with task_checks.user_code_errors("notes"):
                 notes = task_checks.notes(self._notes(sums)) if self._notes else []
         for note in notes:
             self._say_once(note)
@@ -158,7 +162,7 @@ class Evaluator:
         shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
         if isinstance(error, tf.errors.ResourceExhaustedError):
             return (
-                f"a batch of evaluation with inputs of shape {some(shapes)} does not fit into "
+                f"a batch of evaluation with inputs of shape {join(shapes)} does not fit into "
                 "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
             )
         way_out = "the task's model, loss and sums must take every sample"
@@ -169,8 +173,8 @@ class Evaluator:
                 "segmentation.py), and --eval_crop cuts them to one size"
             )
         return (
-            f"sample {some(self._feed.ids(place))} (counted from 0; inputs of shape "
-            f"{some(shapes)}): {said(error)}: {way_out}"
+            f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape "
+            f"{join(shapes)}): {reason_of(error)}: {way_out}"
         )
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:

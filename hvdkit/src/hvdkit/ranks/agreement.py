@@ -20,7 +20,7 @@ from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, hostname, raw, say
 from hvdkit.settings import Settings, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:
@@ -41,7 +41,7 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
         if ranks:
             raise Stop(
                 WRONG_USE,
-                f"--{name} is {everyone[ranks[0]][name]} on rank {some(ranks)}, {first} on rank 0: "
+                f"--{name} is {everyone[ranks[0]][name]} on rank {join(ranks)}, {first} on rank 0: "
                 "give every rank the same flags and flagfiles",
             )
 
@@ -99,7 +99,7 @@ def check_code(world: World) -> None:
         if different:
             raise Stop(
                 WRONG_USE,
-                f"{some(different, 3)} on {host} (rank {rank}) differ from rank 0's: copy the same "
+                f"{join(different, 3)} on {host} (rank {rank}) differ from rank 0's: copy the same "
                 "code to all hosts, or keep it on a disk that they share",
             )
 
@@ -118,7 +118,7 @@ def check_gradients(
         if 0 < len(without) < world.size:
             raise Stop(
                 BUG,
-                f"{variable.path} has no gradient on rank {some(without)} but has one on the "
+                f"{variable.path} has no gradient on rank {join(without)} but has one on the "
                 "others: every rank's loss must depend on the same variables (to leave one out, "
                 "multiply by 0)",
             )
@@ -143,7 +143,7 @@ def check_same_state(
     ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]
     raise Stop(
         BUG,
-        f"{what}: {some(odd, 3)} on rank {some(ranks)} differ from rank 0's: every rank must "
+        f"{what}: {join(odd, 3)} on rank {join(ranks)} differ from rank 0's: every rank must "
         "change what is not trained in the same way",
     )
 
@@ -157,9 +157,9 @@ def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction
         first, other = set(everyone[0]), set(everyone[different[0]])
         raise Stop(
             BUG,
-            f"the step's collectives differ: rank {some(different)} would run "
-            f"{some(sorted(other - first)) or 'nothing'} where rank 0 runs "
-            f"{some(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
+            f"the step's collectives differ: rank {join(different)} would run "
+            f"{join(sorted(other - first)) or 'nothing'} where rank 0 runs "
+            f"{join(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
             "same on every rank",
         )
 

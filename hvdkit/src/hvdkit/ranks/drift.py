@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import World, hostname, raw, say
 from hvdkit.stop import BUG, Stop
-from hvdkit.words import some
+from hvdkit.words import join
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
@@ -52,8 +52,8 @@ class Drift:
         ranks = [rank for rank, (sums, _) in enumerate(everyone) if sums != everyone[0][0]]
         hosts = sorted({everyone[rank][1] for rank in ranks})
         what = (
-            f"at step {step} {some([self._names[i] for i in differ])} on rank {some(ranks)} "
-            f"({some(hosts)}) differ from rank 0's"
+            f"at step {step} {join([self._names[i] for i in differ])} on rank {join(ranks)} "
+            f"({join(hosts)}) differ from rank 0's"
         )
         if not repair:
             raise Stop(

@@ -29,7 +29,8 @@ from hvdkit.run.context import RunContext
 from hvdkit.run.health import Clock, Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
-from hvdkit.train import batch_norm, ema, task_checks
+from hvdkit.train import batch_norm, task_checks
+from hvdkit.train.state import averaged_weights
 
 Result = Mapping[str, tf.Tensor]  # what the train step returns
 
@@ -127,7 +128,7 @@ class Own:
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""
         ending = None
-        with self._world.fail_together(f"step {step}"), task_checks.told(self._name):
+        with self._world.fail_together(f"step {step}"), task_checks.user_code_errors(self._name):
             ending = self._action(step, result)
             if not isinstance(ending, Ending | None):
                 raise ValueError(
@@ -229,7 +230,7 @@ class Evaluate:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            with ema.averaged(run.model, run.optimizer):
+            with averaged_weights(run.model, run.optimizer):
                 found = self._evaluator.run(lambda: self._stop_signal.asked)
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)

@@ -63,7 +63,7 @@ class Benchmark:
             return
         with (
             run.world.fail_together("counting the model's operations"),
-            task_checks.told("the model"),
+            task_checks.user_code_errors("the model"),
         ):
             self._flops = count_operations(run.context, run.feed.spec) if run.world.is_chief else {}
 

@@ -20,7 +20,7 @@ from hvdkit.train import batch_norm, dropout, preprocessing, task_checks
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
 from hvdkit.train.state import State
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,17 @@ def prepare(config: Settings, world: World) -> RunContext:
     """
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
-    with world.fail_together("preparing the data"), task_checks.told("preparing the data"):
+    with (
+        world.fail_together("preparing the data"),
+        task_checks.user_code_errors("preparing the data"),
+    ):
         task = tasks.load(config)
         prepare = tasks.optional(task, "prepare")
         if prepare and world.local_rank == 0:
             prepare()
     train_source, val_source = open_sources(world, task)
     with world.fail_together("building the model"):
-        with task_checks.told("build_model"):
+        with task_checks.user_code_errors("build_model"):
             model = task.build_model()
         train_reader = task_checks.reader(task, train_source, training=True)
         example = task_checks.read_example(train_reader, train_source, training=True)
@@ -73,7 +76,7 @@ def prepare(config: Settings, world: World) -> RunContext:
             model = batch_norm.synchronize(model)
         if not config.virtual_ranks:  # else the step seeds them by virtual rank
             dropout.draw_by_rank(model)
-        with task_checks.told("optimizer"):
+        with task_checks.user_code_errors("optimizer"):
             optimizer = optimizers.build(config, model, tasks.optional(task, "optimizer"))
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
@@ -97,10 +100,10 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     """
     sources, found = None, {}
     listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
-    with world.fail_together("opening the data"), task_checks.told("sources"), listing:
+    with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
         train, val = sources = task.sources()
     found = world.broadcast_object(found, "listings")
-    with world.fail_together("opening the data"), task_checks.told("sources"):
+    with world.fail_together("opening the data"), task_checks.user_code_errors("sources"):
         if sources is None:  # it came to where something is looked for
             with shared_listing.given(found, look=world.local_rank == 0):
                 train, val = task.sources()
@@ -140,12 +143,12 @@ def notes(run: RunContext) -> list[str]:
         )
     others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:
-        found.append(f"--weight_decay leaves {some(others)} alone: it decays kernels")
+        found.append(f"--weight_decay leaves {join(others)} alone: it decays kernels")
     by_rank = run.world.size > 1 and not config.virtual_ranks
     random = dropout.drawing_layers(run.model) if by_rank else []
     if random:
         found.append(
-            f"random numbers of {some(random)} are drawn by rank: weights depend on the number of "
+            f"random numbers of {join(random)} are drawn by rank: weights depend on the number of "
             "ranks (with hvdkit.train.dropout.SampleDropout they do not)"
         )
     return found

@@ -20,7 +20,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
-from hvdkit.words import some
+from hvdkit.words import join
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
@@ -175,7 +175,7 @@ class Health:
         kind = "virtual rank" if virtual_ranks else "rank"
         step = int(result["step"])
         parts = [
-            f"{kind} {r} with samples {some(self._sampler.ids_of(step - 1, r), 32)}"
+            f"{kind} {r} with samples {join(self._sampler.ids_of(step - 1, r), 32)}"
             for r in ranks[:3]
         ]
         more = f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else ""

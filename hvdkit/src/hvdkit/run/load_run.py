@@ -113,7 +113,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
     """
     world_lib.set_numbers(config)
     task = tasks.load(config)
-    with task_checks.told("build_model"):
+    with task_checks.user_code_errors("build_model"):
         model = task.build_model()
     path = chosen(Path(config.run_dir) / "checkpoints", which)
     inputs_of = tasks.optional(task, "picture_inputs")

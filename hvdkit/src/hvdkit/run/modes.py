@@ -75,7 +75,10 @@ def actions_of_task(context: RunContext) -> list[Action]:
     make = tasks.optional(context.task, "actions")
     if not make:
         return []
-    with context.world.fail_together("making the task's actions"), task_checks.told("actions"):
+    with (
+        context.world.fail_together("making the task's actions"),
+        task_checks.user_code_errors("actions"),
+    ):
         return [Own(context.world, action) for action in task_checks.actions(make(context))]
 
 

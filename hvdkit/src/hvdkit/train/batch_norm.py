@@ -20,7 +20,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from hvdkit.ranks.world import raw
-from hvdkit.words import some
+from hvdkit.words import join
 
 _BRANCH_OR_LOOP = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,
@@ -92,7 +92,7 @@ def synchronize(model: keras.Model) -> keras.Model:
     ]
     if derived:
         raise ValueError(
-            f"--bn_sync=full cannot synchronize {some(derived)}, which may compute batch "
+            f"--bn_sync=full cannot synchronize {join(derived)}, which may compute batch "
             "statistics in its own way: derive it from "
             "hvdkit.train.batch_norm.SyncBatchNormalization or use another --bn_sync"
         )

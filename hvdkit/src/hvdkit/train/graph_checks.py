@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 from hvdkit.ranks.world import raw
 from hvdkit.settings import project
 from hvdkit.train.task import Task
-from hvdkit.words import some
+from hvdkit.words import join
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = {
@@ -24,6 +24,11 @@ _DRAWS = {
     *("RngReadAndSkip", "StatefulUniformInt", "StatefulTruncatedNormal"),  # tf.random.Generator
 }
 _ASSIGNS = re.compile(r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?")
+# Operations that take a variable's handle and leave the variable as it is.
+_READS = {
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
+    *("VarIsInitializedOp", "VarHandleOp"),
+}
 # What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
 _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
@@ -40,7 +45,7 @@ def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
     drawn = sorted({node.op for node in nodes(graph) if node.op in _DRAWS})
     if drawn:
         raise ValueError(
-            f"{what} draws random numbers ({some(drawn)}) that are others on another number of "
+            f"{what} draws random numbers ({join(drawn)}) that are others on another number of "
             f"ranks and after an interruption: {instead}"
         )
 
@@ -53,7 +58,7 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
     changes = sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)})
     if changes:
         raise ValueError(
-            f"{what} changes a variable ({some(changes)}), which would depend on the order of "
+            f"{what} changes a variable ({join(changes)}), which would depend on the order of "
             "threads, and be neither saved nor the same on all ranks: make each example of its "
             "sample and `key` alone"
         )
@@ -77,7 +82,7 @@ def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], 
     others = [named.get(id(t), "one without a name") for t in used if id(t) not in handles]
     if others:
         raise ValueError(
-            f"the step uses variables that the model does not hold: {some(others)}. They would be "
+            f"the step uses variables that the model does not hold: {join(others)}. They would be "
             "neither trained nor saved. Make weights with add_weight, keep layers (and a "
             "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
             "layers, a frozen model as one of the task; use tf.constant for fixed numbers"
@@ -107,7 +112,7 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
         less = {f"{n.op} ({n.name})" for n in found if n.op in _LEFT_OUT or n.attr[_GROWS].b}
         if less:
             raise ValueError(
-                f"--jit: XLA leaves out {some(sorted(less))} without a word: check values in "
+                f"--jit: XLA leaves out {join(sorted(less))} without a word: check values in "
                 "training_example, give a TensorArray its size, or leave out --jit"
             )
         resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
@@ -134,7 +139,7 @@ def _of_xla(message: str) -> str:
     # It is quoted inside another one's message.
     first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
     missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
-    said = f"it has no {some(missing)}" if missing else first[:400]
+    said = f"it has no {join(missing)}" if missing else first[:400]
     frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
     own = [(path, line) for path, line in frames if project.is_own(path)]
     # These two call the model and the loss: where nothing of the project stands below, Keras does.
@@ -156,3 +161,29 @@ def _of_variable(handle: tf.Tensor) -> bool:
     """Tables and iterators are resources too; only a variable's handle has a shape and a type."""
     data = getattr(handle, "_handle_data", None)
     return bool(data is not None and data.is_set and data.shape_and_type)
+
+
+def assigned_handles(graph: tf.Graph) -> list[tf.Tensor]:
+    """Handles, outside of all graphs, of the variables that operations of `graph` may change."""
+    found = {}
+    for op in graph.get_operations():
+        if op.type in _READS:
+            continue
+        try:
+            # Of a call or a branch: which of its inputs are only read, by what it calls.
+            only_read = op.get_attr("_read_only_resource_inputs")
+        except ValueError:
+            only_read = ()
+        for place, tensor in enumerate(op.inputs):
+            if tensor.dtype == tf.resource and place not in only_read:
+                handle = _outside(tensor, graph)
+                found[id(handle)] = handle
+    return list(found.values())
+
+
+def _outside(tensor: tf.Tensor, graph: tf.Graph) -> tf.Tensor:
+    """What an argument of a graph stands for, through all graphs around it."""
+    while hasattr(graph, "captures"):
+        tensor = next((out for out, inner in graph.captures if inner is tensor), tensor)
+        graph = graph.outer_graph
+    return tensor

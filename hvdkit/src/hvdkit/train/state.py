@@ -1,12 +1,17 @@
-"""All that a run is at one moment: model, optimizer, step, loss scale."""
+"""All that a run is at one moment: model, optimizer, step, loss scale; averaged weights."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from hvdkit.train import ema, variable_names
+from hvdkit.ranks.world import raw
+from hvdkit.train import variable_names
 from hvdkit.train.gradients import LossScale
+from hvdkit.train.optimizer import check_trainable
 
 
 class State:
@@ -41,7 +46,7 @@ class State:
         # The position makes it unique: two layers may have been given the same name.
         places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
         named |= {f"model/{places[id(v)]}": v for v in model}
-        averages = ema.average_variables(self.optimizer)
+        averages = average_variables(self.optimizer)
         trained = self.model.trainable_variables
         named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
         averaged = set(map(id, averages))
@@ -59,3 +64,37 @@ class State:
         self.step.assign_add(counted)
         self.skipped.assign_add(tf.cast(~finite, tf.int64) * counted)
         self.loss_scale.update(finite, readable)
+
+
+def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """The averages, one a trainable variable of the model, in their order; empty without EMA.
+
+    They are zeros until the first applied step.
+    """
+    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
+
+
+@contextlib.contextmanager
+def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Inside, the model's trainable weights are their averages; afterwards its own again.
+
+    It takes the memory of a second copy of the weights. Batch norm's moving statistics are those
+    of the weights as trained. Nothing happens where the optimizer keeps no average, or has not
+    made a step.
+
+    Raises:
+      ValueError: `trainable` of a layer changed since the optimizer was built.
+    """
+    if not optimizer.use_ema or not int(optimizer.iterations):
+        yield
+        return
+    check_trainable(optimizer, model)
+    variables = model.trainable_variables
+    own = [tf.identity(raw(v)) for v in variables]
+    try:
+        for variable, average in zip(variables, average_variables(optimizer), strict=True):
+            raw(variable).assign(raw(average))
+        yield
+    finally:
+        for variable, value in zip(variables, own):
+            raw(variable).assign(value)

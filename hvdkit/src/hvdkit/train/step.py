@@ -34,7 +34,8 @@ from hvdkit.ranks import agreement, moments, votes
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import graph_checks, keras_losses, reduction, task_checks, virtual
+from hvdkit.train import graph_checks, reduction, task_checks, virtual
+from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
 from hvdkit.train.state import State
@@ -82,7 +83,7 @@ class Step:
         self.reduction = reduction.arguments(settings)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = [raw(v) for v in state.model.non_trainable_variables]
-        with world.fail_together("making the schedule"), task_checks.told("schedule"):
+        with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = make_schedule(task, settings, world.size)
         # What XLA compiles: each micro-batch's forward and backward pass, without collectives.
         self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
@@ -215,7 +216,7 @@ class Step:
                 self._traced = None
             return result
 
-        with self._world.fail_together("making the step"), task_checks.told("the step"):
+        with self._world.fail_together("making the step"), task_checks.user_code_errors("the step"):
             whole = train_step.get_concrete_function()
             self._check(whole.graph)
         agreement.check_gradients(self._world, self._variables, self._connected)
@@ -252,15 +253,15 @@ class Step:
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         with tf.GradientTape() as tape:
             if losses:
-                with keras_losses.means(model, samples):
+                with losses_lib.mean_activity_losses(model, samples):
                     found = losses(micro)
-                added = keras_losses.total(model)
+                added = losses_lib.added_loss(model)
                 each, weights = task_checks.losses_and_weights(found, samples)
             else:
-                told = task_checks.told("the model, called in training,")
-                with keras_losses.means(model, samples), told:
+                told = task_checks.user_code_errors("the model, called in training,")
+                with losses_lib.mean_activity_losses(model, samples), told:
                     outputs = model(micro["inputs"], training=True)
-                added = keras_losses.total(model)  # now: `loss` may call the model once more
+                added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
                 each, weights = task_checks.loss(self._task, outputs, micro["targets"], samples)
         graph_checks.check_weights(tape, weights, self.weights)
         # Weight 0 leaves a position out of the sum, also one whose loss is no number.

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import Reader, said
+from hvdkit.data.pipeline import Reader, reason_of
 from hvdkit.data.pipeline import reader as make_reader
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
@@ -21,13 +21,13 @@ from hvdkit.ranks.world import raw, unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train import graph_checks
-from hvdkit.train.keras_losses import at_least_float32
+from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Example, Task, optional
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
+def user_code_errors(what: str) -> Iterator[None]:
     """Turns whatever a task's code raises inside into a ValueError: what failed, where and why.
 
     A ValueError or OSError that the project's own code raised says so itself and stays as it is.
@@ -43,7 +43,7 @@ def told(what: str) -> Iterator[None]:
         if isinstance(error, (ValueError, OSError)) and by_itself:
             raise
         is_op = isinstance(error, tf.errors.OpError)
-        reason = _sentence(said(error) if is_op else str(error))
+        reason = _sentence(reason_of(error) if is_op else str(error))
         if is_op and Path(own[-1].filename) in _RUNS_GRAPHS:  # a graph's ops have no line
             raise ValueError(f"{what} failed: {reason}") from error
         place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
@@ -69,7 +69,7 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
       ValueError: the task makes something else of a sample than an example.
     """
     name = _function(training)
-    with told(name):
+    with user_code_errors(name):
         made = make_reader(source, getattr(task, name), keyed=training)
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
@@ -96,13 +96,13 @@ def read_example(made: Reader, source: Source, training: bool) -> Example:
       ValueError: it cannot be read.
     """
     key = [tf.zeros([2], tf.int32)] * training
-    with told(_function(training)), unoptimized():
+    with user_code_errors(_function(training)), unoptimized():
         try:
             example = made.read(tf.constant(0, tf.int64), *key)
             if made.parts >= {"file", "image"}:
                 check_file(source.read(tf.constant(0, tf.int64)))
         except tf.errors.OpError as error:
-            raise ValueError(source.explain(0) or said(error)) from None
+            raise ValueError(source.explain(0) or reason_of(error)) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
@@ -159,7 +159,7 @@ def build(model: Any, example: Example) -> None:
     if functional:
         _check_input_names(model, inputs)
     else:
-        with told("the model, called with the inputs of training_example,"):
+        with user_code_errors("the model, called with the inputs of training_example,"):
             model(inputs, training=False)
             # Traced only: it makes what training alone needs, and changes no state.
             called = tf.function(lambda x: model(x, training=True), autograph=False)
@@ -169,7 +169,7 @@ def build(model: Any, example: Example) -> None:
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
     if stateful := [layer.path for layer in layers if layer.stateful]:
         raise ValueError(
-            f"{some(stateful)} has stateful=True, which carries a state from one batch to the "
+            f"{join(stateful)} has stateful=True, which carries a state from one batch to the "
             "next; here batches hold unrelated samples: remove it"
         )
 
@@ -202,12 +202,12 @@ def check_variables(
     changed += [v.path for v in now if id(v) not in known and v.path not in new]
     if new:
         raise ValueError(
-            f"the model makes variables only when it trains: {some(new)}. Make them in its "
+            f"the model makes variables only when it trains: {join(new)}. Make them in its "
             "__init__ or build, so that they are trained, saved and the same on every rank"
         )
     if changed:
         raise ValueError(
-            f"`trainable` was changed after the model was built, of {some(changed)}: set it in "
+            f"`trainable` was changed after the model was built, of {join(changed)}: set it in "
             "build_model"
         )
 
@@ -215,7 +215,7 @@ def check_variables(
 def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
     """What the task, or else the model, makes of a batch that is not trained on."""
     predict = optional(task, "predict")
-    with told("predict" if predict else "the model, called in evaluation,"):
+    with user_code_errors("predict" if predict else "the model, called in evaluation,"):
         return predict(model, inputs) if predict else model(inputs, training=False)
 
 
@@ -227,7 +227,7 @@ def loss(
     Raises:
       ValueError: it is not a pair of float tensors of one shape, samples first.
     """
-    with told("the task's loss"):
+    with user_code_errors("the task's loss"):
         pair = task.loss(outputs, targets)
     losses, weights = losses_and_weights(pair, samples)
     if samples:
@@ -248,7 +248,7 @@ def losses_and_weights(
             f"{what} must return two tensors, a loss and a weight for each example; it "
             f"returns {_describe(pair)}. Not the mean: that is taken over all ranks"
         )
-    with told(what):
+    with user_code_errors(what):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
     shapes = f"losses {losses.shape} and weights {weights.shape}"
     if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
@@ -295,12 +295,12 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     Raises:
       ValueError: they are not numbers by name, or have the names of the loss's own sums.
     """
-    with told("the task's sums"):
+    with user_code_errors("the task's sums"):
         found = dict(task.sums(outputs, targets))
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
     if taken := {"loss", "weight"} & set(found):
         raise ValueError(
-            f"the task's sums use the name {some(taken)}, which is reserved for the loss"
+            f"the task's sums use the name {join(taken)}, which is reserved for the loss"
         )
     for name, value in found.items():
         if not (value.dtype.is_floating or value.dtype.is_integer):
@@ -322,7 +322,7 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     Raises:
       ValueError: they are not figures by name, or the main metric is missing.
     """
-    with told("the task's metrics"):
+    with user_code_errors("the task's metrics"):
         figures = task.metrics(sums)
         figures = {str(name): float(value) for name, value in figures.items()}
     if "loss" in figures:

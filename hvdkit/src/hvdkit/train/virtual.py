@@ -27,11 +27,11 @@ from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED
 from hvdkit.train import fixed_point, gradients
-from hvdkit.train.assigned import assigned
+from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import Compiled, Forward, Reduced
-from hvdkit.train.seeds import Seeds
+from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
-from hvdkit.words import some
+from hvdkit.words import join
 
 _Values = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -218,11 +218,11 @@ class Passes:
         Raises ValueError where virtual ranks one after the other would make something else of it.
         """
         found = self._forward(micro)
-        changed = {id(v) for v in assigned(tf.compat.v1.get_default_graph())}
+        changed = {id(v) for v in assigned_handles(tf.compat.v1.get_default_graph())}
         trained = [v.path for v in self._variables if id(raw(v).handle) in changed]
         if trained:
             raise ValueError(
-                f"the forward pass assigns {some(trained)}, which the optimizer trains (as Keras's "
+                f"the forward pass assigns {join(trained)}, which the optimizer trains (as Keras's "
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
@@ -232,7 +232,7 @@ class Passes:
         no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
         if no_numbers:
             raise ValueError(
-                f"the forward pass changes {some(no_numbers)}, which --virtual_ranks cannot bring "
+                f"the forward pass changes {join(no_numbers)}, which --virtual_ranks cannot bring "
                 "together: its type must be float or integer"
             )
         return found

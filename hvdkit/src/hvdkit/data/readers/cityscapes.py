@@ -17,7 +17,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.packed_strings import Names
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.pairs import PicturePairs, listed
-from hvdkit.words import some
+from hvdkit.words import join
 
 CLASS_NAMES = (
     "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign",
@@ -86,7 +86,7 @@ def _list(root: Path, split: str) -> tuple[Names, Names]:
     for lacking, lack in ((ending, images - labels), (_IMAGE, labels - images)):
         if lack:
             raise ValueError(
-                f"{root}, split {split}: no *{lacking} for {some(sorted(lack))}; unpack the "
+                f"{root}, split {split}: no *{lacking} for {join(sorted(lack))}; unpack the "
                 f"archives of leftImg8bit and {kind} that have this split whole"
             )
     names = sorted(images)
@@ -103,7 +103,7 @@ def _names(folder: Path, split: str, ending: str) -> set[str]:
         there = [name for name in listing.folder_names(folder) if name in SPLITS]
         raise ValueError(
             f"{folder / split} is missing; unpack it there, or choose another split (there are: "
-            f"{some(there) or 'none'})"
+            f"{join(there) or 'none'})"
         )
     names = {
         f"{city}/{entry[: -len(ending)]}"

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from hvdkit.data import shared_listing, source
 from hvdkit.data.packed_strings import Names, packed
-from hvdkit.data.pipeline import said
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 class _Listed(NamedTuple):
@@ -78,7 +78,7 @@ class ClassFolders:
         except ValueError as problem:
             return str(problem)
         except tf.errors.OpError as error:
-            return f"{path} cannot be read: {said(error)}; replace it"
+            return f"{path} cannot be read: {reason_of(error)}; replace it"
         return None
 
     def picture_file(self, index: int) -> Path:
@@ -112,7 +112,7 @@ def _classes(root: Path, split: str) -> list[str]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
-        there = some(listing.folder_names(root))
+        there = join(listing.folder_names(root))
         raise ValueError(
             f"{root / split} is missing; put a folder for each class there (folders of {root}: "
             f"{there or 'none'})"
@@ -127,7 +127,7 @@ def _classes(root: Path, split: str) -> list[str]:
     if loose:
         raise ValueError(
             f"{root / split} holds class folders, and pictures beside them, which are of no class: "
-            f"{some(loose)}; sort them in or take them away"
+            f"{join(loose)}; sort them in or take them away"
         )
     return classes
 
@@ -138,7 +138,7 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     inner = {entry.name for entry in rest if entry.is_dir()}
     if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
         raise ValueError(
-            f"{folder} has {len(deeper)} folders with something in them ({some(deeper)}), which "
+            f"{folder} has {len(deeper)} folders with something in them ({join(deeper)}), which "
             "would be left out: move their pictures up into the class's folder, or take them away"
         )
     files = (entry.name for entry in rest if entry.name not in inner)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.data import shared_listing
-from hvdkit.words import some
+from hvdkit.words import join
 
 THREADS = 16  # they wait for a file server
 # What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
@@ -36,7 +36,7 @@ def read_names(path: Path) -> dict[str, int]:
         there = sorted(found.stem for found in path.parent.glob("*.txt"))
         raise ValueError(
             f"{path} is missing; write the split's names there, one a line, or choose "
-            f"another split (there are: {some(there) or 'none'})"
+            f"another split (there are: {join(there) or 'none'})"
         )
     names: dict[str, int] = {}
     known: dict[str, int] = {}
@@ -97,7 +97,7 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     if missing:
         endings = " or ".join(suffixes)
         raise ValueError(
-            f"{folder} has no file {endings} for {some(missing)} (the first is on line "
+            f"{folder} has no file {endings} for {join(missing)} (the first is on line "
             f"{names[missing[0]]} of the split's list; names there have no ending); add the "
             "files, or take the names out of the list"
         )

@@ -16,9 +16,9 @@ from PIL import Image
 from hvdkit.data import source
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.packed_strings import Names
-from hvdkit.data.pipeline import said
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import exif, listing, pictures
-from hvdkit.words import some
+from hvdkit.words import join
 
 
 class PicturePairs:
@@ -93,7 +93,7 @@ class PicturePairs:
         except ValueError as problem:
             return str(problem)
         except tf.errors.OpError as error:  # unknown to the checks above: TensorFlow's words
-            return f"{image_path} or {label_path} cannot be read: {said(error)}; replace it"
+            return f"{image_path} or {label_path} cannot be read: {reason_of(error)}; replace it"
         return None
 
     def picture_file(self, index: int) -> Path:
@@ -145,7 +145,7 @@ class PicturePairs:
             values = np.unique(label[wrong]).tolist()
             raise ValueError(
                 f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
-                f"class ({np.count_nonzero(wrong)} such pixels, values {some(values)}); "
+                f"class ({np.count_nonzero(wrong)} such pixels, values {join(values)}); "
                 f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
                 f"{self._way_out}"
             )

@@ -21,9 +21,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data import source
-from hvdkit.data.pipeline import said
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.words import some
+from hvdkit.words import join
 
 META, INDEX = "pack.json", "index.bin"
 VERSION = 3
@@ -113,9 +113,9 @@ class Records:
         try:
             self.read(tf.constant(index, tf.int64))
         except tf.errors.DataLossError as error:
-            return f"{where} does not match its checksum ({said(error)}); {_AGAIN}"
+            return f"{where} does not match its checksum ({reason_of(error)}); {_AGAIN}"
         except tf.errors.OpError as error:
-            return f"{where} cannot be read: {said(error)}; {_AGAIN}"
+            return f"{where} cannot be read: {reason_of(error)}; {_AGAIN}"
         return None
 
     def where(self, index: int) -> str:
@@ -184,7 +184,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
         raise ValueError(
             f"{path} is missing; pack the split with hvdkit pack, or choose another "
-            f"(packed in {folder.parent}: {some(there) or 'none'})"
+            f"(packed in {folder.parent}: {join(there) or 'none'})"
         )
     try:
         meta = json.loads(path.read_text())
