@@ -1,4 +1,4 @@
-"""Run on real ranks by test_hangs.py: ranks that add up until rank 1 comes no more.
+"""Run on real ranks by test_peers.py: ranks that add up until rank 1 comes no more.
 
 waits.py stop|hang|end|raise SECONDS [message]: it is stopped, hangs elsewhere, ends or raises;
 --stall_shutdown_s; the others wait in a sum of Horovod's, or in a message.
@@ -21,8 +21,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit import settings as settings_lib
-from hvdkit.ranks import heartbeat
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.peers import Peers
 from hvdkit.settings import project
 from hvdkit.train import reduction

@@ -1,15 +1,16 @@
-"""Atomic writes: a file is complete or absent, whenever a process or machine dies."""
+"""Files on disk: whole or absent whenever a process or machine dies; hashed; locked."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 @contextlib.contextmanager
@@ -52,6 +53,28 @@ def sha256(path: Path) -> str:
     """Of the whole file, hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class NoLocks(OSError):
+    """The file system has no locks."""
+
+
+def lock(path: Path) -> IO[str]:
+    """Locks the file, which it makes if needed, until the result is closed or the process ends.
+
+    Raises:
+      BlockingIOError: another process has it.
+      NoLocks, OSError: the file cannot be locked, or cannot be made.
+    """
+    file = path.open("a")  # NFS locks only what may be written
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            raise
+        raise NoLocks(*error.args) from None
+    return file
 
 
 def without_nan(value: Any) -> Any:

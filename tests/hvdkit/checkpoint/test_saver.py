@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from hvdkit.checkpoint import files
 from hvdkit.checkpoint.saver import Saver
-from hvdkit.ranks import drift
+from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train.state import State
@@ -66,17 +66,17 @@ def test_a_checksum_changes_with_any_bit_and_any_two():
     rng = np.random.default_rng(1)
     for dtype in (np.float64, np.float32, np.int64, np.float16, np.uint8, np.complex64):
         value = (rng.normal(size=(8, 8)) * 100).astype(dtype)
-        seen = {value.tobytes(): int(drift._checksum(tf.constant(value)))}
+        seen = {value.tobytes(): int(agreement._checksum(tf.constant(value)))}
         bits = value.view(np.uint8).reshape(-1)
         for _ in range(200):
             changed = bits.copy()
             for place in rng.choice(bits.size, 2, replace=False):
                 changed[place] ^= 1 << rng.integers(8)
             again = changed.view(dtype).reshape(value.shape)
-            seen[again.tobytes()] = int(drift._checksum(tf.constant(again)))
+            seen[again.tobytes()] = int(agreement._checksum(tf.constant(again)))
         assert len({*seen.values()}) == len(seen) > 150
-    assert int(drift._checksum(tf.constant([1.0, 2.0], tf.float64))) != int(
-        drift._checksum(tf.constant([-1.0, -2.0], tf.float64))
+    assert int(agreement._checksum(tf.constant([1.0, 2.0], tf.float64))) != int(
+        agreement._checksum(tf.constant([-1.0, -2.0], tf.float64))
     )
 
 

@@ -8,7 +8,7 @@ from ranks import CHECKS, names_of_checks, run_checks
 
 # A task's mistakes are told before the first step, on 1 rank as on 2.
 BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures")
-PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "pace")}
+PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers")}
 # Those of a task are there where the task is.
 FILES = {
     ranks: [f for part in parts if (f := CHECKS / f"checks_{part}.py").exists()]

@@ -11,7 +11,7 @@ import hvdkit
 from hvdkit import settings as settings_lib
 from hvdkit.settings import absl_flags
 from hvdkit.settings import project as project_lib
-from hvdkit.settings.show import shown
+from hvdkit.settings.absl_flags import shown
 from hvdkit.stop import RANK_VARIABLES
 
 FLAGS = flags.FLAGS
@@ -107,7 +107,7 @@ def test_absl_holds_what_was_resolved_and_may_be_told_again():
         found = settings_lib.load(words, Settings)
         assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (steps, 0.25, found.base_lr)
         assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # of --virtual_ranks
-    assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.schedule"
+    assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.train"
     assert FLAGS.find_module_defining_flag("my_share") == Settings.__module__
     with pytest.raises(flags.IllegalFlagValueError, match="less than 1"):
         FLAGS.my_share = 3
@@ -169,7 +169,7 @@ def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, told):
 def test_helpfull_has_the_flags_of_all_by_module(project):
     ended = python(project, SCRIPT, "--task=mine", "--helpfull")
     assert ended.returncode == 0 and not ended.stderr
-    for name in ("hvdkit.settings.schedule:", "tasks.mine:", "--base_lr", "--colour", "--own"):
+    for name in ("hvdkit.settings.train:", "tasks.mine:", "--base_lr", "--colour", "--own"):
         assert name in ended.stdout
     assert "learning rate after warm-up (greater than 0; default 0.01)" in ended.stdout
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import tensorflow as tf
 
-from hvdkit import locks, whole_files
 from hvdkit import settings as settings_lib
+from hvdkit import whole_files
 from hvdkit.checkpoint import files as checkpoint_files
 from hvdkit.checkpoint.checkpoints import Found
 from hvdkit.settings import Settings
@@ -105,9 +105,9 @@ def lock(run_dir: Path) -> None:
     path = (run_dir / ".lock").resolve()
     if path in _locks:
         return
-    with contextlib.suppress(locks.NoLocks):
+    with contextlib.suppress(whole_files.NoLocks):
         try:
-            _locks[path] = locks.take(path)
+            _locks[path] = whole_files.lock(path)
         except BlockingIOError:
             raise ValueError(
                 f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"

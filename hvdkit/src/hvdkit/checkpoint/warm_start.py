@@ -11,10 +11,10 @@ import numpy as np
 
 from hvdkit import logs
 from hvdkit.checkpoint import files
+from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing, variable_names
-from hvdkit.words import join
 
 
 def start(model: keras.Model, config: Settings) -> None:

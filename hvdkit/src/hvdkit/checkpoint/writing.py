@@ -31,7 +31,7 @@ from hvdkit.checkpoint.files import (
     delete,
     read_manifest,
 )
-from hvdkit.ranks import heartbeat
+from hvdkit.ranks.messages import heartbeat
 
 
 def write(

@@ -23,12 +23,11 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate import confusion as confusion_lib
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
 from hvdkit.observe.records import is_of_class
-from hvdkit.ranks import live
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
@@ -61,7 +60,7 @@ class Worst:
         self._found = heapq.nlargest(self._most, self._found)
         self._done += 1
         if self._run.world.is_chief:
-            live.progress("batches", self._done, self._rounds)
+            logs.progress("batches", self._done, self._rounds)
 
     def of_all_ranks(self) -> list[tuple[float, int]]:
         """Loss and number of each, the worst first; every rank must call it."""

@@ -23,11 +23,11 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
 
+from hvdkit import logs
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.evaluate import confusion
-from hvdkit.ranks import live
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
@@ -79,7 +79,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
         except (ValueError, OSError) as error:
             faults.append(str(error))
         if world.is_chief:
-            live.progress("pictures", done, len(mine))
+            logs.progress("pictures", done, len(mine))
     everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
     rows = sorted(row for theirs, _, _ in everyone for row in theirs)
     faults = [fault for _, theirs, _ in everyone for fault in theirs]

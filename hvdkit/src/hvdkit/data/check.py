@@ -22,15 +22,14 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.data import counts, pack, pipeline
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.readers import records
 from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Source, unshared_classes
-from hvdkit.ranks import live
-from hvdkit.words import join
+from hvdkit.logs import join
 
 READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
 # Files by which a format is recognized without --data_format.
@@ -123,7 +122,7 @@ def _is_whole(folder: Path, tell: Callable[[str], None]) -> bool:
     with ThreadPoolExecutor(4) as pool:
         sums = pool.map(whole_files.sha256, [shard.path for shard in hashed])
         for number, (shard, sha256) in enumerate(zip(hashed, sums)):
-            live.progress("shards", number + 1, len(hashed))
+            logs.progress("shards", number + 1, len(hashed))
             if sha256 != shard.sha256:
                 tell(f"{shard.path} does not match its SHA-256 in {records.META}; copy it again")
     return not problems
@@ -165,7 +164,7 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
             yield (
                 reason or f"sample {index} could be read a second time: {pipeline.reason_of(error)}"
             )
-        live.progress("samples", index + 1, len(source))
+        logs.progress("samples", index + 1, len(source))
 
 
 def _place(source: Source, folder: Path, index: int) -> str:

@@ -14,8 +14,8 @@ from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.data.synthetic import Synthetic
+from hvdkit.logs import join
 from hvdkit.settings import Settings
-from hvdkit.words import join
 
 # What a label is: a class for each pixel (map), or one for the picture (class).
 KINDS = {

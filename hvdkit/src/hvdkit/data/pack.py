@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.data import pipeline, unfinished
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import records
@@ -37,7 +37,6 @@ from hvdkit.data.readers.folders import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.smaller import Smaller
 from hvdkit.data.source import Source
-from hvdkit.ranks import live
 
 READERS: dict[str, Callable[[Path, str], Source]] = {
     "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
@@ -101,7 +100,7 @@ def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[
                 offset += len(sample.data) + records.FRAMING
                 pixels.append(sample.pixels)
                 highest = max(highest, sample.label)
-                live.progress("packed", len(index), len(source))
+                logs.progress("packed", len(index), len(source))
         listed.append({"name": path.name, "records": len(index) - first})
     _mark(folder, listed, content.hexdigest())
     meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
@@ -161,7 +160,7 @@ def _verify(packed: records.Records, pixels: list[int]) -> None:
                 f"sample {index} read back from {packed.folder} differs from what was packed: its "
                 "file changed meanwhile, or the disk is faulty; pack again"
             )
-        live.progress("verified", index + 1, len(packed))
+        logs.progress("verified", index + 1, len(packed))
 
 
 def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from hvdkit.data.pipeline import EvaluationFeed, reason_of
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
-from hvdkit.ranks import heartbeat
+from hvdkit.logs import join
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, raw, say, unoptimized
 from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
@@ -23,7 +24,6 @@ from hvdkit.train import task_checks
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
-from hvdkit.words import join
 
 _SECONDS_BETWEEN_VOTES = 5.0
 _DRAWN = 4  # batches, where one is a single example

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.evaluate import confusion
 from hvdkit.observe import trackers
-from hvdkit.ranks import live
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 
@@ -66,7 +65,7 @@ class Telemetry:
         self, kind: type | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._world.is_chief:
-            live.leave()
+            logs.end_status()
             with self._told_once("metrics.jsonl"):
                 self._lines.close()
         for tracker in self._trackers:
@@ -125,9 +124,9 @@ class Telemetry:
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
         )
-        if live.possible():
+        if logs.can_show_status():
             epochs = f"epoch {step * samples / self._epoch:.1f}"
-            live.show(f"{line}{self._score}  {epochs}", step, self._num_steps)
+            logs.show_status(f"{line}{self._score}  {epochs}", step, self._num_steps)
         else:
             say(self._world, line)
         # Not at the first logged step: nothing could be read ahead for it.

@@ -2,12 +2,11 @@
 
 world.World         rank, size, and decisions that all ranks take together
 world.say           prints on rank 0
-messages            gather and broadcast of JSON and arrays
+messages            gather and broadcast of JSON and arrays; a rank's sign of life
 agreement           settings, code, data, collectives and weights are the same on all ranks
 interrupt           Ctrl-C, SIGTERM, SIGUSR1
-drift, stragglers   ranks whose weights differ; ranks that the others wait for
-heartbeat, peers    ranks that hang
+stragglers          ranks that the others wait for
+peers               ranks that hang
 votes               what each rank reports in every step
-live                a progress line on a terminal
 fingerprint         device and builds that the bits depend on
 """

@@ -20,13 +20,29 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.ranks import heartbeat
 from hvdkit.stop import BUG
 
 MOST_GATHERED = 2**31 - 1  # bytes of all ranks' messages in one `gather`: MPI counts in 32 bits
 _PART = 2**22  # bytes of one broadcast
 _LENGTH = 8  # bytes of a number before each rank's message
 _LONGEST_NAP = 0.01  # seconds
+
+
+class Heartbeat:
+    """When this rank last came through a message, a step or a batch of evaluation."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+
+    def still(self) -> float:
+        """Seconds since the last beat."""
+        return time.monotonic() - self._last
+
+
+heartbeat = Heartbeat()
 
 
 class Horovod:

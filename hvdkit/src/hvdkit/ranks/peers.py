@@ -24,7 +24,7 @@ import psutil
 import tensorflow as tf
 
 from hvdkit.logs import complain
-from hvdkit.ranks import heartbeat
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
 from hvdkit.stop import BUG

@@ -10,16 +10,28 @@ what comes before tells them apart.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.ranks.world import World, hostname
 
 SLOW = 1.5  # times the median of all ranks
 _IN_A_ROW = 3  # logged intervals
 _SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: what is less is not worth a word
+
+
+def moment(after: tf.Tensor) -> tf.Tensor:
+    """When a tensor was there, also one that a GPU computes: seconds since 1970, float64."""
+    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
+        return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
+    with tf.device("CPU:0"):
+        # By its value: a control dependency would not wait for a GPU.
+        there = tf.reduce_all(tf.equal(after, after))
+        return tf.cond(there, tf.timestamp, tf.timestamp)
 
 
 class Pace:

@@ -21,7 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs
-from hvdkit.ranks import devices, encoding, heartbeat, live, messages
+from hvdkit.ranks import devices, encoding, messages
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
 
@@ -357,7 +358,5 @@ def set_precision(precision: str) -> None:
 
 def say(world: World, text: str) -> None:
     """A line for the person watching, from rank 0 only; the run outlives who reads it."""
-    if not world.is_chief:
-        return
-    live.leave()
-    logs.say(text)
+    if world.is_chief:
+        logs.say(text)

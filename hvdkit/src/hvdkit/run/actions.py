@@ -20,7 +20,7 @@ from hvdkit.evaluate import confusion, early_stop
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
-from hvdkit.ranks.drift import Drift
+from hvdkit.ranks.agreement import Drift
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, raw, say

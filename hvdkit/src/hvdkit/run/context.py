@@ -12,6 +12,7 @@ from hvdkit.data import shared_listing
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.pipeline import Reader
 from hvdkit.data.source import Source
+from hvdkit.logs import join
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
@@ -20,7 +21,6 @@ from hvdkit.train import batch_norm, dropout, preprocessing, task_checks
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
 from hvdkit.train.state import State
-from hvdkit.words import join
 
 
 @dataclasses.dataclass(frozen=True)

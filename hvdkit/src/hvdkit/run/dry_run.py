@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit import locks
+from hvdkit import whole_files
 from hvdkit.checkpoint import files, run_folder
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
@@ -74,7 +74,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
 def _clear(parent: Path) -> None:
     """Removes what dry runs left that were killed; one that goes on holds its lock."""
     for lock in parent.glob(f"{_PREFIX}*/.lock"):
-        with contextlib.suppress(OSError), locks.take(lock):
+        with contextlib.suppress(OSError), whole_files.lock(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 

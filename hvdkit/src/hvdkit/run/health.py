@@ -12,15 +12,16 @@ import tensorflow as tf
 
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.sampler import Sampler
-from hvdkit.ranks import heartbeat, votes
+from hvdkit.logs import join
+from hvdkit.ranks import votes
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
-from hvdkit.words import join
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20

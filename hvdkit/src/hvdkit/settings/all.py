@@ -11,17 +11,10 @@ from collections.abc import Mapping
 from typing import Self
 
 from hvdkit.settings import fields
-from hvdkit.settings.checkpoint import CheckpointSettings
-from hvdkit.settings.data import DataSettings
-from hvdkit.settings.evaluation import EvaluationSettings
+from hvdkit.settings.data import DataSettings, EvaluationSettings, TaskSettings
 from hvdkit.settings.fields import Room
-from hvdkit.settings.observe import ObserveSettings
-from hvdkit.settings.ranks import RanksSettings
-from hvdkit.settings.reduction import ReductionSettings
-from hvdkit.settings.run import RunSettings
-from hvdkit.settings.schedule import ScheduleSettings
-from hvdkit.settings.task import TaskSettings
-from hvdkit.settings.train import TrainSettings
+from hvdkit.settings.run import CheckpointSettings, ObserveSettings, RanksSettings, RunSettings
+from hvdkit.settings.train import ReductionSettings, ScheduleSettings, TrainSettings
 
 
 class Settings(

@@ -1,10 +1,50 @@
-"""Settings of the data: where they are, and how samples are read and augmented."""
+"""Settings of the task, its data and how it is scored."""
 
 from __future__ import annotations
 
 import math
 
 from hvdkit.settings.fields import Room, setting
+
+
+class TaskSettings(Room):
+    """Task, model and loss"""
+
+    task: str = setting("segmentation", "name of a file in tasks/")
+    model: str = setting("", "one of the task's models; empty: the first")
+    num_classes: int = setting(11, "number of classes, background included", low=2)
+    dropout: float = setting(0.0, "dropout rate, if the model has dropout", low=0, below=1)
+    label_smoothing: float = setting(
+        0.0, "share of the target spread evenly over all classes", low=0, below=1
+    )
+    class_weights: str = setting(
+        "", "weight of each class in the loss, comma-separated; empty: all 1"
+    )
+
+    def check(self) -> None:
+        _ = self.class_weight_list
+
+    @property
+    def class_weight_list(self) -> list[float]:
+        """Each class's weight in the loss; an empty list where all count alike."""
+        if not self.class_weights:
+            return []
+        try:
+            weights = [float(part) for part in self.class_weights.split(",")]
+        except ValueError:
+            weights = [math.nan]
+        if not all(0 <= w < math.inf for w in weights) or not any(weights):
+            raise ValueError(
+                f"--class_weights={self.class_weights!r} must be numbers from 0 up, not all 0, "
+                "with commas between them: 1,2.5,1"
+            )
+        if len(weights) != self.num_classes:
+            raise ValueError(
+                f"--class_weights={self.class_weights!r} has {len(weights)} weights for "
+                f"--num_classes={self.num_classes}"
+            )
+        return weights
+
 
 FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "cifar100", "digits")
 FORMATS += ("records",)
@@ -76,3 +116,63 @@ class DataSettings(Room):
         if not self.synthetic_data:
             return {}
         return {"train_split": "--synthetic_data", "val_split": "--synthetic_data"}
+
+
+_LARGEST_SCALE = 8  # 64 times the pixels
+
+
+class EvaluationSettings(Room):
+    """Evaluation"""
+
+    eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
+    eval_batch_size: int = setting(
+        16, "samples a batch in evaluation, on each rank; 1 where picture sizes may differ", low=1
+    )
+    early_stop_evals: int = setting(
+        0, "end after this many evaluations without a better score; 0: never", low=0
+    )
+    eval_crop: int = setting(
+        0,
+        "score only a centre of this many pixels, in batches; 0: whole pictures at their own size "
+        "(segmentation)",
+        low=0,
+    )
+    eval_window: int = setting(
+        0,
+        "sliding windows of this many pixels, overlapping by a third, for larger pictures; 0: no "
+        "windows (segmentation)",
+        low=0,
+    )
+    eval_scales: str = setting(
+        "1", "average the probabilities at these scales, comma-separated (segmentation)"
+    )
+    eval_flip: bool = setting(
+        False, "also average the probabilities of the mirror image (segmentation)"
+    )
+
+    def check(self) -> None:
+        if self.early_stop_evals and not self.eval_every:
+            raise ValueError(
+                f"--early_stop_evals={self.early_stop_evals} counts evaluations, and "
+                "--eval_every=0 makes none: set --eval_every"
+            )
+        _ = self.eval_scale_list
+        if self.eval_crop and self.eval_window:
+            raise ValueError(
+                f"--eval_crop={self.eval_crop} scores the centre of a picture, "
+                f"--eval_window={self.eval_window} all of it in parts: choose one"
+            )
+
+    @property
+    def eval_scale_list(self) -> list[float]:
+        """Factors on a picture's size at which it is evaluated."""
+        try:
+            scales = [float(part) for part in self.eval_scales.split(",")]
+        except ValueError:
+            scales = [math.nan]
+        if not all(0 < s <= _LARGEST_SCALE for s in scales) or len(set(scales)) != len(scales):
+            raise ValueError(
+                f"--eval_scales={self.eval_scales!r} must be different numbers above 0, "
+                f"{_LARGEST_SCALE} at most, with commas between them: 0.5,1,1.5"
+            )
+        return scales

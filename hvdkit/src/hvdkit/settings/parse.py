@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.logs import refuse
-from hvdkit.settings import absl_flags, fields, flagfiles, project, show
+from hvdkit.settings import absl_flags, fields, flagfiles, project
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
 
@@ -66,7 +66,7 @@ def load(argv: Sequence[str], kind: type[Settings]) -> Settings:
     if (full or any(flag.name not in absl_flags.FLAGS for flag in others)) and task.is_file():
         importlib.import_module(f"tasks.{settings.task}")
     if full:
-        show.print_full_help()
+        absl_flags.print_full_help()
         sys.exit(0)
     for flag in others:
         if flag.name not in absl_flags.FLAGS:
@@ -91,7 +91,7 @@ def _read(argv: Sequence[str], kind: type[Settings]) -> tuple[Settings, list[Giv
     """Settings, and flags that are none."""
     words, own, folder = argv[1:], fields.of(kind), project.folder()
     if {"--help", "-h", "-help", "--helpshort"} & set(words):
-        show.print_help(argv[0], kind)
+        absl_flags.print_help(argv[0], kind)
         sys.exit(0)
     switches = absl_flags.beside(kind)
     switches |= {name: fields.kind(field) == "bool" for name, field in own.items()}

@@ -19,8 +19,8 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
+from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-from hvdkit.words import join
 
 _BRANCH_OR_LOOP = (
     control_flow_v2_func_graphs.CondBranchFuncGraph,

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import project
 from hvdkit.train.task import Task
-from hvdkit.words import join
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = {

@@ -30,7 +30,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.ranks import agreement, moments, votes
+from hvdkit.ranks import agreement, votes
+from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import gradients as gradients_lib
@@ -112,7 +113,7 @@ class Step:
         targets, sums = gradients_lib.accumulate(
             forward, batch, settings.accumulation_steps, self._variables, self._compiled
         )
-        step.ready = moments.moment(sums)
+        step.ready = moment(sums)
         step.own_loss = tf.math.divide_no_nan(sums[0], sums[1])[None]
         step.sums, step.all_votes = add_totals(sums, step.votes)
         _, count, positions, _ = tf.unstack(step.sums)
@@ -171,7 +172,7 @@ class Step:
             "votes": found.votes,
             "losses": found.losses,
             "layers": layers,
-            "moments": tf.stack([found.ready, moments.moment(norm)]),
+            "moments": tf.stack([found.ready, moment(norm)]),
         }
         result |= {} if found.faults is None else {"faults": found.faults}
         return result | ({"keras_loss": added} if found.adds_losses else {})

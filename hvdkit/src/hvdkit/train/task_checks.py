@@ -17,13 +17,13 @@ from hvdkit.data.pipeline import Reader, reason_of
 from hvdkit.data.pipeline import reader as make_reader
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
+from hvdkit.logs import join
 from hvdkit.ranks.world import raw, unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train import graph_checks
 from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Example, Task, optional
-from hvdkit.words import join
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.data.sampler import share
-from hvdkit.ranks import moments
+from hvdkit.logs import join
+from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED
@@ -31,7 +32,6 @@ from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import Compiled, Forward, Reduced
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
-from hvdkit.words import join
 
 _Values = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -115,7 +115,7 @@ class Passes:
         start = [(v, v.read_value()) for v in held]
         totals = self._over_own(batch, start)
         # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
-        ready = moments.moment(totals.table)
+        ready = moment(totals.table)
         parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])

@@ -17,7 +17,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.packed_strings import Names
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.pairs import PicturePairs, listed
-from hvdkit.words import join
+from hvdkit.logs import join
 
 CLASS_NAMES = (
     "road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign",

@@ -19,7 +19,7 @@ from hvdkit.data.packed_strings import Names, packed
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
-from hvdkit.words import join
+from hvdkit.logs import join
 
 
 class _Listed(NamedTuple):

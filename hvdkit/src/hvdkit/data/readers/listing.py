@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit.data import shared_listing
-from hvdkit.words import join
+from hvdkit.logs import join
 
 THREADS = 16  # they wait for a file server
 # What operating systems put beside pictures, in lower case; hidden names are skipped anyway.

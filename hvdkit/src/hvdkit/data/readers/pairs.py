@@ -18,7 +18,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.packed_strings import Names
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import exif, listing, pictures
-from hvdkit.words import join
+from hvdkit.logs import join
 
 
 class PicturePairs:

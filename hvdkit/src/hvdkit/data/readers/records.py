@@ -23,7 +23,7 @@ import tensorflow as tf
 from hvdkit.data import source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.words import join
+from hvdkit.logs import join
 
 META, INDEX = "pack.json", "index.bin"
 VERSION = 3

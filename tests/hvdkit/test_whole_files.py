@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hvdkit import locks, whole_files
+from hvdkit import whole_files
 
 
 def test_a_file_is_new_or_as_it_was_and_nothing_is_left(tmp_path):
@@ -28,13 +28,13 @@ def test_what_json_has_no_word_for_is_null(tmp_path):
 
 
 def test_a_lock_is_one_processs_until_it_ends(tmp_path):
-    script = "import sys; from pathlib import Path; from hvdkit import locks\n"
-    script += "lock = locks.take(Path(sys.argv[1])); print('has it', flush=True); input()"
+    script = "import sys; from pathlib import Path; from hvdkit import whole_files\n"
+    script += "lock = whole_files.lock(Path(sys.argv[1])); print('has it', flush=True); input()"
     command = [sys.executable, "-c", script, str(tmp_path / "lock")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
         assert other.stdout.readline() == b"has it\n"
         with pytest.raises(BlockingIOError):
-            locks.take(tmp_path / "lock")
+            whole_files.lock(tmp_path / "lock")
         other.kill()
-    locks.take(tmp_path / "lock").close()
+    whole_files.lock(tmp_path / "lock").close()

@@ -9,7 +9,7 @@ import sys
 import pytest
 from terminal import Terminal
 
-from hvdkit.ranks import live
+from hvdkit import logs
 from ranks import ENVIRONMENT, PROJECT
 
 
@@ -36,17 +36,23 @@ def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):
     ],
 )
 def test_a_narrow_terminal_loses_the_bar_before_the_score(capsys, monkeypatch, columns, shown):
-    monkeypatch.setattr(live.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 9)))
+    monkeypatch.setattr(logs.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 9)))
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    live.show("loss 1 miou 2", 1, 2)
-    live.leave()
+    logs.show_status("loss 1 miou 2", 1, 2)
+    logs.end_status()
     assert capsys.readouterr().out == f"\r\x1b[K{shown}\n"
 
 
-def test_progress_in_a_log_is_a_line_each_tenth(capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_bar_on_a_terminal_and_in_a_log_a_line_each_tenth(
+    capsys, monkeypatch, terminal
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     for done in range(1, 251):
-        live.progress("samples", done, 250)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"samples: {25 * n}/250" for n in range(1, 11)]
-    live.progress("samples", 1, 3)
-    assert capsys.readouterr().err == "samples: 1/3\n"
+        logs.progress("samples", done, 250)
+    text = capsys.readouterr().err
+    if terminal:
+        assert text.count("\r") == 250 and text.count("\n") == 1 and text.endswith("250/250\n")
+        assert f"[{'#' * 15}{'-' * 15}] 125/250" in text
+    else:
+        assert text.splitlines() == [f"samples: {25 * n}/250" for n in range(1, 11)]
