@@ -42,7 +42,6 @@ RANKS = (1, 2, 3, 4, 6)
 USUAL = [
     *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
     *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
-    "--max_failed_saves=20",  # the third may fail before it is seen here that two did
 ]
 
 
@@ -127,14 +126,14 @@ def empty_the_manifest(it: Context) -> tuple[int, ...]:
 
 
 def fill_the_disk(it: Context) -> tuple[int, ...]:
-    """For files of a checkpoint's size, until two saves have failed; then the run is stopped."""
+    """For files of a checkpoint's size, until a save has failed; then the run is stopped."""
     writer, enough = it.leg.pids()[0], psutil.RLIM_INFINITY
     writer.rlimit(psutil.RLIMIT_FSIZE, (2**18, enough))
 
     def failed() -> bool:
-        return sum("was not written" in line for line in it.leg.lines) >= 2
+        return any("was not written" in line for line in it.leg.lines)
 
-    it.leg.wait_for("a save that fails, twice", failed, START)
+    it.leg.wait_for("a save that fails", failed, START)
     writer.rlimit(psutil.RLIMIT_FSIZE, (enough, enough))
     before = set(_checkpoints(it.leg.folder))
     it.leg.wait_for("a save", lambda: set(_checkpoints(it.leg.folder)) - before, START)

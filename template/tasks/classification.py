@@ -29,11 +29,12 @@ MODELS = {
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
 MOST_CONFUSED = 1000  # classes: with more, there is no confusion matrix
 LARGE = 64  # pixels: pictures from this size on are augmented as photographs
+SMALLEST_CROP = 0.08  # of their area: the least that a random crop keeps
 
 
 class Task:
     main_metric = "accuracy"
-    uses = ("train_split", "val_split", "mirror", "crop_area")
+    uses = ("train_split", "val_split", "mirror")
 
     def __init__(self, config: Settings) -> None:
         self.config = config
@@ -44,7 +45,7 @@ class Task:
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
         # None: pictures are shifted, not scaled.
-        self.smallest = config.crop_area or (0.08 if config.image_size >= LARGE else None)
+        self.smallest = SMALLEST_CROP if config.image_size >= LARGE else None
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")

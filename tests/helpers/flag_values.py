@@ -63,7 +63,6 @@ VALUES: dict[str, list[str]] = {
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
     "power": ["", "--power=0", "--power=2"],
     "warmup_steps": ["", "--warmup_steps=1", "--warmup_steps=50"],
-    "warmup_from": ["", "--warmup_from=0.02"],
     "lr_boundaries": ["", "--lr_boundaries=0.1,0.9"],
     "lr_gamma": ["", "--lr_gamma=2"],
     "lr_scaling": [f"--lr_scaling={how}" for how in ("none", "linear", "sqrt")],
@@ -85,10 +84,6 @@ VALUES: dict[str, list[str]] = {
     "eval_every": ["--eval_every=1", "--eval_every=0", "--eval_every=2"],
     "early_stop_evals": ["", "--early_stop_evals=1"],
     "checkpoint_every": ["", "--checkpoint_every=1", "--checkpoint_every=2"],
-    "checkpoint_minutes": ["", "--checkpoint_minutes=1000"],
-    "drift_every": ["", "--drift_every=1", "--drift_every=0"],
-    "drift": ["", "--drift=repair"],
-    "max_failed_saves": ["", "--max_failed_saves=1"],
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
     "trackers": ["", "--trackers="],
@@ -99,7 +94,7 @@ VALUES: dict[str, list[str]] = {
 TASK_VALUES: dict[str, list[str]] = {
     # Each with what it alone reads: by others it is refused.
     "task": [
-        "--task=classification --model=small --crop_area=0.5",
+        "--task=classification --model=small",
         "--task=segmentation --model=tiny --scale_range=0.2,2 --eval_window=10 --eval_scales=0.5,1",
         "--task=segmentation --model=tiny --eval_crop=9 --eval_flip",
     ],
@@ -160,7 +155,6 @@ CHANGES: list[tuple[str, list[str]]] = [
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
-    ("--warmup_steps=2", ["--warmup_from=0.02"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
 CHANGES_ON_RANKS = [
@@ -175,8 +169,7 @@ KEEPS = [
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
         "--eval_batch_size=3 --log_gradients --gradient_groups=2 "
-        "--checkpoint_minutes=1e-9 --max_failed_saves=1 --max_bad_steps=1 --drift_every=2 "
-        "--drift=repair",
+        "--max_bad_steps=1",
     ),
     (
         "",
@@ -189,7 +182,7 @@ KEEPS = [
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
-    ("--lr_policy=constant", "--power=2 --end_lr=0.02 --warmup_from=0.02"),
+    ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
 ]
 KEEPS_ON_ONE_RANK = [
     (
@@ -205,7 +198,7 @@ KEEPS_ON_ONE_RANK = [
 # No fact of these: they choose a task's model, data and evaluation, and Small has its own.
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
-    *("crop_area", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
+    *("eval_crop", "eval_window", "eval_scales", "eval_flip"),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -222,8 +215,6 @@ REFUSED = {
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",
     "--end_lr=0.06": "is greater than",
-    "--warmup_steps=2 --warmup_from=0.06": "--warmup_from=0.06",
-    "--warmup_from=0.11 --lr_scaling=linear": "0.1 on 2 rank(s)",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",

@@ -15,7 +15,7 @@ from hvdkit.train.state import State
 def test_what_is_written_are_the_values_at_the_step(kept):
     """Whatever the next step makes of them meanwhile."""
     weights = tf.Variable(tf.ones([4_000_000]))
-    with Saver(kept, most_failed=3) as saver:
+    with Saver(kept) as saver:
         saver.save(1, {"w": weights}, Settings())
         weights.assign(tf.fill([4_000_000], 2.0))
         saver.save(2, {"w": weights}, Settings())
@@ -28,7 +28,7 @@ def test_what_is_written_are_the_values_at_the_step(kept):
 def test_a_save_goes_on_beside_the_steps(kept):
     weights = tf.Variable(tf.ones([4_000_000]))
     final = kept.folder / "step-00000001"
-    with Saver(kept, most_failed=3) as saver:
+    with Saver(kept) as saver:
         saver.save(1, {"w": weights}, Settings())
         assert not final.exists(), "it was waited for"
     assert final.exists()
@@ -36,7 +36,7 @@ def test_a_save_goes_on_beside_the_steps(kept):
 
 def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
     kept.folder.mkdir()
-    with Saver(kept, most_failed=3) as saver:
+    with Saver(kept) as saver:
         for step, failed in [(1, 1), (2, 2), (3, 0), (4, 1)]:
             if failed:
                 (kept.folder / f"step-{step:08d}").touch()  # a file in its way
@@ -52,7 +52,7 @@ def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
     kept.folder.mkdir()
     weights, obstacle = {"w": tf.Variable(1.0)}, kept.folder / "step-00000001"
     obstacle.touch()
-    with Saver(kept, most_failed=3) as saver:
+    with Saver(kept) as saver:
         saver.save(1, weights, Settings())
         saver.add_score(1, 0.5)
         obstacle.unlink()

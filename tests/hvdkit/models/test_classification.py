@@ -175,9 +175,10 @@ def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
 ):
     settings = {"data_format": format, "mirror": mirror, "image_size": 16}
     ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
-    for area in (0.0, 0.9):  # moved, and cut
-        config = dataclasses.replace(CONFIG, crop_area=area, **settings)
-        task, falls = classification.Task(config), 0
+    for smallest in (None, 0.9):  # moved, and cut
+        task, falls = classification.Task(dataclasses.replace(CONFIG, **settings)), 0
+        assert task.smallest is None
+        task.smallest = smallest
         sample = {"image": ramp, "label": tf.constant(0)}
         for number in range(12):
             drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
@@ -204,11 +205,3 @@ def test_any_split_may_be_named():
 def test_wrong_model_is_named():
     with pytest.raises(ValueError, match=r"--model=vgg.*resnet20"):
         classification.Task(dataclasses.replace(CONFIG, model="vgg"))
-
-
-@pytest.mark.parametrize(
-    ("area", "size", "smallest"), [(0.0, 63, None), (0.0, 64, 0.08), (0.5, 32, 0.5), (0.5, 64, 0.5)]
-)
-def test_the_smallest_crop_is_the_flags_or_as_usual_by_size(area, size, smallest):
-    config = dataclasses.replace(CONFIG, crop_area=area, image_size=size)
-    assert classification.Task(config).smallest == smallest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from types import SimpleNamespace
 
 import keras
@@ -12,7 +11,6 @@ import pytest
 
 from hvdkit.ranks.world import World
 from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
-from hvdkit.run.health import Clock
 from hvdkit.settings import Settings
 
 
@@ -49,45 +47,7 @@ def test_an_evaluation_comes_every_so_often_and_at_the_end(every, steps):
 @pytest.mark.parametrize(("every", "steps"), [(0, [4, 8, 10]), (3, [3, 4, 6, 8, 9, 10])])
 def test_a_checkpoint_comes_as_often_as_asked_and_with_each_evaluation(every, steps):
     run = SimpleNamespace(config=config(eval_every=4, checkpoint_every=every))
-    clock = SimpleNamespace(asked=False)
-    save = Save(run, None, clock, None, None, None)
-    assert due(save) == steps
-    clock.asked = True  # by --checkpoint_minutes
-    assert due(save) == list(range(1, 11))
-
-
-def test_drift_is_looked_for_as_often_as_asked_and_repaired_where_asked():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    for every, drift, steps in ((0, "stop", []), (3, "stop", [3, 6, 9]), (5, "repair", [5, 10])):
-        run = SimpleNamespace(
-            config=config(drift_every=every, drift=drift),
-            model=model,
-            state=SimpleNamespace(variables={v.path: v for v in model.variables}),
-            world=World(0, 1, 0, 1),
-        )
-        look, asked = CheckDrift(run), []
-        assert due(look) == steps
-        look._drift = SimpleNamespace(check=lambda *how: asked.append(how))  # noqa: B023
-        look(5, {})
-        assert asked == [(5, drift == "repair")]
-
-
-def test_a_checkpoint_by_the_clock_is_asked_for_by_votes_since_the_last(monkeypatch):
-    """Rank 0's vote of a step that was saved meanwhile is outdated."""
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = Clock(minutes=2.0)
-    assert not clock.due() and not Clock(minutes=0.0).due()
-    now[0] += 121.0
-    assert clock.due() and not Clock(minutes=0.0).due()
-    clock.heard(1)
-    assert clock.asked
-    clock.saved(4)
-    assert not clock.asked and not clock.due()
-    clock.heard(4)
-    assert not clock.asked
-    clock.heard(5)
-    assert clock.asked
+    assert due(Save(run, None, None, None, None)) == steps
 
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():
@@ -98,7 +58,7 @@ def test_what_looks_at_weights_waits_until_the_step_was_judged():
 
 
 def test_one_step_is_saved_once():
-    saved, clock = [], SimpleNamespace(asked=False, saved=lambda step: None)
+    saved = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = SimpleNamespace(variables={})
     run = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
@@ -107,7 +67,7 @@ def test_one_step_is_saved_once():
         save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
     )
     telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
-    save = Save(run, saver, clock, lambda: None, telemetry, saved_at=4)
+    save = Save(run, saver, lambda: None, telemetry, saved_at=4)
     for step in (4, 5, 5, 6):
         save(step)
     assert saved == [5, 6]

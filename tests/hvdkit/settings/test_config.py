@@ -177,23 +177,6 @@ def test_a_warm_up_longer_than_the_run_is_a_note():
     assert parse("--warmup_steps=20", "--num_steps=20").notes() == []
 
 
-def test_where_warm_up_begins_is_nothing_without_one():
-    (note,) = parse("--warmup_from=0.001").notes()
-    assert "--warmup_from=0.001 (--warmup_steps=0)" in note
-    assert parse("--warmup_from=0.001", "--warmup_steps=5").notes() == []
-
-
-def test_warm_up_may_begin_at_what_the_ranks_scale_the_rate_to_and_no_higher():
-    """The peak is known with the ranks alone: --lr_scaling multiplies it, not --warmup_from."""
-    flags = ["--base_lr=0.1", "--warmup_steps=5", "--warmup_from=0.4"]
-    assert "--base_lr=0.1: warm-up must rise" in refused(*flags)
-    for how, least in (("linear", 4), ("sqrt", 16)):
-        given = parse(*flags, f"--lr_scaling={how}")
-        assert given.for_ranks(least) == given
-        with pytest.raises(ValueError, match=rf"on {least - 1} rank\(s\): warm-up must rise"):
-            given.for_ranks(least - 1)
-
-
 @pytest.mark.parametrize("value", ["0.5", "2,0.5", "0.05,1", "1,11", "a,b", "0.5,1,2", "nan,1"])
 def test_a_range_of_scales_that_is_none_is_refused(value):
     assert f"--scale_range='{value}'" in refused(f"--scale_range={value}")
@@ -217,7 +200,6 @@ def test_settings_without_effect_are_a_note():
         ("--lr_policy=cosine", "--lr_policy=step", "--end_lr=0.001"),
         ("--lr_policy=step", "--lr_policy=poly", "--lr_gamma=0.5"),
         ("--lr_policy=step", "--lr_policy=poly", "--lr_boundaries=0.4"),
-        ("--warmup_steps=5", "--warmup_steps=0", "--warmup_from=0.001"),
         ("--pack_bytes=9", "--pack_bytes=0", "--pack_count=3"),
         ("--bn_sync=moments", "--bn_sync=none", "--bn_sync_every=3"),
         ("--nodeterministic", "--deterministic", "--bn_sync_every=3"),
@@ -300,7 +282,7 @@ def test_what_a_run_does_where_nothing_is_said():
     plain = Settings()
     assert plain.bn_sync == "mean" and plain.lr_policy == "poly" and plain.power == 0.9
     assert plain.optimizer == "sgd" and plain.precision == "float32"
-    assert plain.resume == "auto" and plain.drift == "stop" and plain.max_bad_steps == 3
+    assert plain.resume == "auto" and plain.max_bad_steps == 3
     assert plain.lr_scaling == "none" and plain.accumulation_steps == 1
     off = ("weight_decay", "clip_norm", "ema_decay", "label_smoothing", "dropout", "end_lr")
     assert not any(getattr(plain, name) for name in off)

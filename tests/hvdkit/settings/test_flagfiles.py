@@ -198,9 +198,8 @@ def valid_flags(draw):
         flags |= {"early_stop_evals": 0}
     if not flags.get("init_from"):
         flags |= {"init_ema": False, "init_skip_mismatched": False}
-    for rate in ("end_lr", "warmup_from"):
-        if flags.get(rate, 0) > flags.get("base_lr", 0.01):
-            flags |= {rate: 0.0}
+    if flags.get("end_lr", 0) > flags.get("base_lr", 0.01):
+        flags |= {"end_lr": 0.0}
     if flags.get("eval_window"):
         flags |= {"eval_crop": 0}
     if flags.get("benchmark"):

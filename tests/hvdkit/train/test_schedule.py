@@ -47,16 +47,6 @@ def test_warm_up_is_linear_and_then_joins_the_policy():
     assert rate(10, warmup_steps=10) == rate(10)
 
 
-def test_gradual_warm_up_rises_evenly_from_its_own_rate_to_the_base():
-    """Goyal et al. 2017: from eta to k * eta, the same more at each step, on k ranks."""
-    how = {"size": 4, "lr_scaling": "linear", "lr_policy": "step"}
-    warm = [rate(s, warmup_steps=10, warmup_from=BASE, **how) for s in range(12)]
-    expected = [BASE + 3 * BASE * min(s + 1, 10) / 10 for s in range(12)]
-    assert warm == pytest.approx(expected, rel=1e-12)
-    assert warm[9] == warm[11] == rate(11, **how)
-    assert rate(3, warmup_from=BASE, **how) == rate(3, **how)
-
-
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
 def test_scaling_by_the_number_of_ranks(rule, factor):
     assert rate(0, size=9, lr_scaling=rule) == pytest.approx(BASE * factor, rel=1e-12)

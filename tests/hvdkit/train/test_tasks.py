@@ -127,7 +127,6 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
         ("val_split", "train"),
         ("mirror", "off"),
         ("scale_range", "1,2"),
-        ("crop_area", 0.5),
         ("eval_crop", 8),
         ("eval_window", 8),
         ("eval_scales", "0.5,1"),

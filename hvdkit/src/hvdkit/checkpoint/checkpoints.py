@@ -32,8 +32,7 @@ Variables = Mapping[str, keras.Variable | tf.Variable]
 # data may be others), accumulation_steps (batch norm sees micro-batches), compression,
 # deterministic (a promise about the whole run), init_from (it is not read any more).
 _HARMLESS = {
-    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every"),
-    *("checkpoint_minutes", "max_failed_saves", "max_bad_steps", "drift_every"),
+    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "max_bad_steps"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
     *("data_workers", "dry_run", "find_lr", "trackers"),

@@ -16,6 +16,7 @@ from hvdkit.ranks.world import say
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 
+MOST_FAILED = 3  # saves in a row, or tries of the last one: then the run ends
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
 _AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
 
@@ -30,10 +31,8 @@ class Saver:
       error: why the last of these could not; None where it could.
     """
 
-    def __init__(self, checkpoints: Checkpoints, most_failed: int) -> None:
-        """`most_failed`: after so many tries of the last save, the run ends without it."""
-        self._checkpoints, self._most_failed = checkpoints, most_failed
-        self._world = checkpoints.world
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints, self._world = checkpoints, checkpoints.world
         self._thread: threading.Thread | None = None
         self._step: int | None = None  # of the newest save
         self._outcome: Exception | None = None  # of the newest save, once its thread has ended
@@ -104,7 +103,7 @@ class Saver:
         Raises:
           Stop: on all ranks, when it cannot be written.
         """
-        for tries in range(self._most_failed):
+        for tries in range(MOST_FAILED):
             if tries:
                 time.sleep(_BETWEEN_TRIES)
                 self.save(step, variables, config)

@@ -179,13 +179,10 @@ class Drift:
         self._values = [raw(v) for v in variables.values()]
         self._look = _drift_function(self._values)
 
-    def check(self, step: int, repair: bool) -> None:
-        """Every rank must call it at the same step.
+    def check(self, step: int) -> None:
+        """Raises Stop on all ranks where values differ, naming variables, ranks and hosts.
 
-        Args:
-          repair: take rank 0's values where they differ, and say so.
-        Raises:
-          Stop: on all ranks, where they differ and are not repaired; names variables and ranks.
+        Every rank must call it at the same step.
         """
         if self._world.size == 1:
             return
@@ -197,18 +194,12 @@ class Drift:
         everyone = self._world.gather_objects(mine, f"drift.{step}")
         ranks = [rank for rank, (sums, _) in enumerate(everyone) if sums != everyone[0][0]]
         hosts = sorted({everyone[rank][1] for rank in ranks})
-        what = (
+        raise Stop(
+            BUG,
             f"at step {step} {join([self._names[i] for i in differ])} on rank {join(ranks)} "
-            f"({join(hosts)}) differ from rank 0's"
+            f"({join(hosts)}) differ from rank 0's: memory or a device may be faulty. Checkpoints "
+            "hold rank 0's: check which of them is sound; a rerun resumes from the newest",
         )
-        if not repair:
-            raise Stop(
-                BUG,
-                f"{what}: memory or a device may be faulty. Checkpoints hold rank 0's: check "
-                "which of them is sound, or continue from rank 0's with --drift=repair",
-            )
-        self._world.broadcast_variables([self._values[i] for i in differ])
-        say(self._world, f"note: {what}: all ranks took rank 0's")
 
 
 def _drift_function(

@@ -11,17 +11,13 @@ import tensorflow as tf
 
 # Positions in the vector of votes. FAILED_SAVES is how many in a row, of rank 0; the others are 1
 # or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES, SAVE_DUE = range(4)
-NUM_VOTES = 4
+DATA_FAILED, STOP_ASKED, FAILED_SAVES = range(3)
+NUM_VOTES = 3
 
 
 def votes(
-    *,
-    data_failed: bool = False,
-    stop_asked: bool = False,
-    failed_saves: int = 0,
-    save_due: bool = False,
+    *, data_failed: bool = False, stop_asked: bool = False, failed_saves: int = 0
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    found = (data_failed, stop_asked, failed_saves, save_due)
+    found = (data_failed, stop_asked, failed_saves)
     return tf.constant([float(vote) for vote in found], tf.float64)

@@ -26,7 +26,7 @@ from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
-from hvdkit.run.health import Clock, Ending
+from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
@@ -94,13 +94,15 @@ class Log:
             self._telemetry.gradients(step, paths, result["layers"].numpy())
 
 
+DRIFT_EVERY = 1000  # steps; an allreduce of 16 bytes a variable
+
+
 class CheckDrift:
-    """Looks whether all ranks still hold the same weights and state, every so many steps."""
+    """Looks whether all ranks still hold the same weights and state, every DRIFT_EVERY steps."""
 
     settles = False
 
     def __init__(self, run: RunContext) -> None:
-        self._every, self._repair = run.config.drift_every, run.config.drift == "repair"
         # Moving statistics are each rank's own until they are brought together: see check_alike.
         apart = {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
@@ -109,10 +111,10 @@ class CheckDrift:
         self._drift = Drift(run.world, named)
 
     def due(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
+        return step % DRIFT_EVERY == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        self._drift.check(step, self._repair)
+        self._drift.check(step)
 
 
 class Own:
@@ -145,7 +147,7 @@ def evaluation_due(config: Settings, step: int) -> bool:
 
 
 class Save:
-    """A checkpoint every so many steps or minutes, before an evaluation, after the last step."""
+    """A checkpoint every so many steps, before an evaluation, after the last step."""
 
     settles = True
 
@@ -153,19 +155,17 @@ class Save:
         self,
         run: RunContext,
         saver: Saver,
-        clock: Clock,
         sync: Callable[[], None],
         telemetry: Telemetry,
         saved_at: int | None,
     ) -> None:
-        self._run, self._saver, self._clock = run, saver, clock
+        self._run, self._saver = run, saver
         self._sync, self._telemetry = sync, telemetry
         self._saved_at = saved_at  # the step whose checkpoint is there already
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
-        planned = evaluation_due(self._run.config, step) or bool(every and step % every == 0)
-        return planned or self._clock.asked
+        return evaluation_due(self._run.config, step) or bool(every and step % every == 0)
 
     def __call__(self, step: int, result: Result | None = None) -> None:
         if step == self._saved_at:
@@ -176,7 +176,6 @@ class Save:
             check_alike(run)
             self._saver.save(step, run.state.variables, run.config)
         self._saved_at = step
-        self._clock.saved(step)
 
     def last(self, step: int) -> None:
         """Every rank learns whether it could be written; raises Stop where not."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.checkpoint.saver import Saver
+from hvdkit.checkpoint.saver import MOST_FAILED, Saver
 from hvdkit.data.sampler import Sampler
 from hvdkit.logs import join
 from hvdkit.ranks import votes
@@ -31,29 +31,6 @@ Result = Mapping[str, tf.Tensor]  # what a train step returns
 
 class Feed(Protocol):
     error: str | None  # what is wrong with this rank's data, if anything
-
-
-class Clock:
-    """Says, on rank 0, that the newest checkpoint is too old; all ranks then save at one step.
-
-    Attributes:
-      asked: whether all ranks know of it.
-    """
-
-    def __init__(self, minutes: float) -> None:
-        """`minutes` between saves; 0: never."""
-        self._minutes, self._start, self.asked = minutes, time.monotonic(), False
-        self._step = 0
-
-    def saved(self, step: int) -> None:
-        self._start, self._step, self.asked = time.monotonic(), step, False
-
-    def heard(self, step: int) -> None:
-        """Rank 0's vote of this step; of one before the newest save it is outdated."""
-        self.asked |= step > self._step
-
-    def due(self) -> bool:
-        return 0 < self._minutes * 60 < time.monotonic() - self._start
 
 
 class Ending(NamedTuple):
@@ -81,8 +58,7 @@ class Health:
         self._world, self._feed, self.stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
-        self._saver, self._most_failed_saves = saver, config.max_failed_saves
-        self.save_clock = Clock(config.checkpoint_minutes)
+        self._saver = saver
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._told = False  # a note that is said once
@@ -92,12 +68,10 @@ class Health:
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
-        late = self._world.is_chief and self.save_clock.due()
         return votes.votes(
             data_failed=self._feed.error is not None,
             stop_asked=self.stop_signal.asked,
             failed_saves=self._saver.failed,
-            save_due=late,
         )
 
     def verdict(self, *results: Result | None) -> Ending | None:
@@ -135,13 +109,11 @@ class Health:
             return ending
         failed = int(counted[votes.FAILED_SAVES])
         # Nothing to say where one was written since that vote.
-        if failed >= self._most_failed_saves and (
+        if failed >= MOST_FAILED and (
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
-            message = f"{failed} saves in a row were not written (--max_failed_saves): {why}"
+            message = f"{failed} saves in a row were not written: {why}"
             return Ending(BUG, "saves failed", message, save=False)
-        if counted[votes.SAVE_DUE]:
-            self.save_clock.heard(int(result["step"]))
         if counted[votes.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None

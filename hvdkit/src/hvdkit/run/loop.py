@@ -81,7 +81,7 @@ class Run:
         self.mode = modes.of(self.settings)
         self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
-        self.saver = Saver(context.checkpoints, self.settings.max_failed_saves)
+        self.saver = Saver(context.checkpoints)
         self.health = Health(world, self.settings, self.sampler, self.feed, stop_signal, self.saver)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._result: Result | None = None  # of the newest step

@@ -93,7 +93,6 @@ def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:
     save = Save(
         context,
         run.saver,
-        run.health.save_clock,
         run.sync,
         run.telemetry,
         start.step if is_own else None,

@@ -46,7 +46,6 @@ class Settings(
         Raises:
           ValueError: the settings cannot work on so many ranks.
         """
-        self.check_warmup(size)
         if self.virtual_ranks:
             self._check_virtual_on(size)
         if not self.batch_per_rank:

@@ -70,13 +70,6 @@ class DataSettings(Room):
         "smallest and largest random scale of a training picture; empty: 0.5,2, for the demo "
         "0.8,1.25 (segmentation)",
     )
-    crop_area: float = setting(
-        0.0,
-        "smallest share of a picture's area in a random crop (long narrow pictures, where none "
-        "fits: their centre); 0: 0.08, or below 64 pixels only a shift (classification)",
-        low=0,
-        below=1,
-    )
     data_workers: int = setting(
         0, "threads that read and augment a rank's data; 0: its share of the cores", low=0
     )

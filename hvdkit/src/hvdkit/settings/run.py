@@ -46,13 +46,9 @@ class CheckpointSettings(Room):
     """Checkpoints, resuming, first weights"""
 
     checkpoint_every: int = setting(200, "steps between checkpoints; 0: only at the end", low=0)
-    checkpoint_minutes: float = setting(
-        0.0, "also save when the newest checkpoint is older than this; 0: off", low=0
-    )
     keep: int = setting(
         3, "number of newest checkpoints to keep, besides the best (by each measure)", low=1
     )
-    max_failed_saves: int = setting(3, "end after this many failed saves in a row", low=1)
     resume: str = setting(
         "auto",
         "auto: from the newest sound checkpoint of run_dir; never: start anew; or the path of a "
@@ -145,10 +141,4 @@ class RanksSettings(Room):
     )
     stall_shutdown_s: int = setting(
         1800, "end the run after waiting this many seconds for a rank that hangs; 0: never", low=0
-    )
-    drift_every: int = setting(
-        1000, "steps between checks that all ranks hold the same weights; 0: at the end", low=0
-    )
-    drift: str = setting(
-        "stop", "if weights differ: stop, or take those of rank 0", choices=("stop", "repair")
     )

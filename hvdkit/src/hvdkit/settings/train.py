@@ -87,7 +87,6 @@ class ScheduleSettings(Room):
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", low=0)
-    warmup_from: float = setting(0.0, "learning rate at the start of warm-up", low=0)
     lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, comma-separated")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
     lr_scaling: str = setting(
@@ -99,20 +98,8 @@ class ScheduleSettings(Room):
     def check(self) -> None:
         if self.lr_policy in ("poly", "cosine") and self.end_lr > self.base_lr:
             raise ValueError(f"--end_lr={self.end_lr} is greater than --base_lr={self.base_lr}")
-        if self.lr_scaling == "none":
-            self.check_warmup(1)
         if self.lr_policy == "step":
             _ = self.boundary_steps
-
-    def check_warmup(self, size: int) -> None:
-        """Raises ValueError where warm-up on `size` ranks would not rise."""
-        peak = self.base_lr * self.lr_factor(size)
-        if self.warmup_from > peak:
-            scaled = f", which is {peak:g} on {size} rank(s)" if self.lr_scaling != "none" else ""
-            raise ValueError(
-                f"--warmup_from={self.warmup_from} is greater than --base_lr={self.base_lr}"
-                f"{scaled}: warm-up must rise"
-            )
 
     def lr_factor(self, size: int) -> float:
         """What base_lr is multiplied by on `size` ranks.
@@ -148,8 +135,7 @@ class ScheduleSettings(Room):
         read = {"poly": ["power", "end_lr"], "cosine": ["end_lr"]}
         read["step"] = ["lr_boundaries", "lr_gamma"]
         unread = {"power", "end_lr", "lr_boundaries", "lr_gamma"} - {*read.get(self.lr_policy, [])}
-        found = dict.fromkeys(sorted(unread), f"--lr_policy={self.lr_policy}")
-        return found | ({} if self.warmup_steps else {"warmup_from": "--warmup_steps=0"})
+        return dict.fromkeys(sorted(unread), f"--lr_policy={self.lr_policy}")
 
 
 class ReductionSettings(Room):

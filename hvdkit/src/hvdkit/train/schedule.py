@@ -29,9 +29,7 @@ def make(config: Settings, world_size: int) -> Schedule:
       cosine:   end + (base - end) * (1 + cos(pi * step / N)) / 2   (SGDR, arXiv:1608.03983)
       step:     base * gamma ** (number of boundaries at or before step)
       constant: base
-    During the first warmup_steps W the result is warmup_from * (1 - part) + result * part, with
-    part = (step + 1) / W. Goyal et al. 2017 (arXiv:1706.02677, section 2.2) start at the rate of a
-    small batch and add the same at each step; so warmup_from is not multiplied by scale_factor.
+    During the first warmup_steps W the result is multiplied by (step + 1) / W.
     """
     factor = config.lr_factor(world_size)
     base, end = config.base_lr * factor, config.end_lr * factor
@@ -50,8 +48,7 @@ def make(config: Settings, world_size: int) -> Schedule:
         else:
             value = tf.constant(base, tf.float64)
         if config.warmup_steps:
-            part = tf.minimum((step + 1.0) / config.warmup_steps, 1.0)
-            value = config.warmup_from * (1.0 - part) + value * part
+            value *= tf.minimum((step + 1.0) / config.warmup_steps, 1.0)
         return value
 
     return rate

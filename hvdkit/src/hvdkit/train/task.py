@@ -21,7 +21,7 @@ from hvdkit.settings import Settings, project
 from hvdkit.train import schedule
 
 # Settings that only some tasks read; a task says which in `uses`.
-_OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range", "crop_area")
+_OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
 _OPTIONAL = ("prepare", "predict", "picture_inputs", "notes", "draw", "actions", "schedule")
 _OPTIONAL += ("optimizer",)
