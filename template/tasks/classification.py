@@ -97,7 +97,9 @@ class Task:
             classes = outputs.shape[-1]
             predicted = classes - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
             counted = tf.ones_like(targets, tf.bool)
-            sums["confusion"] = metrics.confusion_matrix(targets, predicted, counted, classes)
+            sums["confusion"] = metrics.confusion_matrix(
+                targets, predicted, counted, num_classes=classes
+            )
         if self.config.num_classes > 5:
             sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
         return sums

@@ -154,7 +154,9 @@ class Task:
         classes = self.config.num_classes
         counts = {n: tf.reduce_sum(pixels) for n, pixels in targets.items() if n != "label"}
         return counts | {
-            "confusion": metrics.confusion_matrix(labels, predictions, labels != IGNORE, classes)
+            "confusion": metrics.confusion_matrix(
+                labels, predictions, labels != IGNORE, num_classes=classes
+            )
         }
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:

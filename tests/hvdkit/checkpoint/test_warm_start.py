@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
-from hvdkit.evaluate import early_stop
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
 from hvdkit.train.state import State, averaged_weights
@@ -255,15 +254,6 @@ def test_weights_of_another_precision_are_cast(run_dir):
     finally:
         keras.config.set_floatx("float32")
     assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
-
-
-def test_giving_up():
-    """Evaluations every 10 steps, the best at step 20; 3 may pass."""
-    up = [s for s in range(10, 71) if early_stop.given_up(s, 20, 10, 3)]
-    assert up[0] == 50
-    assert not early_stop.given_up(10**6, 20, 10, 0)
-    assert not early_stop.given_up(10**6, None, 10, 3)
-    assert not early_stop.given_up(10**6, 20, 0, 3)
 
 
 # Real runs, of the skeleton: every project has it. What 1 rank begins, 2 and then 1 go on with.

@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_runs import TINY_FLAGS
 
 from hvdkit.data.readers.digits import Digits
-from hvdkit.evaluate import confusion
+from hvdkit.evaluate import metrics
 from ranks import PROJECT, last_lines, launch, train
 
 DIGITS = ["--flagfile=configs/digits.cfg", "--num_steps=40", "--eval_every=20", "--log_every=20"]
@@ -73,8 +73,8 @@ def test_a_table_of_classes_agrees_with_the_runs_score(digits, tmp_path):
 def test_classes_have_the_names_of_the_runs_own_evaluation(digits, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(digits, run)
-    names, counts = confusion.read(run / "confusion.csv")
-    confusion.write(run / "confusion.csv", [f"digit {name}" for name in names], counts)
+    names, counts = metrics.read_confusion(run / "confusion.csv")
+    metrics.write_confusion(run / "confusion.csv", [f"digit {name}" for name in names], counts)
     save_digits(tmp_path / "in", 2)
     ended = command("predict", run, f"--out={tmp_path}/out", str(tmp_path / "in"))
     assert ended.code == 0, last_lines(ended.output)

@@ -11,7 +11,7 @@ from hvdkit.evaluate import metrics
 def test_confusion_iou_and_accuracy():
     labels = tf.constant([[0, 0, 1, 1, 2, 255]], tf.uint8)
     predictions = tf.constant([[0, 1, 1, 1, 0, 2]], tf.int64)
-    matrix = metrics.confusion_matrix(labels, predictions, labels != 255, 4).numpy()
+    matrix = metrics.confusion_matrix(labels, predictions, labels != 255, num_classes=4).numpy()
     expected = [[1, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert matrix.tolist() == expected and matrix.dtype == np.int64
     iou = metrics.intersection_over_union(matrix)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdkit.evaluate import confusion
-from hvdkit.observe import compare, plots, records, report
+from hvdkit.evaluate import metrics
+from hvdkit.observe import compare, pages, records, report
 from ranks import PROJECT, last_lines, launch
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
@@ -121,7 +121,9 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
     folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
     names = ["<script>", "$one^", "漢字\udce9"]
-    confusion.write(folder / "confusion.csv", names, np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]]))
+    metrics.write_confusion(
+        folder / "confusion.csv", names, np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report.write(folder)
@@ -142,7 +144,7 @@ def test_a_curve_of_many_points_is_drawn_by_their_means():
     x = np.arange(10_000)
     y = np.where(x % 2, 1.0, 3.0)
     y[:30] = math.nan
-    at, means = plots.thinned(x, y)
+    at, means = pages.thinned(x, y)
     assert len(at) == len(means) <= 400
     assert math.isnan(means[0]) and means[5:] == pytest.approx(2.0, abs=0.1)
     assert at[3] == x[75:100].mean()
@@ -221,7 +223,7 @@ def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
 
 def test_thirty_long_names_fit_under_their_curves():
     names = [f"runs/an-experiment-with-a-long-name-{number}" for number in range(30)]
-    drawn = plots.curves("Loss", {name: ([1, 2], [number, 0]) for number, name in enumerate(names)})
+    drawn = pages.curves("Loss", {name: ([1, 2], [number, 0]) for number, name in enumerate(names)})
     shown = re.findall(r">(runs/an-e\.\.\.[^<]+)<", drawn)
     assert len(set(shown)) == 30 and max(map(len, shown)) <= 24
     width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn).groups())

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdkit.commands import evaluate, predict
 from hvdkit.commands.export import Exported
-from hvdkit.evaluate import confusion, evaluator
+from hvdkit.evaluate import evaluator, metrics
 from hvdkit.observe import records, report
 
 # Of 10 labels of class 0, 8 were told right; of 5 of class 1, one.
@@ -19,7 +19,7 @@ CONFUSION = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])
 
 
 def test_figures_of_each_class():
-    found = confusion.classes(CONFUSION)
+    found = metrics.class_figures(CONFUSION)
     assert found["labels"] == [10, 5, 0]
     assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
     np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])

@@ -11,7 +11,7 @@ import scipy.stats
 import tensorflow as tf
 from keras import layers
 
-from hvdkit.observe import flops, speed
+from hvdkit.observe import speed
 from hvdkit.ranks.world import World
 from hvdkit.run import benchmark
 from hvdkit.settings import Settings
@@ -63,7 +63,7 @@ def test_spread_of_rates():
 )
 def test_resnet50_is_counted_as_published(model, published):
     made = classification.MODELS[model](224, 1000, 0.0)
-    counted = flops.forward(made, {"image": tf.TensorSpec([2, 224, 224, 3])})
+    counted = speed.forward_flops(made, {"image": tf.TensorSpec([2, 224, 224, 3])})
     assert counted / 2 / 2e9 == pytest.approx(published, rel=0.02)
 
 
@@ -89,27 +89,27 @@ LAYERS = {
 def test_products_of_layers(name):
     layer, products = LAYERS[name]
     model = keras.Sequential([keras.Input(X[1:]), layer])
-    assert flops.forward(model, tf.TensorSpec(X)) == 2 * products
+    assert speed.forward_flops(model, tf.TensorSpec(X)) == 2 * products
 
 
 def test_attention():
     x = keras.Input((16, 8))
     model = keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x))
     projections, scores = 4 * 16 * 8 * 8, 2 * 2 * 16 * 16 * 4
-    assert flops.forward(model, tf.TensorSpec([3, 16, 8])) == 2 * 3 * (projections + scores)
+    assert speed.forward_flops(model, tf.TensorSpec([3, 16, 8])) == 2 * 3 * (projections + scores)
 
 
 def test_a_function_that_is_called_twice_counts_twice():
     product = tf.function(lambda x: x @ x)
     traced = tf.function(lambda x: product(x) + product(x))
     graph = traced.get_concrete_function(tf.TensorSpec([7, 7])).graph
-    assert flops.of_graph(graph) == 2 * 2 * 7**3
+    assert speed.graph_flops(graph) == 2 * 2 * 7**3
 
 
 def test_a_loop_is_not_counted():
     model = keras.Sequential([keras.Input((16, 8)), layers.LSTM(4)])
-    with pytest.raises(flops.NotCounted, match="While"):
-        flops.forward(model, tf.TensorSpec([3, 16, 8]))
+    with pytest.raises(speed.NotCounted, match="While"):
+        speed.forward_flops(model, tf.TensorSpec([3, 16, 8]))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_a_loop_is_not_counted():
     ],
 )
 def test_peaks_of_devices(device, precision, expected):
-    assert flops.peak(device, precision) == expected
+    assert speed.peak(device, precision) == expected
 
 
 def test_without_tf32_a_peak_is_that_of_float32(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert flops.peak("NVIDIA A100-SXM4-80GB", "float32") == (19.5e12, "float32")
+    assert speed.peak("NVIDIA A100-SXM4-80GB", "float32") == (19.5e12, "float32")
 
 
 FLOPS = {"forward_a_sample": 2, "training_a_sample": 6}

@@ -25,7 +25,7 @@ from PIL import Image
 
 from hvdkit import logs, whole_files
 from hvdkit.data.pipeline import EvaluationFeed
-from hvdkit.evaluate import confusion as confusion_lib
+from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
 from hvdkit.observe.records import is_of_class
 from hvdkit.ranks import world as world_lib
@@ -117,9 +117,9 @@ def write(
             print(f"{name:>16}  {value:.6g}")
     if confusion is None:
         return
-    names = confusion_lib.class_names(run.val_source, len(confusion))
-    confusion_lib.write(out / "confusion.csv", names, confusion)
-    columns = confusion_lib.classes(confusion)
+    names = metrics.class_names(run.val_source, len(confusion))
+    metrics.write_confusion(out / "confusion.csv", names, confusion)
+    columns = metrics.class_figures(confusion)
     any_name = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
     with (out / "classes.csv").open("w", **any_name) as file:
         writer = csv.writer(file)

@@ -27,7 +27,7 @@ from hvdkit import logs
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.evaluate import confusion
+from hvdkit.evaluate import metrics
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
@@ -177,7 +177,7 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
 def class_names(run_dir: Path) -> list[str]:
     """Class names, from the run's newest confusion matrix; empty if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return confusion.read(run_dir / "confusion.csv")[0]
+        return metrics.read_confusion(run_dir / "confusion.csv")[0]
     return []
 
 

@@ -246,3 +246,14 @@ def make_step(task: Task, model: keras.Model, spec: Any):
         return outputs, sums
 
     return eval_step
+
+
+def stopped_improving(step: int, best_step: int | None, *, eval_every: int, evals: int) -> bool:
+    """Whether `evals` evaluations have passed since that of `best_step` (None: there was none).
+
+    It uses steps alone, which checkpoints hold, so that a resumed run stops at the same step as an
+    uninterrupted one. If `eval_every` (steps between evaluations) or `evals` is 0: never.
+    """
+    if not evals or not eval_every or best_step is None:
+        return False
+    return step // eval_every - best_step // eval_every >= evals

@@ -7,12 +7,17 @@ the ranks' shares differ.
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.ranks.world import World
 
 # 2**-1074 is the smallest float64; all others are multiples of it.
@@ -91,7 +96,7 @@ def add_over_ranks(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def confusion_matrix(
-    labels: tf.Tensor, predictions: tf.Tensor, counted: tf.Tensor, num_classes: int
+    labels: tf.Tensor, predictions: tf.Tensor, counted: tf.Tensor, *, num_classes: int
 ) -> tf.Tensor:
     """Counts [num_classes, num_classes] int64, row: label, column: prediction.
 
@@ -148,3 +153,41 @@ def intersection_over_union(confusion: np.ndarray) -> np.ndarray:
 def accuracy(confusion: np.ndarray) -> float:
     """Share of positions whose prediction is the label."""
     return float(np.trace(confusion) / max(confusion.sum(), 1))
+
+
+def class_names(source: Any, count: int) -> list[str]:
+    """The data's class names, or the numbers of the classes if their count does not match."""
+    names = [str(name) for name in getattr(source, "class_names", None) or []]
+    return names if len(names) == count else [str(number) for number in range(count)]
+
+
+def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
+    """As CSV; confusion: integer [n, n], row: label, column: prediction."""
+    how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with whole_files.written(file) as partial, partial.open("w", **how) as opened:
+        writer = csv.writer(opened)
+        writer.writerow(["label \\ prediction", *names])
+        writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
+
+
+def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
+    """Names, and the matrix, int64 [n, n]; raises ValueError, naming the file."""
+    try:
+        with file.open(newline="", encoding="utf-8", errors="surrogateescape") as opened:
+            (_, *names), *rows = csv.reader(opened)
+        counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
+        if counts.shape != (len(names), len(names)):
+            raise ValueError(f"{len(names)} names, {counts.shape}")
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{file} holds no confusion matrix ({error}): remove the file") from None
+    return names, counts
+
+
+def class_figures(confusion: np.ndarray) -> dict[str, list[float]]:
+    """Figures of each class from a confusion matrix (row: label), NaN where undefined."""
+    hits = np.diag(confusion).astype(np.float64)
+    labels, predictions = confusion.sum(1), confusion.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {"labels": labels, "recall": hits / labels, "precision": hits / predictions}
+    found["iou"] = intersection_over_union(confusion)
+    return {name: values.tolist() for name, values in found.items()}

@@ -125,10 +125,7 @@ def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
 
 def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table, and the curves of all runs, one plot for each figure."""
-    from hvdkit.observe import (
-        html as page,  # here: loading the plot library takes half a second
-    )
-    from hvdkit.observe import plots
+    from hvdkit.observe import pages  # here: loading the plot library takes half a second
 
     wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
     wanted |= {"samples_per_second": "Samples a second, all ranks"}
@@ -143,9 +140,9 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
             if not all(map(math.isnan, y)):
                 lines[name] = (x, y)
         if lines:
-            found.append(plots.curves(title, lines))
-    parts = [page.table(rows, ["", *names]), page.section("Curves", page.cards(found))]
-    return page.page(f"{len(runs)} runs compared", parts)
+            found.append(pages.curves(title, lines))
+    parts = [pages.table(rows, ["", *names]), pages.section("Curves", pages.cards(found))]
+    return pages.page(f"{len(runs)} runs compared", parts)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -20,9 +20,9 @@ import hvdkit.ranks.quiet  # noqa: F401
 import numpy as np
 
 from hvdkit.data.palette import COLOURS
-from hvdkit.evaluate import confusion as confusion_lib
+from hvdkit.evaluate import metrics
 from hvdkit.logs import complain
-from hvdkit.observe import html, plots, records
+from hvdkit.observe import pages, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
 from hvdkit.stop import DONE, WRONG_USE
 
@@ -34,19 +34,19 @@ def write(run_dir: Path) -> Path:
     run = records.read(run_dir)
     names, counts = [], np.zeros([0, 0], np.int64)
     if (file := run_dir / "confusion.csv").exists():
-        names, counts = confusion_lib.read(file)
+        names, counts = metrics.read_confusion(file)
         names = [name.encode("utf-8", "replace").decode() for name in names]  # any bytes
     parts = [
-        html.table(about(run)),
-        html.section("Training", html.cards(training(run))),
-        html.section("Scores", html.cards(scores(run, names, counts))),
-        html.section("What it predicts", *predictions(run, names)),
-        html.section("Starts, faults and time lost", *faults(run)),
-        html.section("Computed with", html.table(list(versions(run)))),
+        pages.table(about(run)),
+        pages.section("Training", pages.cards(training(run))),
+        pages.section("Scores", pages.cards(scores(run, names, counts))),
+        pages.section("What it predicts", *predictions(run, names)),
+        pages.section("Starts, faults and time lost", *faults(run)),
+        pages.section("Computed with", pages.table(list(versions(run)))),
         settings(run),
     ]
     out = run_dir / "report.html"
-    html.write(out, html.page(f"{run.folder.resolve().name}: {_state(run)}", parts))
+    pages.write(out, pages.page(f"{run.folder.resolve().name}: {_state(run)}", parts))
     return out
 
 
@@ -81,7 +81,7 @@ def training(run: Records) -> list[str]:
     if run.evaluations:
         at = column(run.evaluations, "step")
         loss["validation"] = (at, column(run.evaluations, "eval_loss"))
-    found = [plots.curves("Loss" + (" (dotted: a new start)" if marks else ""), loss, marks=marks)]
+    found = [pages.curves("Loss" + (" (dotted: a new start)" if marks else ""), loss, marks=marks)]
     for title, names in (
         ("Learning rate", {"lr": ""}),
         ("Norm of the gradient", {"grad_norm": ""}),
@@ -94,7 +94,7 @@ def training(run: Records) -> list[str]:
     ):
         lines = {label: (x, column(run.steps, name)) for name, label in names.items()}
         if any(np.isfinite(y).any() for _, y in lines.values()):
-            found.append(plots.curves(title, lines))
+            found.append(pages.curves(title, lines))
     return found
 
 
@@ -105,11 +105,11 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
     at = column(run.evaluations, "step")
     lines = {n.removeprefix("eval_"): (at, column(run.evaluations, n)) for n in keys}
     if lines:
-        found.append(plots.curves("Scores of the validation set", lines))
+        found.append(pages.curves("Scores of the validation set", lines))
     if not names:
         return found
     measure = "iou" if _is_segmentation(run) else "recall"
-    values = np.array(confusion_lib.classes(counts)[measure])
+    values = np.array(metrics.class_figures(counts)[measure])
     order = np.arange(len(names))
     title = f"{'IoU' if measure == 'iou' else 'Recall'} of each class"
     if len(names) > _MOST_BARS:
@@ -117,18 +117,18 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
         title = f"{title}: the {_MOST_BARS} lowest of {len(names)}"
     colours = [_colour(int(n)) for n in order] if measure == "iou" else []
     shown = {_unique(names, int(n)): float(values[n]) for n in order}
-    found.append(plots.bars(title, shown, colours))
-    found.append(plots.matrix("Confusion matrix: shares of each label", counts, names))
+    found.append(pages.bars(title, shown, colours))
+    found.append(pages.matrix("Confusion matrix: shares of each label", counts, names))
     return found
 
 
 def predictions(run: Records, names: Sequence[str]) -> list[str]:
     drawn = run.folder / "predictions.png"
     if not _is_segmentation(run):
-        return [html.picture(drawn, "validation samples, as the newest evaluation drew them")]
+        return [pages.picture(drawn, "validation samples, as the newest evaluation drew them")]
     shown = names[: len(COLOURS)]
-    legend = html.legend(shown, [_colour(n) for n in range(len(shown))])
-    return [html.picture(drawn, "input | label | prediction"), legend if drawn.exists() else ""]
+    legend = pages.legend(shown, [_colour(n) for n in range(len(shown))])
+    return [pages.picture(drawn, "input | label | prediction"), legend if drawn.exists() else ""]
 
 
 def faults(run: Records) -> list[str]:
@@ -154,8 +154,8 @@ def faults(run: Records) -> list[str]:
         )
         if run.summary.get(key)
     ]
-    notes = "".join(f"<p>{html.escaped(text)}</p>" for text in counted)
-    return [html.table(rows, head) if rows else "", notes]
+    notes = "".join(f"<p>{pages.escaped(text)}</p>" for text in counted)
+    return [pages.table(rows, head) if rows else "", notes]
 
 
 def versions(run: Records) -> list[tuple[str, object]]:
@@ -166,7 +166,7 @@ def versions(run: Records) -> list[tuple[str, object]]:
 def settings(run: Records) -> str:
     """All settings, collapsed."""
     text = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
-    return f"<details><summary>All settings</summary><pre>{html.escaped(text)}</pre></details>"
+    return f"<details><summary>All settings</summary><pre>{pages.escaped(text)}</pre></details>"
 
 
 def _state(run: Records) -> str:

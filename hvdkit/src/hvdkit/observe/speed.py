@@ -1,15 +1,26 @@
-"""Speed of a run from windows of steps, and a table of it."""
+"""Figures of --benchmark: rates from windows of steps, model FLOPs, a GPU's peak, and their table.
+
+Counted are matrix products and convolutions, as two operations (a multiplication and an addition)
+each: the model FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311, appendix B), whose share of the
+device's peak is the model FLOPs utilization. All else in a network (activations, normalization,
+sums) is a few per cent and is left out there too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 WINDOWS = 10
 FEWEST = 15  # steps: 5 of warm-up, and windows of one step
+TRAINING = 3  # forward passes that a training step counts as (in that paper)
 _T = 2.262157  # 97.5 % quantile of Student's t with WINDOWS - 1 = 9 degrees of freedom
 
 
@@ -107,3 +118,156 @@ def _short(number: float) -> str:
 
 def _bytes(number: int) -> str:
     return f"{number / 2**30:.2f} GiB"
+
+
+class NotCounted(Exception):
+    """The graph has no fixed number of operations; the message says why."""
+
+
+def forward_flops(model: keras.Model, inputs: Any) -> int:
+    """Operations of model(inputs, training=True), which is traced but not run.
+
+    Args:
+      inputs: nested tf.TensorSpec of a batch, of fixed shapes.
+    Raises:
+      NotCounted: it has a loop, for example a recurrent layer's, or a shape that is not fixed.
+    """
+    traced = tf.function(lambda x: model(x, training=True), autograph=False)
+    return graph_flops(traced.get_concrete_function(inputs).graph)
+
+
+def graph_flops(graph: tf.Graph) -> int:
+    """Operations of a graph and of the functions that it calls. Raises NotCounted."""
+    total = 0
+    for op in graph.get_operations():
+        if op.type in _PRODUCTS:
+            total += 2 * _PRODUCTS[op.type](op)
+        elif op.type in _OPAQUE:
+            raise NotCounted(f"{op.type} ({op.name}) does not say what it computes")
+        else:
+            inner = sum(graph_flops(called) for called in _functions(graph, op))
+            if inner and not op.type.endswith("PartitionedCall"):
+                raise NotCounted(f"{op.type} ({op.name}): the number of its iterations is unknown")
+            total += inner
+    return total
+
+
+def _functions(graph: tf.Graph, op: tf.Operation) -> list[tf.Graph]:
+    values = op.node_def.attr.values()
+    names = [v.func.name for v in values if v.func.name]
+    names += [part.name for v in values for part in v.list.func]
+    return [graph._get_function(name).graph for name in names]
+
+
+# Multiply-adds of an operation, by its type.
+def _convolution(op: tf.Operation) -> int:
+    # For each output number: the filter's height, width and input channels.
+    return _size(_out(op)) * math.prod(_shape(op.inputs[1])[:-1])
+
+
+def _depthwise(op: tf.Operation) -> int:
+    return _size(_out(op)) * math.prod(_shape(op.inputs[1])[:2])
+
+
+def _out(op: tf.Operation) -> tf.Tensor:
+    """The output of a convolution, without the ops that TensorFlow adds around a dilated one.
+
+    TensorFlow gathers every n-th pixel, with padding if n does not divide the size.
+    """
+    after = op.outputs[0].consumers()
+    moved_back = len(after) == 1 and after[0].type == "BatchToSpaceND"
+    return after[0].outputs[0] if moved_back else op.outputs[0]
+
+
+def _transposed(op: tf.Operation) -> int:
+    return _size(op.inputs[2]) * math.prod(_shape(op.inputs[1])[:-1])
+
+
+def _transposed_depthwise(op: tf.Operation) -> int:
+    return _size(op.inputs[2]) * math.prod(_shape(op.inputs[1])[:2])
+
+
+def _matrices(op: tf.Operation) -> int:
+    transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
+    return _size(op.outputs[0]) * _shape(op.inputs[0])[-2 if transposed else -1]
+
+
+def _einsum(op: tf.Operation) -> int:
+    terms = op.get_attr("equation").decode().split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, tensor in zip(terms, op.inputs):
+        shape = _shape(tensor)
+        before, dots, after = term.partition("...")
+        unnamed = len(shape) - len(before) - len(after) if dots else 0
+        # Counted from the right: one of two inputs may have fewer dimensions.
+        names = [*before, *(f"...{unnamed - i}" for i in range(unnamed)), *after]
+        for name, size in zip(names, shape):
+            sizes[name] = max(size, sizes.get(name, 1))  # 1 is broadcast
+    return math.prod(sizes.values())
+
+
+_PRODUCTS: dict[str, Callable[[tf.Operation], int]] = {
+    "Conv2D": _convolution,
+    "Conv3D": _convolution,
+    "DepthwiseConv2dNative": _depthwise,
+    "Conv2DBackpropInput": _transposed,
+    "Conv3DBackpropInputV2": _transposed,
+    "DepthwiseConv2dNativeBackpropInput": _transposed_depthwise,
+    "MatMul": _matrices,
+    "BatchMatMul": _matrices,
+    "BatchMatMulV2": _matrices,
+    "BatchMatMulV3": _matrices,
+    "Einsum": _einsum,
+}
+_OPAQUE = {"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "XlaCallModule", "PyFunc", "EagerPyFunc"}
+
+
+def _shape(tensor: tf.Tensor) -> list[int]:
+    if not tensor.shape.is_fully_defined():
+        raise NotCounted(f"{tensor.op.name} has no fixed shape: {tensor.shape}")
+    return tensor.shape.as_list()
+
+
+def _size(tensor: tf.Tensor) -> int:
+    return math.prod(_shape(tensor))
+
+
+# TFLOPS: float32, TF32, bfloat16, float16 (tensor cores); None: not supported. From NVIDIA's data
+# sheets, dense: half of a figure that is given with sparsity.
+_PEAKS: dict[str, tuple[float | None, ...]] = {
+    r"V100-PCIE": (14.0, None, None, 112.0),
+    r"V100-SXM2": (15.7, None, None, 125.0),
+    r"V100S-PCIE": (16.4, None, None, 130.0),
+    r"T4": (8.1, None, None, 65.0),
+    r"A10": (31.2, 62.5, 125.0, 125.0),
+    r"A30": (10.3, 82.0, 165.0, 165.0),
+    r"A100": (19.5, 156.0, 312.0, 312.0),
+    r"L4": (30.3, 60.0, 121.0, 121.0),
+    r"L40S": (91.6, 183.0, 362.0, 362.0),
+    r"H100 PCIe": (51.0, 378.0, 756.5, 756.5),
+    r"H100 NVL": (60.0, 417.5, 835.5, 835.5),
+    r"H100 80GB HBM3": (67.0, 494.5, 989.5, 989.5),  # SXM
+    r"H200 NVL": (60.0, 417.5, 835.5, 835.5),
+    r"H200(?! NVL)": (67.0, 494.5, 989.5, 989.5),  # SXM
+}
+
+
+def peak(device: str, precision: str) -> tuple[float, str] | None:
+    """Peak operations a second, and their type; None if unknown.
+
+    Args:
+      device: its name in the driver; a part of a GPU (MIG) has no known peak.
+      precision: --precision.
+    """
+    found = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
+    if len(found) != 1 or "MIG" in device or precision == "float64":
+        return None
+    types = dict(zip(("float32", "TF32", "bfloat16", "float16"), found[0], strict=True))
+    used = "TF32" if precision == "float32" and types["TF32"] and uses_tf32() else precision
+    return (types[used] * 1e12, used) if types[used] else None
+
+
+def uses_tf32() -> bool:
+    """Whether float32 products use TF32 on GPUs that have it: TensorFlow's default."""
+    allowed = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+    return allowed and tf.config.experimental.tensor_float_32_execution_enabled()

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from hvdkit import logs, whole_files
-from hvdkit.evaluate import confusion
+from hvdkit.evaluate import metrics
 from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
@@ -205,7 +205,7 @@ class Telemetry:
         """The newest evaluation's confusion matrix, integer [n, n], row: label."""
         if self._world.is_chief:
             with self._told_once("confusion.csv"):
-                confusion.write(self._dir / "confusion.csv", names, counts)
+                metrics.write_confusion(self._dir / "confusion.csv", names, counts)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with self._told_once("metrics.jsonl"):

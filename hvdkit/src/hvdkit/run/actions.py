@@ -16,8 +16,8 @@ import tensorflow as tf
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import TrainingFeed
-from hvdkit.evaluate import confusion, early_stop
-from hvdkit.evaluate.evaluator import Evaluator
+from hvdkit.evaluate import metrics
+from hvdkit.evaluate.evaluator import Evaluator, stopped_improving
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks.agreement import Drift
@@ -238,7 +238,7 @@ class Evaluate:
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
             if (counts := found.confusion()) is not None:
-                names = confusion.class_names(run.val_source, len(counts))
+                names = metrics.class_names(run.val_source, len(counts))
                 self._telemetry.confusion(names, counts)
             self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
@@ -249,11 +249,9 @@ class Evaluate:
         """An ending, if the score has not improved for --early_stop_evals evaluations."""
         config, best = self._run.config, self._best
         best_step = max(best.step if best else 0, self._scored_since)
-        if (
-            config.benchmark
-            or step >= config.num_steps
-            or not early_stop.given_up(step, best_step, config.eval_every, config.early_stop_evals)
-        ):
+        wait = {"eval_every": config.eval_every, "evals": config.early_stop_evals}
+        ended = config.benchmark or step >= config.num_steps
+        if ended or not stopped_improving(step, best_step, **wait):
             return None
         above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
         message = (
@@ -268,8 +266,8 @@ def left_out(run: RunContext, found: Found) -> bool:
     if config.benchmark or not evaluation_due(config, found.step):
         return False
     best = run.checkpoints.best()
-    gave_up = run.checkpoints.holds(found) and early_stop.given_up(
-        found.step, best.step if best else 0, config.eval_every, config.early_stop_evals
-    )
+    wait = {"eval_every": config.eval_every, "evals": config.early_stop_evals}
+    best_step = best.step if best else 0
+    gave_up = run.checkpoints.holds(found) and stopped_improving(found.step, best_step, **wait)
     last = gave_up or found.step == config.num_steps
     return not run.checkpoints.has_score(found.path) or last

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
-from hvdkit.observe import flops
+from hvdkit.observe import speed
 from hvdkit.observe.speed import FEWEST, WINDOWS, spread, table, window_ends
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
@@ -141,7 +141,7 @@ class Benchmark:
             return {}
         done = {"a_second_a_rank": rate * self._flops["training_a_sample"]}
         devices = {own["device"] for own in everyone}
-        known = flops.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
+        known = speed.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
         if known is None:
             return done
         most, kind = known
@@ -215,12 +215,12 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
         lambda part: tf.TensorSpec([samples, *part.shape[2:]], part.dtype), spec["inputs"]
     )
     try:
-        forward = flops.forward(run.model, inputs) / samples
-    except flops.NotCounted as reason:
+        forward = speed.forward_flops(run.model, inputs) / samples
+    except speed.NotCounted as reason:
         return {"not_counted": str(reason)}
     if any(not layer.trainable for layer in run.model._flatten_layers()):
         return {"not_counted": "some layers are not trained, which takes less than three passes"}
-    return {"forward_a_sample": forward, "training_a_sample": flops.TRAINING * forward}
+    return {"forward_a_sample": forward, "training_a_sample": speed.TRAINING * forward}
 
 
 def _device_name() -> str:

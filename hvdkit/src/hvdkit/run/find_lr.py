@@ -59,8 +59,7 @@ class FindLr:
         return Ending(DONE, "find_lr", f"{message}; page: {self._page}", save=False)
 
     def _write(self, smooth: list[float], rate: float | None) -> None:
-        from hvdkit.observe import html as page  # here: plots take half a second to load
-        from hvdkit.observe import plots
+        from hvdkit.observe import pages  # here: plots take half a second to load
 
         world, rows = self._run.world, np.linspace(0, len(smooth) - 1, _ROWS).round().astype(int)
         say(world, f"{'lr':>10}  {'loss':>10}  smoothed")
@@ -68,14 +67,14 @@ class FindLr:
             numbers = self._rates[place], self._losses[place], smooth[place]
             say(world, "{:>10.2e}  {:>10.4g}  {:.4g}".format(*numbers))
         lines = {"loss": (self._rates, self._losses), "smoothed": (self._rates, smooth)}
-        drawn = plots.curves(
+        drawn = pages.curves(
             "Loss over learning rate" + (f", suggested: {rate:.1e}" if rate else ""),
             lines,
-            "learning rate",
+            xlabel="learning rate",
             log_x=True,
             marks=[rate] if rate else [],
         )
-        page.write(self._page, page.page("Learning rate", [page.cards([drawn])]))
+        pages.write(self._page, pages.page("Learning rate", [pages.cards([drawn])]))
 
 
 def smoothed(losses: list[float]) -> list[float]:
