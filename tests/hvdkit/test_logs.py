@@ -1,16 +1,58 @@
-"""The progress line of a terminal, and plain lines in a log."""
+"""Log lines and the rank in front of them; the status line of a terminal; progress."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from terminal import Terminal
 
+import hvdkit
 from hvdkit import logs
 from ranks import ENVIRONMENT, PROJECT
+
+PROGRAM = """
+from absl import app, logging
+from hvdkit import logs, settings
+import logging as python_logging
+def work(found):
+    logs.use()
+    logging.info("%d %%", found.num_steps)
+    logging.debug("hidden")
+    python_logging.getLogger("library").info("hidden too")
+    logging.warning("careful")
+    logs.complain("wrong")
+    open("done", "w")
+app.run(work, flags_parser=lambda words: settings.from_command_line(words, settings.Settings))
+"""
+
+
+def run(folder: Path, words: str, **env: str) -> subprocess.CompletedProcess:
+    """PROGRAM, by a line of bash."""
+    (folder / "train.py").write_text(PROGRAM)
+    command = f'"{sys.executable}" train.py --num_steps=5 {words}'
+    env["PYTHONPATH"] = str(Path(hvdkit.__file__).parents[1])
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(["bash", "-c", command], **how)
+
+
+def test_lines_are_bare_text_on_rank_0_and_name_any_other(tmp_path):
+    ended = run(tmp_path, "")
+    assert (ended.stdout, ended.stderr) == ("5 %\n", "careful\nerror: wrong\n")
+    ended = run(tmp_path, "", HOROVOD_RANK="3")
+    assert (ended.stdout, ended.stderr) == ("rank 3: 5 %\n", "rank 3: careful\nerror: wrong\n")
+    assert "hidden\n" in run(tmp_path, "--verbosity=1").stdout
+    assert run(tmp_path, "--verbosity=-1").stdout == ""
+
+
+def test_a_log_that_nobody_reads_ends_no_run(tmp_path):
+    ended = run(tmp_path, "> /dev/full")
+    assert ended.returncode == 0 and (tmp_path / "done").exists()
+    assert ended.stderr.count("note: standard output cannot be written") == 1, ended.stderr
 
 
 def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import NoReturn
 
 from absl import app, flags, logging  # noqa: F401 (absl's own flags)
 
@@ -126,7 +127,7 @@ def of_the_fork() -> dict[str, flags.Flag]:
     return {name: FLAGS[name] for name, module in modules.items() if not module.startswith("absl")}
 
 
-def shown(program: str, kind: type[Room]) -> str:
+def help_text(program: str, kind: type[Room]) -> str:
     """All settings under their headings, in at most 100 columns."""
     own = fields.of(kind)
     lines = [
@@ -141,15 +142,6 @@ def shown(program: str, kind: type[Room]) -> str:
     for heading, found in parts.items():
         lines += ["", f"{heading}:", *map(_line, found)]
     return "\n".join(lines)
-
-
-def print_help(program: str, kind: type[Room]) -> None:
-    _print(shown(program, kind))
-
-
-def print_full_help() -> None:
-    """All that is defined on absl's FLAGS, by module."""
-    _print(FLAGS.get_help())
 
 
 def described(field: dataclasses.Field) -> str:
@@ -168,11 +160,12 @@ def _line(field: dataclasses.Field) -> str:
     return "\n".join(textwrap.wrap(f"{flag:<31} {described(field)}", **space))
 
 
-def _print(text: str) -> None:
-    if launch_rank() != 0:
-        return
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # `--help | head` reads no more; Python would complain when it closes standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def end_with_help(text: str) -> NoReturn:
+    """Prints the text on rank 0 and ends the process with exit code 0."""
+    if launch_rank() == 0:
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # `--help | head` reads no more; Python would complain when it closes standard output.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

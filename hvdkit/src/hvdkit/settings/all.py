@@ -38,7 +38,11 @@ class Settings(
             room.check(self)
         if self.virtual_ranks:  # first: it brings --deterministic, which nobody may have given
             self._check_virtual()
-        self._check_deterministic()
+        if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
+            raise ValueError(
+                "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
+                "--gradient_groups"
+            )
 
     def for_ranks(self, size: int) -> Self:
         """The settings for a run of `size` ranks: --batch_per_rank becomes the global batch size.
@@ -88,26 +92,14 @@ class Settings(
         found = {name: why for room in _ROOMS for name, why in room.without_effect(self).items()}
         return found | ({"bn_sync_every": "--deterministic"} if self.deterministic else {})
 
-    def _check_deterministic(self) -> None:
-        if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
-            raise ValueError(
-                "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
-                "--gradient_groups"
-            )
-
     def _check_virtual(self) -> None:
         flag = f"--virtual_ranks={self.virtual_ranks}"
-        for name in ("compression", "pack_bytes", "gradient_groups"):
-            if getattr(self, name) not in ("none", 0):
-                raise ValueError(
-                    f"{flag} sums gradients as integers, in messages of its own: leave out --{name}"
-                )
-        for name in ("batch_per_rank", "lr_scaling"):
-            if getattr(self, name) not in ("none", 0):
-                raise ValueError(
-                    f"{flag} makes the same run on any number of ranks, but --{name} makes it "
-                    "depend on their number: leave it out"
-                )
+        without = {"sums gradients as integers, in messages of its own": _GROUPING}
+        without["makes the same run on any number of ranks"] = ("batch_per_rank", "lr_scaling")
+        for what, names in without.items():
+            for name in names:
+                if getattr(self, name) not in ("none", 0):
+                    raise ValueError(f"{flag} {what}: leave out --{name}")
         if self.bn_sync not in ("mean", "full"):
             raise ValueError(
                 f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean "
@@ -136,4 +128,5 @@ class Settings(
             )
 
 
+_GROUPING = ("compression", "pack_bytes", "gradient_groups")
 _ROOMS: tuple[type[Room], ...] = Settings.__bases__

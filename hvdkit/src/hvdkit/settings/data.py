@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdkit.settings.fields import Room, setting
+from hvdkit.settings.fields import Room, numbers, setting
 
 
 class TaskSettings(Room):
@@ -29,10 +29,7 @@ class TaskSettings(Room):
         """Each class's weight in the loss; an empty list where all count alike."""
         if not self.class_weights:
             return []
-        try:
-            weights = [float(part) for part in self.class_weights.split(",")]
-        except ValueError:
-            weights = [math.nan]
+        weights = numbers(self.class_weights)
         if not all(0 <= w < math.inf for w in weights) or not any(weights):
             raise ValueError(
                 f"--class_weights={self.class_weights!r} must be numbers from 0 up, not all 0, "
@@ -85,17 +82,14 @@ class DataSettings(Room):
         """Least and largest factor of a random scale; None where the task chooses."""
         if not self.scale_range:
             return None
-        try:
-            low, high = (float(part) for part in self.scale_range.split(","))
-        except ValueError:
-            low, high = math.nan, math.nan
+        limits = numbers(self.scale_range)
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        if not 0.1 <= low <= high <= 10:
+        if len(limits) != 2 or not 0.1 <= limits[0] <= limits[1] <= 10:
             raise ValueError(
                 f"--scale_range={self.scale_range!r} must be two numbers from 0.1 to 10, the lower "
                 "one first, with a comma between them: 0.5,2"
             )
-        return low, high
+        return limits[0], limits[1]
 
     def notes(self) -> list[str]:
         if self.train_split != self.val_split or self.synthetic_data:
@@ -159,10 +153,7 @@ class EvaluationSettings(Room):
     @property
     def eval_scale_list(self) -> list[float]:
         """Factors on a picture's size at which it is evaluated."""
-        try:
-            scales = [float(part) for part in self.eval_scales.split(",")]
-        except ValueError:
-            scales = [math.nan]
+        scales = numbers(self.eval_scales)
         if not all(0 < s <= _LARGEST_SCALE for s in scales) or len(set(scales)) != len(scales):
             raise ValueError(
                 f"--eval_scales={self.eval_scales!r} must be different numbers above 0, "

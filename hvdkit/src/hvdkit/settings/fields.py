@@ -9,10 +9,11 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from absl import flags
 
+from hvdkit.settings import project
 from hvdkit.settings.flagfiles import Given
 
 Fields = Mapping[str, dataclasses.Field]
@@ -27,6 +28,11 @@ _PARSERS = {
     "str": flags.ArgumentParser(),
 }
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+_LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
+
+# Flags that are no settings and are read before them.
+_TAKEN = {"h", "help", "helpshort", "helpfull", "helpxml", "flagfile", "undefok"}
 
 # Names that other programs have for a setting.
 _ELSEWHERE = {
@@ -81,14 +87,22 @@ def setting(
 class Room:
     """Settings that belong together; a subclass becomes a frozen dataclass by being one.
 
-    The first line of its docstring is its heading in --help.
+    The first line of its docstring is its heading in --help. `of` raises what is wrong with its
+    fields, so that a program can report it as it reports a wrong flag.
     """
+
+    _fault: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         cls.__doc__ = cls.__doc__ or "Settings of this project"  # else a dataclass's signature
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-        for field in dataclasses.fields(cls):
-            _check_field(cls, field)
+        bases = [base for base in cls.__bases__ if issubclass(base, Room) and base is not Room]
+        try:
+            _check_fields(cls, {name: field for base in bases for name, field in of(base).items()})
+            dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+            for field in dataclasses.fields(cls):
+                value(field, str(field.default))
+        except (TypeError, ValueError) as error:
+            cls._fault = f"{cls.__module__}.{cls.__qualname__}: {error}"
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -102,32 +116,70 @@ class Room:
         return {}
 
 
-def _check_field(cls: type[Room], field: dataclasses.Field) -> None:
-    name = f"{cls.__module__}.{cls.__qualname__}.{field.name}"
-    if "help" not in field.metadata:
-        raise ValueError(
-            f"{name}: write {field.name}: {kind(field)} = setting({field.default!r}, "
-            '"what it is"), in a class without @dataclass'
-        )
-    if kind(field) not in _PARSERS:
-        raise ValueError(f"{name} is a {kind(field)}: a setting is a bool, int, float or str")
-    value(field, str(field.default))
+def _check_fields(cls: type[Room], inherited: Fields) -> None:
+    """Raises ValueError for a field that cannot be a flag or hides what the engine uses."""
+    own = {name: _name(kind) for name, kind in inspect.get_annotations(cls).items()}
+    kinds = {name: kind(field) for name, field in inherited.items()}
+    for name in kinds:
+        if name in vars(cls) and name not in own:
+            raise ValueError(f'write {name}: {kinds[name]} = setting(DEFAULT, "help")')
+    for name, own_kind in own.items():
+        field = vars(cls).get(name)
+        meta, default = getattr(field, "metadata", {}), getattr(field, "default", None)
+        limits = [meta[limit] for limit in _LIMITS if limit in meta and math.isfinite(meta[limit])]
+        if "help" not in meta:
+            wrong = f'write {name}: {own_kind} = setting(DEFAULT, "help"), without @dataclass'
+        elif name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
+            wrong = f"{name} has another meaning: choose another name for the field"
+        elif own_kind not in _PARSERS:
+            wrong = f"{name} is of type {own_kind}: a setting is a bool, int, float or str"
+        elif own_kind != kinds.get(name, own_kind):
+            wrong = f"{name} is of type {kinds[name]} in the engine: it cannot become {own_kind}"
+        elif _name(type(default)) not in (own_kind, {"float": "int"}.get(own_kind)):
+            wrong = f"the default of {name}, {default!r}, is no {own_kind}"
+        elif limits and own_kind in ("bool", "str"):
+            wrong = f"{name} is of type {own_kind}: low, above and below limit numbers only"
+        else:
+            continue
+        raise ValueError(wrong)
+    kinds |= own
+    for name in kinds:
+        if kinds[name] == "bool" and f"no{name}" in kinds:
+            raise ValueError(f"--no{name} turns {name} off: choose another name for no{name}")
+
+
+def _name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
 
 
 def kind(field: dataclasses.Field) -> str:
     """int, float, bool or str; annotations are texts or types."""
-    return field.type if isinstance(field.type, str) else field.type.__name__
+    return _name(field.type)
 
 
 def of(settings: Any) -> Fields:
-    """The fields of a class of settings or of an instance, by name."""
+    """The fields of a class of settings or of an instance, by name.
+
+    Raises:
+      ValueError: a field of the class cannot be a setting; names class and field.
+    """
+    if settings._fault:
+        raise ValueError(settings._fault)
     return {field.name: field for field in dataclasses.fields(settings)}
+
+
+def numbers(text: str) -> list[float]:
+    """Of a text with commas between numbers; [NaN] where it is none."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return [math.nan]
 
 
 def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
     """Fields by the class that has them first, in the order of --help."""
     found: dict[type[Room], list[dataclasses.Field]] = {}
-    for field in dataclasses.fields(settings):
+    for field in of(settings).values():
         owners = [c for c in settings.__mro__ if field.name in inspect.get_annotations(c)]
         found.setdefault(owners[-1], []).append(field)
     return found
@@ -173,17 +225,13 @@ def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     return dataclasses.replace(flag, name=name, value=value)
 
 
-def placed(field: dataclasses.Field, value: Any, folder: Path, project: Path) -> Any:
-    """The value; a relative path as it is where the working folder is the project, else absolute.
-
-    Args:
-      folder: what a relative path is relative to.
-    """
+def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
+    """The value; a path relative to `folder` is made absolute outside the project."""
     if not field.metadata["path"] or not value or value in field.metadata["words"]:
         return value
     if value == "~" or value.startswith("~/"):
         return os.path.expanduser(value)  # bash leaves --name=~/folder as it is
-    return value if Path.cwd() == project else str(folder / value)
+    return value if Path.cwd() == project.folder() else str(folder / value)
 
 
 def _nearest(name: str, switches: Mapping[str, bool]) -> str:
@@ -210,6 +258,5 @@ def limits(field: dataclasses.Field) -> str:
     """In words: "one of a, b", or ", at least 1, less than 10"."""
     if choices := field.metadata["choices"]:
         return "one of " + ", ".join(c or "(empty)" for c in choices)
-    words = {"low": "at least", "above": "greater than", "below": "less than"}
-    bounds = {w: field.metadata[k] for k, w in words.items() if math.isfinite(field.metadata[k])}
+    bounds = {w: field.metadata[k] for k, w in _LIMITS.items() if math.isfinite(field.metadata[k])}
     return "".join(f", {w} {int(b) if b == int(b) else b}" for w, b in bounds.items())

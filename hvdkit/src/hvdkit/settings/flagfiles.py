@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hvdkit.settings import project
+
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _COMMENTS = ("#", "//")
 _LONGEST = 600  # characters of a message
@@ -31,30 +33,24 @@ class Given:
         return ValueError(f"{_shown(self.file)}, line {self.line}: {text}" if self.file else text)
 
 
-def expand(
-    words: Sequence[str], project: Path, default: Path, switches: Collection[str]
-) -> list[Given]:
+def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     """All flags of a command line, with those of a flagfile in the place of --flagfile.
 
     A flagfile on the command line is looked for in the working folder, then in the project; one
-    that is named in a flagfile in the project, then beside that flagfile.
+    that is named in a flagfile in the project, then beside that flagfile. Where the command line
+    names none, the project's configs/default.cfg is read, if it is there.
 
     Args:
       words: the command line without the program's name.
-      default: the flagfile that is read, if it is there, where the command line names none.
       switches: names of flags that take no value; any other may have it as the next word.
     Raises:
       ValueError: what is no flag, a flagfile that cannot be read or that comes back to itself.
     """
-    flags, found = _of_words(words, switches), []
+    flags, default = _of_words(words, switches), project.folder() / "configs" / "default.cfg"
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
         flags.insert(0, Given("flagfile", str(default)))
-    for flag in flags:
-        if flag.name == "flagfile":
-            found += _of_file(flag, (Path.cwd(), project), project, ())
-        else:
-            found.append(flag)
-    return found
+    found = [_of_file(flag) if flag.name == "flagfile" else [flag] for flag in flags]
+    return [flag for part in found for flag in part]
 
 
 def _of_words(words: Sequence[str], switches: Collection[str]) -> list[Given]:
@@ -71,11 +67,9 @@ def _of_words(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     return found
 
 
-def _of_file(
-    flag: Given, folders: Sequence[Path], project: Path, opened: tuple[Path, ...]
-) -> list[Given]:
+def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
     """The flags in the flagfile that `flag` names; `opened` are the files that led here."""
-    path = _find(flag, folders)
+    path = _find(flag)
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
     if path.is_fifo():
@@ -100,14 +94,15 @@ def _of_file(
             raise where.error(f"{line!r} is no flag: write --name=value, one a line")
         inner = Given(match["name"], match["value"], path, number)
         if inner.name == "flagfile":
-            deeper = (*opened, path.resolve())
-            found += _of_file(inner, (project, path.parent), project, deeper)
+            found += _of_file(inner, (*opened, path.resolve()))
         else:
             found.append(inner)
     return found
 
 
-def _find(flag: Given, folders: Sequence[Path]) -> Path:
+def _find(flag: Given) -> Path:
+    own = project.folder()
+    folders = (own, flag.file.parent) if flag.file else (Path.cwd(), own)
     if not flag.value:
         raise flag.error("--flagfile= names no file: write --flagfile=FILE")
     name = os.path.expanduser(flag.value)

@@ -1,9 +1,7 @@
 """From the command line to `Settings`, and back to a flagfile.
 
-`--flagfile=FILE` reads flags from a file (one a line, `#` starts a comment), later flags win.
-Without one, they are read from configs/default.cfg where there is such a file. The resolved
-settings are written to RUN_DIR/config.cfg, which is itself such a file, so that a run can be run
-again.
+`--flagfile=FILE` reads flags from a file (one a line, `#` starts a comment), later flags win. The
+resolved settings are written to RUN_DIR/config.cfg, a flagfile, so that a run can be run again.
 
 Paths in flagfiles and defaults are relative to the project (the folder with train.py), whatever
 folder the run is started in; paths on the command line are relative to the working folder.
@@ -66,8 +64,7 @@ def load(argv: Sequence[str], kind: type[Settings]) -> Settings:
     if (full or any(flag.name not in absl_flags.FLAGS for flag in others)) and task.is_file():
         importlib.import_module(f"tasks.{settings.task}")
     if full:
-        absl_flags.print_full_help()
-        sys.exit(0)
+        absl_flags.end_with_help(absl_flags.FLAGS.get_help())
     for flag in others:
         if flag.name not in absl_flags.FLAGS:
             raise flag.error(f"--{flag.name} is a flag of code that --task={settings.task} lacks")
@@ -91,27 +88,24 @@ def _read(argv: Sequence[str], kind: type[Settings]) -> tuple[Settings, list[Giv
     """Settings, and flags that are none."""
     words, own, folder = argv[1:], fields.of(kind), project.folder()
     if {"--help", "-h", "-help", "--helpshort"} & set(words):
-        absl_flags.print_help(argv[0], kind)
-        sys.exit(0)
+        absl_flags.end_with_help(absl_flags.help_text(argv[0], kind))
     switches = absl_flags.beside(kind)
     switches |= {name: fields.kind(field) == "bool" for name, field in own.items()}
     valueless = [name for name, switch in switches.items() if switch]
     valueless += [f"no{name}" for name in valueless]
-    default = folder / "configs" / "default.cfg"
-    given = flagfiles.expand(words, folder, default, valueless)
-    given = [fields.recognize(flag, switches) for flag in given]
+    given = [fields.recognize(flag, switches) for flag in flagfiles.expand(words, valueless)]
     others = [flag for flag in given if flag.name not in own]
     for flag in others:
         absl_flags.check(flag)
     given = [flag for flag in given if flag.name in own]
-    values = {name: fields.placed(f, f.default, folder, folder) for name, f in own.items()}
+    values = {name: fields.placed(f, f.default, folder) for name, f in own.items()}
     for flag in given:
         field = own[flag.name]
         try:
             value = fields.value(field, flag.value)
         except ValueError as error:
             raise flag.error(str(error)) from None
-        values[flag.name] = fields.placed(field, value, folder if flag.file else Path.cwd(), folder)
+        values[flag.name] = fields.placed(field, value, folder if flag.file else Path.cwd())
     unused = _unused_batch(given, values["batch_per_rank"])
     settings = kind(**(values | {unused: 0})).implied()
     settings.check()
@@ -149,7 +143,7 @@ def write(settings: Settings, path: Path, given: Settings | None = None) -> None
         )
     unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
     for name, field in fields.of(settings).items():
-        value = fields.placed(field, getattr(settings, name), Path.cwd(), project.folder())
+        value = fields.placed(field, getattr(settings, name), Path.cwd())
         if name == unused:
             continue
         if isinstance(value, bool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hvdkit.settings.fields import Room, setting
+from hvdkit.settings.fields import Room, numbers, setting
 
 
 class TrainSettings(Room):
@@ -112,10 +112,7 @@ class ScheduleSettings(Room):
     @property
     def boundary_steps(self) -> list[int]:
         """Steps at which the step policy lowers the rate, from fractions of num_steps."""
-        try:
-            fractions = [float(part) for part in self.lr_boundaries.split(",")]
-        except ValueError:
-            fractions = [math.nan]
+        fractions = numbers(self.lr_boundaries)
         if not all(0 < f < 1 for f in fractions) or fractions != sorted(set(fractions)):
             raise ValueError(
                 f"--lr_boundaries={self.lr_boundaries!r} must be rising fractions between 0 and 1, "

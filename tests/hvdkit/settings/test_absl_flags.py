@@ -9,9 +9,8 @@ from absl import flags
 
 import hvdkit
 from hvdkit import settings as settings_lib
-from hvdkit.settings import absl_flags
 from hvdkit.settings import project as project_lib
-from hvdkit.settings.absl_flags import shown
+from hvdkit.settings.absl_flags import help_text
 from hvdkit.stop import RANK_VARIABLES
 
 FLAGS = flags.FLAGS
@@ -70,12 +69,12 @@ def test_a_field_of_a_fork_is_a_flag_like_all_others(project):
     assert isinstance(whole, Settings) and whole.global_batch_size == 12
     settings_lib.write(whole, project / "config.cfg")
     assert parse("--flagfile=config.cfg") == whole
-    text = " ".join(shown("train.py", Settings).split())
+    text = " ".join(help_text("train.py", Settings).split())
     assert "Settings of a fork: --my_share what it is (at least 0, less than 1; default" in text
     assert "--[no]my_switch" in text and "Most people set these first: --task" in text
 
 
-def test_what_is_wrong_with_it_is_told_like_that_of_all_others(project):
+def test_a_mistake_in_it_is_reported_like_one_in_any_other(project):
     (project / "a.cfg").write_text("--my_share=1\n")
     assert "a.cfg, line 1: --my_share=1: must be a number, at least 0" in refused(
         "--flagfile=a.cfg"
@@ -86,22 +85,48 @@ def test_what_is_wrong_with_it_is_told_like_that_of_all_others(project):
     assert not hasattr(settings_lib.parse(["train.py"]), "my_share")
 
 
+def setting(default, **limits):
+    return hvdkit.setting(default, "help", **limits)
+
+
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("fields", "words"),
     [
-        ({"__annotations__": {"a": int}, "a": 3}, ["a: int = setting(3", "without @dataclass"]),
-        ({"__annotations__": {"a": tuple}, "a": hvdkit.setting((), "x")}, ["a is a tuple", "bool"]),
-        ({"__annotations__": {"a": int}, "a": hvdkit.setting(0, "x", low=1)}, ["--a=0: must be"]),
-        ({"__annotations__": {"v": int}, "v": hvdkit.setting(0, "x")}, ["v is a flag of absl"]),
+        ({"a": (int, 3)}, 'write a: int = setting(DEFAULT, "help"), without @dataclass'),
+        ({"a": (list, setting([1]))}, "a is of type list: a setting is a bool, int, float or str"),
+        ({"a": (int, setting(0, low=1))}, "--a=0: must be a whole number, at least 1"),
+        ({"a": (int, setting([1]))}, "the default of a, [1], is no int"),
+        ({"a": (str, setting(None))}, "the default of a, None, is no str"),
+        (
+            {"a": (str, setting("x", low=1))},
+            "a is of type str: low, above and below limit numbers only",
+        ),
+        ({"v": (int, setting(0))}, "v is a flag of absl.logging already"),
+        ({"help": (str, setting(""))}, "help has another meaning"),
+        ({"flagfile": (str, setting(""))}, "flagfile has another meaning"),
+        ({"notes": (str, setting(""))}, "notes has another meaning"),  # a method
+        ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),
+        ({"num_steps": (float, setting(1.0))}, "num_steps is of type int in the engine"),
+        ({"num_steps": (None, 5)}, 'write num_steps: int = setting(DEFAULT, "help")'),
+        ({"a": (None, setting(5))}, "'a' is a field but has no type annotation"),
+        (
+            {"sync": (bool, setting(True)), "nosync": (bool, setting(True))},
+            "--nosync turns sync off: choose another name for nosync",
+        ),
     ],
 )
-def test_a_field_that_can_be_no_flag_is_refused_by_name(body, words):
-    with pytest.raises(ValueError) as error:
-        absl_flags.define(type("Settings", (hvdkit.Settings,), body))
-    assert all(word in str(error.value) for word in words), error.value
+def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, words, capsys):
+    types = {name: kind for name, (kind, _) in fields.items() if kind}
+    body = {name: default for name, (_, default) in fields.items()}
+    made = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
+    with pytest.raises(SystemExit) as end:
+        settings_lib.check(["train.py"], made)
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown
+    assert words in shown
 
 
-def test_absl_holds_what_was_resolved_and_may_be_told_again():
+def test_absl_holds_what_was_resolved_also_a_second_time():
     for steps in (5, 6):
         words = ["train.py", f"--num_steps={steps}", "--virtual_ranks=2", "--my_share=0.25"]
         found = settings_lib.load(words, Settings)
@@ -149,7 +174,7 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--own=x", "--own=x: "),
         ("--task=mine --side=x", "--side=x: "),
@@ -160,9 +185,9 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
         ("--alsologtostderr", "there is no flag --alsologtostderr"),
     ],
 )
-def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, told):
+def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, message):
     ended = python(project, SCRIPT, *words.split())
-    assert ended.returncode == 2 and told in ended.stderr, ended.stderr
+    assert ended.returncode == 2 and message in ended.stderr, ended.stderr
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
 
 
@@ -172,37 +197,3 @@ def test_helpfull_has_the_flags_of_all_by_module(project):
     for name in ("hvdkit.settings.train:", "tasks.mine:", "--base_lr", "--colour", "--own"):
         assert name in ended.stdout
     assert "learning rate after warm-up (greater than 0; default 0.01)" in ended.stdout
-
-
-LINES = """
-from absl import app, logging
-from hvdkit import logs, settings, stop
-import logging as python_logging
-def work(found):
-    logs.use()
-    logging.info("%d %%", found.num_steps)
-    logging.debug("hidden")
-    python_logging.getLogger("library").info("hidden too")
-    logging.warning("careful")
-    logs.complain("wrong")
-app.run(work, flags_parser=lambda words: settings.from_command_line(words, settings.Settings))
-"""
-
-
-def test_lines_are_bare_text_on_rank_0_and_name_any_other(project):
-    ended = python(project, LINES, "--num_steps=5")
-    assert (ended.stdout, ended.stderr) == ("5 %\n", "careful\nerror: wrong\n")
-    ended = python(project, LINES, "--num_steps=5", rank="3")
-    assert (ended.stdout, ended.stderr) == ("rank 3: 5 %\n", "rank 3: careful\nerror: wrong\n")
-    assert "hidden\n" in python(project, LINES, "--verbosity=1").stdout
-    assert python(project, LINES, "--verbosity=-1").stdout == ""
-
-
-def test_a_log_that_nobody_reads_ends_no_run(project):
-    code = LINES.replace("logs.complain", "logging.info('x'); open('done', 'w'); logs.complain")
-    (project / "unused").touch()
-    python(project, code, "--help")  # writes train.py
-    command = f'"{sys.executable}" train.py --num_steps=5 > /dev/full'
-    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0 and (project / "done").exists()
-    assert ended.stderr.count("note: standard output cannot be written") == 1, ended.stderr
