@@ -32,7 +32,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
 
 # Flags that are no settings and are read before them.
-_TAKEN = {"h", "help", "helpshort", "helpfull", "helpxml", "flagfile", "undefok"}
+_TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", "full", "xml"))}
 
 # Names that other programs have for a setting.
 _ELSEWHERE = {
