@@ -2,10 +2,10 @@
 
     python benchmarks/bits.py [--columns=NAME,...] [--rows=NAME,...]
 
-Every row is one run with 8 virtual ranks, every column a way to start it: a number of real ranks,
-over Gloo or MPI, with other settings of Horovod's fusion. Printed are the first 12 digits of
-weights_sha256, equal along a row; "!" marks figures of metrics.jsonl that are not those of the
-first column. Exit code 1 if anything in a row differs. All of it took 49 minutes on two busy cores.
+Every row is one run with 8 virtual ranks. Every column is a way to start it: a number of real
+ranks, over Gloo or MPI, with other settings of Horovod's fusion. Cells are the first 12 digits of
+weights_sha256, equal along a row; "!" marks figures of metrics.jsonl that differ from those of the
+first column. Exit code 1 if anything in a row differs. It took 49 minutes on two busy cores.
 """
 
 from __future__ import annotations
@@ -19,9 +19,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from ranks import last_lines, launch
+import hvdkit.ranks.quiet  # noqa: F401
 
-WORKER = Path(__file__).parent / "bits_runs.py"
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+from small_runs import Small, fit_config
+
+from hvdkit import settings as settings_lib
+from hvdkit.data.arrays import Arrays
+from hvdkit.data.demo import scenes
+from hvdkit.observe import compare
+from hvdkit.ranks import world as world_lib
+from hvdkit.stop import DONE
+from ranks import last_lines, launch
+from tasks import classification, segmentation
+
 FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1"}
 # Name: ranks, backend, knobs of Horovod.
 COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {
@@ -34,7 +48,77 @@ COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "3 MPI": (3, "mpi", {}),
     "3 Gloo unfused": (3, "gloo", FUSION),
 }
-ROWS = ("unet", "digits", "transformer", "transformer16", "resnet50")
+WORDS, LENGTH, WIDTH = 50, 12, 16
+
+
+class KerasDropout(classification.Task):
+    """The digits' task with ordinary layers: Keras's dropout, a regularizer."""
+
+    def build_model(self) -> keras.Model:
+        image = keras.Input((8, 8, 3), name="image")
+        l2 = keras.regularizers.L2(1e-3)
+        y = keras.layers.Conv2D(16, 3, activation="relu", kernel_regularizer=l2)(image)
+        y = keras.layers.SpatialDropout2D(0.2)(keras.layers.BatchNormalization()(y))
+        y = keras.layers.Dense(64, activation="relu")(keras.layers.Flatten()(y))
+        y = keras.layers.Dropout(0.3)(keras.layers.BatchNormalization()(y))
+        return keras.Model({"image": image}, keras.layers.Dense(10)(y), name="ordinary")
+
+
+class Transformer(Small):
+    """Sequences of words: does the first word come again? Embedding, attention with dropout."""
+
+    def sources(self):
+        rng = np.random.default_rng(1)
+        x = rng.integers(0, WORDS, (160, LENGTH)).astype(np.int32)
+        again = (x[:, 1:] == x[:, :1]).any(1).astype(np.int32)
+        return Arrays(x=x[:120], y=again[:120]), Arrays(x=x[120:], y=again[120:])
+
+    def build_model(self) -> keras.Model:
+        words = keras.Input((LENGTH,), dtype="int32")
+        y = keras.layers.Embedding(WORDS, WIDTH)(words)
+        for _ in range(2):
+            attention = keras.layers.MultiHeadAttention(2, WIDTH // 2, dropout=0.2)
+            y = keras.layers.LayerNormalization()(y + attention(y, y))
+            inner = keras.layers.Dense(2 * WIDTH, activation="gelu")(y)
+            y = y + keras.layers.Dropout(0.1)(keras.layers.Dense(WIDTH)(inner))
+        y = keras.layers.GlobalAveragePooling1D()(y)
+        return keras.Model(words, keras.layers.Dense(3, dtype="float32")(y), name="transformer")
+
+
+USUAL = "--virtual_ranks=8 --log_every=1 --checkpoint_every=0 --warmup_steps=0 --eval_batch_size=8"
+# Name: what it is, flags, task. Batches of 20 and 44 are uneven over 8 virtual ranks.
+ROWS = {
+    "unet": (
+        "demo U-Net, Adam, float32, clipping, ignored pixels",
+        "--flagfile=configs/demo.cfg --num_steps=6 --eval_every=3 --global_batch_size=20 "
+        "--clip_norm=1 --data_dir={data}",
+        segmentation.Task,
+    ),
+    "digits": (
+        "digits, Keras Dropout, SGD, float32, L2 regularizer, 2 micro-batches",
+        "--flagfile=configs/digits.cfg --optimizer=sgd --base_lr=0.05 --dropout=0 --num_steps=12 "
+        "--eval_every=6 --global_batch_size=44 --accumulation_steps=2",
+        KerasDropout,
+    ),
+    "transformer": (
+        "transformer, attention dropout, LAMB, bfloat16, EMA",
+        "--task=transformer --num_classes=3 --optimizer=lamb --base_lr=0.01 --num_steps=8 "
+        "--eval_every=4 --global_batch_size=20 --precision=bfloat16 --ema_decay=0.9",
+        Transformer,
+    ),
+    "transformer16": (
+        "transformer, attention dropout, Adam, float16",
+        "--task=transformer --num_classes=3 --optimizer=adam --base_lr=0.003 --num_steps=8 "
+        "--eval_every=4 --global_batch_size=20 --precision=float16 --weight_decay=0.001",
+        Transformer,
+    ),
+    "resnet50": (
+        "ResNet-50, 64 pixels, SGD with momentum, float32",
+        "--flagfile=configs/imagenet.cfg --synthetic_data --image_size=64 --num_steps=3 "
+        "--eval_every=0 --global_batch_size=20",
+        classification.Task,
+    ),
+}
 
 
 def main() -> int:
@@ -43,8 +127,7 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(ROWS))
     args = parser.parse_args()
     columns, rows = args.columns.split(","), args.rows.split(",")
-    unknown = {*columns} - {*COLUMNS} | {*rows} - {*ROWS}
-    if unknown:
+    if unknown := {*columns} - {*COLUMNS} | {*rows} - {*ROWS}:
         parser.error(f"unknown: {sorted(unknown)}")
 
     cells: dict[tuple[str, str], dict] = {}
@@ -54,7 +137,8 @@ def main() -> int:
             print(f"training on {column} ...", file=sys.stderr, flush=True)
             out = Path(folder) / str(number)
             out.mkdir()
-            ended = launch(ranks, [WORKER, out, *rows], backend, timeout=3000, env=knobs)
+            command = [Path(__file__), "--worker", out, *rows]
+            ended = launch(ranks, command, backend, timeout=3000, env=knobs)
             if ended.code:
                 raise SystemExit(last_lines(ended.output))
             for row in rows:
@@ -74,9 +158,33 @@ def table(rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict
             mark = "" if cell["records"] == first["records"] else "!"
             shown.append(f" `{cell['weights_sha256'][:12]}`{mark} |")
             same &= cell == first
-        print(f"| {first['about']} |" + "".join(shown))
+        print(f"| {ROWS[row][0]} |" + "".join(shown))
     return 0 if same else 1
 
 
+def worker(out_dir: str, *names: str) -> None:
+    """On each rank: trains each row, and leaves OUT_DIR/ROW.json: weights_sha256 and records."""
+    # As in a run: TensorFlow may join and reorder kernels here, which small_runs leaves out.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    out, world = Path(out_dir), world_lib.connect()
+    world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
+    if world.is_chief:
+        scenes.make(out / "data", scenes.Settings(train=60, val=12, size=64))
+    world.gather_objects(None, "bits.data")
+    for name in names:
+        _, flags, task = ROWS[name]
+        words = f"{USUAL} {flags} --run_dir={out}/{name}".format(data=out / "data").split()
+        ended = fit_config(settings_lib.parse(["train.py", *words]), world, task)
+        assert ended.code == DONE, f"{name}: {ended.message}"
+        if world.is_chief:
+            found = compare.read(str(ended.folder))
+            record = {"weights_sha256": found.summary["weights_sha256"], "records": found.records}
+            (out / f"{name}.json").write_text(json.dumps(record))
+    world_lib.finish(world)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        sys.exit(main())

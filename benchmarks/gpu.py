@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +33,13 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 from hvdkit.settings import Settings
 from ranks import last_lines, launch
 
-WORKER = Path(__file__).parent / "gpu_runs.py"
 TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
 USUAL = (
     "--task=classification --optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant "
     "--weight_decay=0"
 )
 LARGE = f"{USUAL} --model=resnet50 --image_size=224"
+LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
 SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
@@ -102,8 +103,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         if any(row.data == PHOTOS for row in wanted.values()):
-            worker("photos", str(photos))
-        return table(wanted, counts, usual, batch, photos)
+            in_own_process("photos", str(photos))
+        return table(wanted, counts, usual=usual, batch=batch, photos=photos)
 
 
 def powers(most: int) -> list[int]:
@@ -112,7 +113,7 @@ def powers(most: int) -> list[int]:
 
 def check() -> dict[str, Any]:
     """What this host has: "gpus", "fault" (why it cannot go on, or ""), and lines for a person."""
-    found = json.loads(worker("check").splitlines()[-1])
+    found = json.loads(in_own_process("check").splitlines()[-1])
     gpus = found["gpus"]
     if not gpus:
         first = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
@@ -127,18 +128,19 @@ def check() -> dict[str, Any]:
     return {"gpus": len(gpus), "fault": found["fault"], "lines": [*lines, ""]}
 
 
-def worker(*words: str) -> str:
-    """What gpu_runs.py prints in a process of its own: here no device may be taken."""
-    ended = subprocess.run(
-        [sys.executable, str(WORKER), *words], capture_output=True, text=True, timeout=600
-    )
+def in_own_process(*words: str) -> str:
+    """What `worker` prints in a process of its own: this one must take no device."""
+    command = [sys.executable, __file__, "--worker", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if ended.returncode:
         raise SystemExit(ended.stderr[-2000:])
     return ended.stdout
 
 
-def table(wanted: dict[str, Row], counts: list[int], usual: str, batch: int, photos: Path) -> int:
-    """Prints the rows as they come; 1 where one of them failed."""
+def table(
+    wanted: dict[str, Row], counts: list[int], *, usual: str, batch: int, photos: Path
+) -> int:
+    """Prints the rows as they come; 1 if one of them failed."""
     print(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|", flush=True)
     ours: dict[tuple[str, int], dict[str, Any]] = {}
     failures = []
@@ -152,37 +154,31 @@ def table(wanted: dict[str, Row], counts: list[int], usual: str, batch: int, pho
             how = ["same-batch" if row.data == RANDOM else "train", *["bare"] * row.bare]
             found = {}
             for kind in how:
-                found[kind], failure = measure(kind, ranks, flags, row.env)
+                found[kind], failure = measure(kind, ranks, flags, env=row.env)
                 failures += [f"{name}, {ranks} rank(s), {kind}: {failure}"] * bool(failure)
             ours[name, ranks] = found[how[0]]
             over, alone = ours.get((row.over, ranks), {}), ours.get((name, 1), {})
-            print(f"| {' | '.join(cells(name, ranks, found, row, over, alone))} |", flush=True)
+            shown = cells(found, row, over=over, alone=alone)
+            print(f"| {ranks} | {name} | {' | '.join(shown)} |", flush=True)
     print("".join(f"\nfailed: {failure}" for failure in failures))
     return int(bool(failures))
 
 
 def cells(
-    name: str,
-    ranks: int,
-    found: dict[str, dict[str, Any]],
-    row: Row,
-    over: dict[str, Any],
-    alone: dict[str, Any],
+    found: dict[str, dict[str, Any]], row: Row, *, over: dict[str, Any], alone: dict[str, Any]
 ) -> list[str]:
-    """A row of the table. `over`, `alone`: figures that it is compared with; {}: there are none."""
-    bare = found.get("bare", {})
-    ours = next(iter(found.values()))
-    speed, bare_speed = (_mean(x) for x in (ours, bare))
+    """A row of the table. `over`, `alone`: records that it is compared with; {}: there are none."""
+    bare, ours = found.get("bare", {}), next(iter(found.values()))
+    speed, bare_speed, over_speed = (_mean(x) for x in (ours, bare, over))
+    each, alone_speed = speed / ours.get("ranks", 1), _mean(alone)
     shares, work = ours.get("shares_of_a_step", {}), ours.get("model_flops", {})
     peaks = [own["gpu_peak_bytes"] or own["host_peak_bytes"] for own in ours.get("by_rank", [])]
     return [
-        str(ranks),
-        name,
         _rate(bare),
         _rate(ours) or "failed",
         f"{speed / bare_speed:.3f}" if speed and bare_speed else "",
-        f"{_mean(over) / speed:.2f} ({row.over})" if speed and _mean(over) else "",
-        f"{speed / ranks / _mean(alone):.2f}" if speed and _mean(alone) else "",
+        f"{over_speed / speed:.2f} ({row.over})" if speed and over_speed else "",
+        f"{each / alone_speed:.2f}" if speed and alone_speed else "",
         _percent(work.get("utilization")),
         _percent(shares.get("input")),
         _percent(shares.get("reduction_alone")),
@@ -207,11 +203,12 @@ def _percent(share: float | None) -> str:
 
 
 def measure(
-    kind: str, ranks: int, flags: list[str], env: dict[str, str] | None
+    kind: str, ranks: int, flags: list[str], *, env: dict[str, str] | None
 ) -> tuple[dict[str, Any], str]:
-    """What benchmark.json says of a run; or {} and why there is none."""
+    """A run's benchmark.json; or {} and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [WORKER, kind, *flags, "--benchmark", f"--run_dir={folder}/run"]
+        flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
+        command = [Path(__file__), "--worker", kind, *flags]
         ended = launch(ranks, command, timeout=1800, env=env)
         file = Path(folder) / "run" / "benchmark.json"
         if ended.code == 0 and file.exists():
@@ -220,6 +217,133 @@ def measure(
     return {}, f"exit code {ended.code}: {' '.join(why)}"
 
 
+def worker(kind: str, *words: str) -> int:
+    """What this file does in a process of its own, by kind.
+
+    check          prints devices and versions, as JSON
+    photos FOLDER  JPEG photographs to read
+    bare FLAGS, same-batch FLAGS, train FLAGS
+                   on each rank: a bare Horovod loop; train.py that gets one batch at every step;
+                   train.py as it is. FLAGS are train.py's; benchmark.json is left in --run_dir
+    """
+    if kind == "photos":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import hvdkit.ranks.quiet
+
+    # isort: split
+    import hvdkit
+    import train
+
+    if kind == "check":
+        print(json.dumps(devices_and_versions()))
+    elif kind == "photos":
+        import input as input_benchmark
+
+        input_benchmark.make("photos", Path(*words))
+    elif kind == "bare":
+        bare(list(words))
+    else:
+        if kind == "same-batch":
+            hvdkit.run.loop.TrainingFeed = same_batch(hvdkit.run.loop.TrainingFeed)
+        return hvdkit.main(train.train, train.Settings, ["train.py", *words])
+    return 0
+
+
+def devices_and_versions() -> dict[str, Any]:
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.ranks import devices
+
+    found = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in found]
+    built = tf.sysconfig.get_build_info()
+    cuda = f", CUDA {built['cuda_version']}" if "cuda_version" in built else ""
+    nccl = "with NCCL" if hvd.nccl_built() else "without NCCL"
+    fault = "" if found else devices.why_no_gpu("auto")
+    if len(found) > 1 and not hvd.nccl_built():
+        fault = "Horovod was built without NCCL: set up again with DEVICE=gpu"
+    return {
+        "gpus": [each.get("device_name", "GPU") for each in details],
+        "fault": fault,
+        "versions": f"TensorFlow {tf.__version__}{cuda}, Keras {keras.__version__}, Horovod {nccl}",
+    }
+
+
+def same_batch(feed: type) -> type:
+    """A feed that gives its first batch at every step, on the device: no input."""
+    import tensorflow as tf
+
+    class SameBatch(feed):
+        batch: Any = None
+
+        def next(self) -> Any:
+            if self.batch is None:
+                self.batch = tf.nest.map_structure(tf.identity, super().next())
+            return self.batch
+
+    return SameBatch
+
+
+def bare(flags: list[str]) -> None:
+    """The plainest loop: forward, backward, DistributedGradientTape, Keras's SGD; no checks."""
+    import horovod.tensorflow as hvd
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from hvdkit import settings as settings_lib
+    from hvdkit.observe import speed
+    from hvdkit.ranks import world as world_lib
+    from hvdkit.ranks.world import raw
+    from tasks import classification
+
+    world = world_lib.connect()
+    config = settings_lib.parse(["gpu.py", *flags]).for_ranks(world.size)
+    world_lib.set_up(world, config)
+    world_lib.set_numbers(config)
+    model = classification.Task(config).build_model()
+    optimizer = keras.optimizers.SGD(config.base_lr, momentum=config.momentum)
+    optimizer.build(model.trainable_variables)
+    values = [raw(v) for v in model.trainable_variables]
+    hvd.broadcast_variables([raw(v) for v in [*model.variables, *optimizer.variables]], 0)
+    scale = LOSS_SCALE if config.precision == "float16" else 1.0
+    samples = config.global_batch_size // world.size
+    size = [samples, config.image_size, config.image_size, 3]
+    image = tf.cast(tf.random.uniform(size, 0, 256, tf.int32), tf.uint8)
+    label = tf.random.uniform([samples], 0, config.num_classes, tf.int32)
+
+    @tf.function(autograph=False)
+    def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            logits = model({"image": image}, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
+            loss = tf.reduce_mean(losses)
+            scaled = loss * scale
+        grads = hvd.DistributedGradientTape(tape).gradient(scaled, values)
+        if scale != 1:
+            grads = [g / scale for g in grads]
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    ends, clocks = speed.window_ends(0, config.num_steps), []
+    for number in range(1, config.num_steps + 1):
+        loss = step(image, label)
+        if number in ends:
+            float(loss)
+            clocks.append(time.perf_counter())
+    rates = (samples * ends.step / np.diff(clocks)).tolist()
+    total = np.sum(world.gather_objects(rates, "rates"), axis=0)
+    if world.is_chief:
+        path = Path(config.run_dir) / "benchmark.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"samples_per_second": speed.spread(total)}))
+    world_lib.finish(world)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        sys.exit(worker(*sys.argv[2:]))
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(main())

@@ -5,21 +5,30 @@
 Sets, all made here: "photos" are 500 x 375 JPEG of about 66 KB in class folders, cropped at random
 to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo" the
 demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
---quality=90. Printed are medians over rounds and the ratio of ours to each other one, with the
+--quality=90. It prints medians over rounds and the ratio of ours to each other one, with the
 smallest and largest of a round. --torch is the Python of an environment with
-requirements-peers.txt; without it PyTorch's column is left out. Pipelines are in input_runs.py.
+requirements-peers.txt; without it PyTorch's column is left out.
+
+Each pipeline gives batches of 32 as its users would get them: "template" is this project's,
+"tf.data" the plain pipeline of TensorFlow's model garden (draws that depend on the order of
+threads, a shuffle buffer), "torch" a DataLoader with torchvision.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
+import itertools
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +36,10 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "template"))
-WORKER = Path(__file__).parent / "input_runs.py"
 PICTURES, WIDTH, HEIGHT = 192, 500, 375
 SHORT_SIDE, QUALITY = 256, 90  # of the packed set
+BATCH, WARM_UP = 32, 3  # samples; batches before the clock starts
+SIZES = {"photos": 224, "pairs": 512, "demo": 64}  # pixels a side of what comes out
 
 
 def main() -> None:
@@ -49,30 +59,30 @@ def main() -> None:
             data = Path(folder) / kind
             make(kind, data)
             for cores in map(int, args.cores.split(",")):
-                row(kind, data, cores, others, args)
+                rates: dict[str, list[float]] = {n: [] for n in ("template", "packed", *others)}
+                for _ in range(args.rounds):
+                    for name, found in rates.items():
+                        python = args.torch if name == "torch" else sys.executable
+                        words = [python, __file__, "--worker", name, kind, data, args.seconds]
+                        found.append(rate(words, cores))
+                print(f"| {kind} | {cores} | {row(rates, others)} |", flush=True)
 
 
-def row(kind: str, data: Path, cores: int, others: list[str], args: argparse.Namespace) -> None:
-    rates: dict[str, list[float]] = {name: [] for name in ("template", "packed", *others)}
-    for _ in range(args.rounds):
-        for name, found in rates.items():
-            python = args.torch if name == "torch" else sys.executable
-            found.append(rate(python, name, kind, data, cores, args.seconds))
+def row(rates: dict[str, list[float]], others: list[str]) -> str:
     cells = [f"{statistics.median(found):.0f}" for found in rates.values()]
     for other in others:
         for ours in ("template", "packed"):
             ratios = [a / b for a, b in zip(rates[ours], rates[other])]
             middle = statistics.median(rates[ours]) / statistics.median(rates[other])
             cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    print(f"| {kind} | {cores} | " + " | ".join(cells) + " |", flush=True)
+    return " | ".join(cells)
 
 
-def rate(python: str, name: str, kind: str, data: Path, cores: int, seconds: float) -> float:
+def rate(words: list[object], cores: int) -> float:
     """Samples a second of one pipeline, in a process of its own that has the first `cores`."""
-    command = [python, str(WORKER), name, kind, str(data), str(cores), str(seconds)]
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     ended = subprocess.run(
-        command,
+        list(map(str, words)),
         capture_output=True,
         text=True,
         timeout=300,
@@ -137,5 +147,172 @@ def _jpeg(rng: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
+# Pipelines: (set, its folder, threads or processes) -> batches.
+def template(kind: str, folder: Path, workers: int, *, layout: str = "") -> Iterator[object]:
+    """This project's: stateless order and draws, threads as a run with --cpu_threads has them."""
+    import hvdkit.ranks.quiet  # noqa: F401
+
+    # isort: split
+    import tensorflow as tf
+
+    from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.sampler import Sampler
+    from hvdkit.settings import Settings
+    from tasks import classification, segmentation
+
+    task_class = classification if kind == "photos" else segmentation
+    layout = layout or {"photos": "class_folders"}.get(kind, "folders")
+    config = Settings(
+        image_size=SIZES[kind],
+        num_classes=4 if kind == "photos" else 21,
+        data_dir=str(folder),
+        data_format=layout,
+    )
+    task = task_class.Task(config)
+    source, _ = task.sources()
+    order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
+    read = reader(source, task.training_example, keyed=True)
+    with TrainingFeed(source, order, read, 0, tf.int64.max // BATCH, workers) as feed:
+        while True:
+            yield feed.next()
+            if feed.error:
+                raise SystemExit(feed.error)
+
+
+def packed(kind: str, folder: Path, workers: int) -> Iterator[object]:
+    return template(kind, folder.with_name(f"{folder.name}-packed"), workers, layout="records")
+
+
+def plain(kind: str, folder: Path, workers: int) -> Iterator[object]:
+    """TensorFlow's, as the model garden's input pipelines are written."""
+    import tensorflow as tf
+
+    read = _plain_photo if kind == "photos" else functools.partial(_plain_pair, SIZES[kind])
+    if kind == "photos":
+        files = sorted(map(str, folder.glob("train/*/*")))
+        labels = [ord(Path(name).parent.name[-1]) for name in files]
+    else:
+        names = (folder / "splits" / "train.txt").read_text().split()
+        files = [str(next((folder / "images").glob(f"{name}.*"))) for name in names]
+        labels = [str(folder / "labels" / f"{name}.png") for name in names]
+    return iter(
+        tf.data.Dataset.from_tensor_slices((files, labels))
+        .shuffle(len(files))
+        .repeat()
+        .map(read, num_parallel_calls=tf.data.AUTOTUNE)
+        .batch(BATCH, drop_remainder=True)
+        .prefetch(tf.data.AUTOTUNE)
+    )
+
+
+def _plain_photo(path, label):
+    import tensorflow as tf
+
+    data = tf.io.read_file(path)
+    begin, size, _ = tf.image.sample_distorted_bounding_box(
+        tf.io.extract_jpeg_shape(data),
+        tf.constant([[[0.0, 0.0, 1.0, 1.0]]]),
+        min_object_covered=0.1,
+        aspect_ratio_range=(0.75, 1.33),
+        area_range=(0.08, 1.0),
+        max_attempts=100,
+        use_image_if_no_bounding_boxes=True,
+    )
+    image = tf.image.decode_and_crop_jpeg(data, tf.concat([begin[:2], size[:2]], 0), channels=3)
+    image = tf.image.resize(image, [SIZES["photos"]] * 2)
+    return tf.image.random_flip_left_right(image), label
+
+
+def _plain_pair(side: int, image_path, label_path):
+    import tensorflow as tf
+
+    image = tf.io.decode_image(tf.io.read_file(image_path), channels=3, expand_animations=False)
+    image = tf.ensure_shape(image, [None, None, 3])
+    label = tf.io.decode_png(tf.io.read_file(label_path), channels=1)
+    scale = 2.0 ** tf.random.uniform([], -1.0, 1.0)  # evenly in its logarithm, as ours
+    size = tf.cast(tf.cast(tf.shape(image)[:2], tf.float32) * scale, tf.int32)
+    image = tf.image.resize(image, size) / 127.5 - 1.0
+    label = tf.image.resize(label, size, "nearest")
+    missing = tf.maximum(side - size, 0)
+    around = [[0, missing[0]], [0, missing[1]], [0, 0]]
+    image = tf.pad(image, around)
+    label = tf.pad(label, around, constant_values=255)
+    both = tf.concat([image, tf.cast(label, tf.float32)], axis=-1)
+    both = tf.image.random_flip_left_right(tf.image.random_crop(both, [side, side, 4]))
+    return both[..., :3], tf.cast(both[..., 3:], tf.uint8)
+
+
+def torch_loader(kind: str, folder: Path, workers: int) -> Iterator[object]:
+    """PyTorch's: a DataLoader with a process a core, torchvision's transforms on PIL images."""
+    import torch
+    import torchvision
+    from torchvision.transforms import v2
+
+    torch.set_num_threads(1)
+    if kind == "photos":
+        turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        data = torchvision.datasets.ImageFolder(folder / "train", v2.Compose(turns))
+    else:
+        data = _Pairs(folder, SIZES[kind])
+    # Epochs of many batches, as sets have that are not made for a benchmark.
+    data = torch.utils.data.ConcatDataset([data] * 50)
+    loader = torch.utils.data.DataLoader(
+        data, BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+    )
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+class _Pairs:
+    """Image and label, as torchvision's reference script for segmentation augments them."""
+
+    def __init__(self, folder: Path, side: int) -> None:
+        names = (folder / "splits" / "train.txt").read_text().split()
+        self._images = [next((folder / "images").glob(f"{name}.*")) for name in names]
+        self._labels = [folder / "labels" / f"{name}.png" for name in names]
+        self._side = side
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int):
+        from torchvision.transforms import InterpolationMode
+        from torchvision.transforms import functional as f
+
+        image = Image.open(self._images[index]).convert("RGB")
+        label = Image.open(self._labels[index])
+        side, scale = self._side, 2.0 ** random.uniform(-1.0, 1.0)
+        size = [max(round(length * scale), 1) for length in (image.height, image.width)]
+        image = f.resize(image, size, InterpolationMode.BILINEAR)
+        label = f.resize(label, size, InterpolationMode.NEAREST)
+        beside = [0, 0, max(side - size[1], 0), max(side - size[0], 0)]
+        image, label = f.pad(image, beside, 127), f.pad(label, beside, 255)
+        top, left = (random.randint(0, max(length - side, 0)) for length in size)
+        image, label = (f.crop(part, top, left, side, side) for part in (image, label))
+        if random.random() < 0.5:
+            image, label = f.hflip(image), f.hflip(label)
+        return f.pil_to_tensor(image), f.pil_to_tensor(label)
+
+
+PIPELINES = {"template": template, "packed": packed, "tf.data": plain, "torch": torch_loader}
+
+
+def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:
+    """Reads batches for some seconds, on the cores that this process has; prints their rate."""
+    workers = len(os.sched_getaffinity(0))
+    batches, done = iter(PIPELINES[pipeline](kind, Path(folder), workers)), 0
+    for _ in range(WARM_UP):
+        next(batches)
+    start = time.perf_counter()
+    while (taken := time.perf_counter() - start) < float(seconds):
+        next(batches)
+        done += BATCH
+    if hasattr(batches, "close"):
+        batches.close()
+    print(f"samples/s: {done / taken:.1f}")
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        main()
