@@ -30,7 +30,7 @@ from small_runs import Small, fit_config
 from hvdkit import settings as settings_lib
 from hvdkit.data.arrays import Arrays
 from hvdkit.data.demo import scenes
-from hvdkit.observe import compare
+from hvdkit.observe import compare, records
 from hvdkit.ranks import world as world_lib
 from hvdkit.stop import DONE
 from ranks import last_lines, launch
@@ -177,8 +177,9 @@ def worker(out_dir: str, *names: str) -> None:
         ended = fit_config(settings_lib.parse(["train.py", *words]), world, task)
         assert ended.code == DONE, f"{name}: {ended.message}"
         if world.is_chief:
-            found = compare.read(str(ended.folder))
-            record = {"weights_sha256": found.summary["weights_sha256"], "records": found.records}
+            found = records.read(ended.folder)
+            record = {"weights_sha256": found.summary["weights_sha256"]}
+            record["records"] = compare.figures(found)
             (out / f"{name}.json").write_text(json.dumps(record))
     world_lib.finish(world)
 

@@ -56,11 +56,11 @@ def check_a_kill_between_log_and_score_loses_no_evaluation(world):
     whole, called = [getattr(*place) for place in places], []
 
     def killed(function):
-        def call(self, step, *args):
+        def call(self, step, *args, **more):
             called.append(step)
             if called.count(4) == 2:
                 raise RuntimeError("killed")
-            function(self, step, *args)
+            function(self, step, *args, **more)
 
         return call
 

@@ -151,7 +151,7 @@ def check_pictures_of_all_sizes_are_traced_once_and_drawn_on_one_sheet(world):
 
 def check_the_share_that_a_crop_sees_is_said_once(world):
     made = evaluator(world, "crop")
-    made._said = set()
+    made._printed = set()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made.try_out()
         for _ in range(2):

@@ -25,7 +25,8 @@ COMMANDS = {
     "report": ("hvdkit.observe.report", "a run's report.html again"),
     "demo-data": ("hvdkit.data.demo.scenes", "makes the demo's data set"),
 }
-_NEEDS_TENSORFLOW = {"check", "browse", "pack", "evaluate", "predict", "export"}
+_RUNS_A_TASK = {"browse", "evaluate", "predict", "export"}
+_NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
     if name == "compare":  # the others continue when the reader of their output ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if name in _RUNS_A_TASK and not project.is_fork(project.folder()):
+        refuse(f"hvdkit {name}: run it in your fork, the folder that holds train.py and tasks/")
     sys.path.insert(0, str(project.folder()))
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +39,13 @@ def write_json(path: Path, content: Any) -> None:
     """As JSON; NaN and infinity become null."""
     with written(path) as partial:
         partial.write_text(json.dumps(without_nan(content), indent=1) + "\n")
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """As CSV; names of files may be any bytes."""
+    how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+    with written(path) as partial, partial.open("w", **how) as file:
+        csv.writer(file).writerows(rows)
 
 
 def flush(path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_board_on_another_disk_is_emptied_and_stays_there(used, tmp_path):
 def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
     (tmp_path / "tensorboard").touch()
     with pytest.raises(ValueError, match=r"tensorboard: .*Not a directory"):
-        Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, 0, 50)
+        Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, first_step=0, epoch=50)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

@@ -8,12 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 from tiny_runs import TINY_FLAGS
 
+from hvdkit.commands import predict
+from hvdkit.commands.export import Exported
 from hvdkit.data.readers.digits import Digits
 from hvdkit.evaluate import metrics
 from ranks import PROJECT, last_lines, launch, train
@@ -54,34 +59,48 @@ def save_digits(folder, count):
     return labels
 
 
-def test_a_table_of_classes_agrees_with_the_runs_score(digits, tmp_path):
-    labels = save_digits(tmp_path / "in", 359)
-    ended = command("predict", digits, f"--out={tmp_path}/out", str(tmp_path / "in"), ranks=2)
+@pytest.fixture(scope="module")
+def predicted(digits, tmp_path_factory):
+    """Labels of all validation scans, and what 2 ranks predict: output, rows of the table."""
+    folder = tmp_path_factory.mktemp("predicted")
+    labels = save_digits(folder / "in", 359)
+    run = folder / "run"
+    shutil.copytree(digits, run)
+    names, counts = metrics.read_confusion(run / "confusion.csv")
+    metrics.write_confusion(run / "confusion.csv", [f"digit {name}" for name in names], counts)
+    ended = command("predict", run, f"--out={folder}/out", str(folder / "in"), ranks=2)
     assert ended.code == 0, last_lines(ended.output)
-    with (tmp_path / "out" / "predictions.csv").open() as file:
-        head, *rows = csv.reader(file)
+    with (folder / "out" / "predictions.csv").open() as file:
+        return folder / "in", labels, ended.output, list(csv.reader(file))
+
+
+def test_a_table_of_named_classes_agrees_with_the_runs_score(digits, predicted):
+    _, labels, output, (head, *rows) = predicted
     assert head[:3] == ["file", "class_1", "p_1"] and len(head) == 11
     assert [row[0] for row in rows] == [f"{n:03d}.png" for n in range(359)]
-    hits = np.mean([int(row[1]) == label for row, label in zip(rows, labels)])
+    hits = np.mean([row[1] == f"digit {label}" for row, label in zip(rows, labels)])
     records = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
     best = max(r["eval_accuracy"] for r in records if "eval_accuracy" in r)
     assert hits == pytest.approx(best, abs=1e-12) and best > 0.3
     chances = np.array([row[2::2] for row in rows], float)
     assert (np.diff(chances, axis=1) <= 0).all() and (chances.sum(1) <= 1 + 1e-9).all()
+    assert f"000.png: {rows[0][1]} " in output
 
 
-def test_classes_have_the_names_of_the_runs_own_evaluation(digits, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(digits, run)
-    names, counts = metrics.read_confusion(run / "confusion.csv")
-    metrics.write_confusion(run / "confusion.csv", [f"digit {name}" for name in names], counts)
-    save_digits(tmp_path / "in", 2)
-    ended = command("predict", run, f"--out={tmp_path}/out", str(tmp_path / "in"))
-    assert ended.code == 0, last_lines(ended.output)
-    with (tmp_path / "out" / "predictions.csv").open() as file:
-        _, *rows = csv.reader(file)
-    assert all(name.startswith("digit ") for row in rows for name in row[1::2])
-    assert f"000.png: {rows[0][1]} " in ended.output
+def test_the_likeliest_classes_come_first_with_their_probabilities(tmp_path):
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32)) + 50
+    (row,) = predict.write(tmp_path, "a.png", image=np.zeros((2, 2, 3), np.uint8), outputs=logits)
+    assert row[0] == "a.png" and row[1::2] == [1, 2, 0]
+    np.testing.assert_allclose(row[2::2], [0.6, 0.3, 0.1], rtol=1e-5)
+
+
+def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
+    for name in ("a.png", "labels.png", "out/labels/a.png.png", "out/predictions.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    out = tmp_path / "away" / ".." / "out"
+    assert list(predict.listed([tmp_path], out)) == ["a.png", "labels.png"]
+    assert len(predict.listed([tmp_path], tmp_path / "other")) == 4
 
 
 def test_labels_and_overlays_at_the_pictures_own_size(scenes, tmp_path):
@@ -119,27 +138,13 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     odd = [os.fsencode(tmp_path / "in") + name for name in (b"/odd\xff.png", b"/odd\xff.txt")]
     shutil.copy(os.fsencode(tmp_path / "in" / "001.png"), odd[0])
     shutil.copy(os.fsencode(tmp_path / "in" / "text.png"), odd[1])
-    ended = command(
-        "predict",
-        digits,
-        f"--out={tmp_path}/out",
-        str(tmp_path / "in"),
-        str(tmp_path / "pipe.png"),
-        ranks=2,
-    )
+    inputs = [str(tmp_path / name) for name in ("in", "pipe.png")]
+    ended = command("predict", digits, f"--out={tmp_path}/out", *inputs, ranks=2)
     assert ended.code == 1, last_lines(ended.output)
-    names = [
-        "pipe.png",
-        "text.png",
-        "torn.png",
-        "deep.png",
-        "wide.tiff",
-        "away.png",
-        "odd\\udcff.txt",
-    ]
-    for name in (*names, "head.ppm", "kind.dds"):
-        (said,) = [line for line in ended.output.splitlines() if name in line]
-        assert "skipped: " in said
+    names = ["pipe.png", "text.png", "torn.png", "deep.png", "wide.tiff", "away.png"]
+    for name in (*names, "odd\\udcff.txt", "head.ppm", "kind.dds"):
+        (line,) = [line for line in ended.output.splitlines() if name in line]
+        assert "skipped: " in line
     (error,) = ended.errors()
     assert "9 of 13 files were skipped" in error
     with (tmp_path / "out" / "predictions.csv").open(errors="surrogateescape") as file:
@@ -147,24 +152,17 @@ def test_bad_files_are_named_and_the_others_predicted(digits, tmp_path):
     assert names == ["file", "000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["/no/such.png"], "/no/such.png does not exist"),
-        (["{empty}"], "no files in"),
-        (["{empty}", "--checkpoint=7"], "none of step 7"),
-    ],
-)
-def test_what_cannot_be_predicted_is_said_in_one_sentence(digits, tmp_path, words, said):
-    (tmp_path / "empty").mkdir()
-    words = [word.format(empty=tmp_path / "empty") for word in words]
-    ended = command("predict", digits, f"--out={tmp_path}/out", *words)
+def test_pictures_that_are_not_there_are_refused_in_one_sentence(digits, tmp_path):
+    ended = command("predict", digits, f"--out={tmp_path}/out", "/no/such.png")
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
-    assert said in error and "Traceback" not in ended.output
+    assert "/no/such.png does not exist" in error and "Traceback" not in ended.output
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no files in"):
+        predict.listed([tmp_path / "empty"], tmp_path / "out")
 
 
-def test_ranks_that_would_predict_other_pictures_are_told(digits, tmp_path):
+def test_ranks_with_different_pictures_are_refused(digits, tmp_path):
     save_digits(tmp_path / "in", 3)
     script = (
         "import os, sys; from hvdkit.commands import predict\n"
@@ -190,6 +188,9 @@ other = loaded.signatures["serving_default"](image=files)
 for name in ("classes", "probabilities"):
     assert np.array_equal(one[name], other[name]), name
 print("shapes", one["classes"].shape, one["probabilities"].shape)
+for file in sys.argv[2:]:
+    out = loaded.signatures["serving_default"](image=tf.constant([open(file, "rb").read()]))
+    print("file", int(out["classes"][0]), float(tf.reduce_max(out["probabilities"])))
 """
 
 
@@ -200,12 +201,19 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
     assert ended.code == 0, last_lines(ended.output)
     assert "without this code: equal outputs" in ended.output
     words = [sys.executable, "-I", "-c", SERVED, tmp_path / "out" / "saved_model"]
+    if kind == "digits":  # its probabilities are those of `hvdkit predict`
+        folder, _, _, (_, (name, first, chance, *_), *_) = request.getfixturevalue("predicted")
+        words.append(folder / name)
     served = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     shapes = {"digits": "(3,) (3, 10)", "scenes": "(3, 24, 40) (3, 24, 40, 11)"}
     assert f"shapes {shapes[kind]}" in served.stdout, served.stderr[-2000:]
+    if kind == "digits":
+        _, number, probability = served.stdout.splitlines()[-1].split()
+        assert f"digit {number}" == first
+        assert float(probability) == pytest.approx(float(chance), abs=1e-6)
     # The .keras alone: digits' dropout is a layer of this project, which a note says.
-    told = "not Keras's own, hvdkit.train.dropout.SampleDropout: import their modules before you load it"
-    assert (told in ended.output) == (kind == "digits"), ended.output
+    note = "not Keras's own, hvdkit.train.dropout.SampleDropout: import their modules"
+    assert (note in ended.output) == (kind == "digits"), ended.output
     modules = "keras, sys" + ", hvdkit.train.dropout" * (kind == "digits")
     script = f"import {modules}; keras.saving.load_model(sys.argv[1])"
     words = [sys.executable, "-c", script, tmp_path / "out" / "model.keras"]
@@ -213,38 +221,28 @@ def test_an_export_is_served_without_this_code(kind, tmp_path, request):
     assert not subprocess.run(words, cwd=place, capture_output=True).returncode
 
 
-def test_an_export_into_a_file_is_refused(digits, tmp_path):
-    (tmp_path / "out").touch()
-    ended = command("export", digits, f"--out={tmp_path}/out")
-    (error,) = ended.errors()
-    assert ended.code == 2 and "File exists" in error and "export.py, line" not in error
-
-
-@pytest.mark.parametrize("content", [b"no picture", b""])
-def test_an_export_refuses_a_picture_that_is_none(digits, tmp_path, content):
-    (tmp_path / "in.png").write_bytes(content)
-    ended = command("export", digits, f"--out={tmp_path}/out", f"--check={tmp_path}/in.png")
+@pytest.mark.parametrize(
+    ("flag", "words"), [("", "File exists"), ("--check={in}", "no JPEG or PNG that can be decoded")]
+)
+def test_an_export_that_cannot_be_made_is_refused(digits, tmp_path, flag, words):
+    """Into a file; checked with an empty file."""
+    (tmp_path / "file").touch()
+    flags = [flag.replace("{in}", str(tmp_path / "file"))] if flag else []
+    out = tmp_path / ("out" if flag else "file")
+    ended = command("export", digits, f"--out={out}", *flags)
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
-    assert "in.png holds no JPEG or PNG that can be decoded" in error
-    assert "Traceback" not in ended.output and not (tmp_path / "out").exists()
+    assert words in error and "export.py, line" not in error
+    assert "Traceback" not in ended.output and not out.is_dir()
 
 
-def test_an_export_says_what_predict_says(digits, tmp_path):
-    save_digits(tmp_path / "in", 1)
-    picture = tmp_path / "in" / "000.png"
-    ended = command("export", digits, f"--out={tmp_path}/out", f"--check={picture}")
-    assert ended.code == 0, last_lines(ended.output)
-    assert command("predict", digits, f"--out={tmp_path}/p", str(picture)).code == 0
-    with (tmp_path / "p" / "predictions.csv").open() as file:
-        _, (_, first, chance, *_) = csv.reader(file)
-    script = (
-        "import sys, tensorflow as tf\n"
-        "loaded = tf.saved_model.load(sys.argv[1]).signatures['serving_default']\n"
-        "out = loaded(image=tf.constant([open(sys.argv[2], 'rb').read()]))\n"
-        "print('out', int(out['classes'][0]), float(tf.reduce_max(out['probabilities'])))"
-    )
-    words = [sys.executable, "-I", "-c", script, tmp_path / "out" / "saved_model", picture]
-    said = subprocess.run(words, capture_output=True, text=True).stdout.split()
-    assert said[:2] == ["out", first]
-    assert float(said[2]) == pytest.approx(float(chance), abs=1e-6)
+def test_probabilities_of_an_export_are_of_the_tasks_inputs():
+    """A model that gives back its input as logits; the task divides pictures by 255."""
+    x = keras.Input((3,))
+    model = keras.Model(x, keras.layers.Activation("linear")(x))
+    task = SimpleNamespace(picture_inputs=lambda image: tf.cast(image[0, 0], tf.float32) / 255.0)
+    pictures = tf.constant([[[[255, 0, 0]]], [[[0, 0, 255]]]], tf.uint8)
+    found = Exported(task, model).of_pictures(pictures)
+    high, low = np.e / (np.e + 2), 1 / (np.e + 2)
+    np.testing.assert_allclose(found["probabilities"], [[high, low, low], [low, low, high]])
+    np.testing.assert_array_equal(found["classes"], [0, 2])

@@ -75,10 +75,12 @@ def test_batches_are_the_same_on_a_device_of_their_own():
 
 def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
     figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
-    telemetry = Telemetry(Settings(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), 0, 50)
+    telemetry = Telemetry(
+        Settings(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), first_step=0, epoch=50
+    )
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
-        telemetry.step(step, 8, figures, [1.0], waited, {})
+        telemetry.step(step, figures, samples=8, losses=[1.0], waited=waited, times={})
         said = capsys.readouterr().out
         assert ("input-bound: rank 0 waited for data 100% of the time" in said) == (step == 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,11 @@ def packed(demo: Path, out: Path, shards: int = 3) -> Path:
 
 
 def command(*flags: object) -> None:
-    pack.main(["pack", *map(str, flags)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        pack.main(["pack", *map(str, flags)])
+    finally:
+        assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""IoU and accuracy against counts made by hand."""
+"""Scores against counts made by hand and scikit-learn's."""
 
 import numpy as np
 import pytest
@@ -34,10 +34,16 @@ def test_top_k_counts_ties_as_scikit_learn_does(k):
     assert hits.mean() < 0.8  # equal scores for all classes are no way to a high one
 
 
-def test_a_score_that_is_no_number_is_no_hit():
+def test_nan_scores_are_no_hit():
     scores = tf.constant([[0.0, np.nan, 1.0], [0.0, -np.inf, np.inf], [0.0, -np.inf, np.inf]])
-    assert metrics.in_top(tf.constant([2, 2, 1]), scores, 2).numpy().tolist() == [
-        False,
-        True,
-        False,
-    ]
+    hits = metrics.in_top(tf.constant([2, 2, 1]), scores, 2).numpy()
+    assert hits.tolist() == [False, True, False]
+
+
+def test_figures_of_each_class():
+    confusion = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])
+    found = metrics.class_figures(confusion)
+    assert found["labels"] == [10, 5, 0]
+    assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
+    np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])
+    np.testing.assert_allclose(found["iou"][:2], [8 / 14, 1 / 7])

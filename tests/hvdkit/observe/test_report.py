@@ -83,9 +83,9 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
 
 
-def test_it_can_be_made_again_of_what_lies_there(trained, tmp_path):
+def test_a_killed_runs_page_is_made_from_its_files(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()  # a run that was killed
+    (tmp_path / "run" / "summary.json").unlink()
     made = call("report", tmp_path / "run")
     assert made.returncode == 0, made.stderr
     assert "not ended, step 6" in " ".join(page_of(tmp_path / "run").text)
@@ -129,13 +129,8 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
         report.write(folder)
     found = page_of(folder)
     shown = " ".join(found.text)
-    assert (
-        "$one^" in shown
-        and "漢字" in shown
-        and "<script>" in shown
-        and "<i>" in shown
-        and '<b>"&: not ended' in shown
-    )
+    for text in ("$one^", "漢字", "<script>", "<i>", '<b>"&: not ended'):
+        assert text in shown, text
     assert "IoU of each class" in found.figures
     assert (folder / "report.html").stat().st_size < 600_000
 
@@ -150,11 +145,16 @@ def test_a_curve_of_many_points_is_drawn_by_their_means():
     assert at[3] == x[75:100].mean()
 
 
-def test_what_is_no_run_is_told_in_one_line(tmp_path):
-    made = call("report", tmp_path)
-    assert (
-        made.returncode == 2 and made.stderr.count("\n") == 1 and "no run's folder" in made.stderr
-    )
+def test_another_folder_is_refused_in_one_line(tmp_path, capsys):
+    assert report.main(["hvdkit report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no run's folder" in error
+
+
+def test_the_loss_is_drawn_of_training_and_validation(tmp_path):
+    lines = [step(10, 1.0), {"step": 10, "time": 1.5, "eval_loss": 2.5}, step(20, 2.0)]
+    text = report.training(records.read(made_up(tmp_path / "run", lines, [])))[0]
+    assert "Loss" in text and "training" in text and "validation" in text
 
 
 @pytest.mark.parametrize("value", ["much", 10**400, [1.0]], ids=["text", "huge", "list"])
@@ -167,21 +167,18 @@ def test_figures_that_no_run_writes_are_left_out(tmp_path, value):
     assert compare.side_by_side([records.read(run)] * 2, None)
 
 
-def test_a_page_that_cannot_be_written_ends_no_run(tmp_path):
-    (tmp_path / "run" / ".report.html.partial").mkdir(parents=True)
-    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run"])
-    assert ended.code == 0 and "note: no report: IsADirectoryError" in ended.output
-
-
-def test_two_runs_side_by_side(trained, tmp_path):
+def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path):
+    """Its page cannot be written, which does not end the run; its log is plain text."""
     other, page = tmp_path / "other", tmp_path / "compared.html"
+    (other / ".report.html.partial").mkdir(parents=True)
     more = ["--base_lr=0.5", "--cpu_threads=1", f"--run_dir={other}"]
     ended = launch(1, ["train.py", *FLAGS, *more])
-    assert ended.code == 0, last_lines(ended.output)
+    assert ended.code == 0 and "note: no report: IsADirectoryError" in ended.output
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", ended.output)
     found = call("compare", trained, other, f"--html={page}", "--score=0.01")
     assert found.returncode == 1, found.stderr
     rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
-    assert rows["--base_lr"].split()[1:] == [json_flag(trained, "base_lr"), "0.5"]
+    assert rows["--base_lr"].split()[1:] == [records.read(trained).settings["base_lr"], "0.5"]
     assert "--run_dir" not in rows and "--task" not in rows
     assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", found.stdout)
     drawn = Page(page.read_text())
@@ -197,27 +194,18 @@ def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
         runs.append(made_up(tmp_path / name, lines, [start | {"score": score}]))
     found = call("compare", *runs, f"--html={tmp_path}/page.html")
     assert "Traceback" not in found.stderr and f"page: {tmp_path}" in found.stdout, found.stderr
-    # 0.5 of mIoU is not 0.5 of accuracy: no row says who was there first, unless it is asked for.
+    # 0.5 of mIoU is not 0.5 of accuracy: no row says which was first, unless it is asked for.
     assert "to a score of" not in found.stdout
     assert "to a score of 0.4" in call("compare", *runs, "--score=0.4").stdout
     command = f"{sys.executable} -m hvdkit compare {runs[0]} {runs[0]} | true"
     head = subprocess.run(["sh", "-c", command], cwd=PROJECT, capture_output=True, timeout=100)
-    assert not head.stderr  # who reads only the first lines gets no trace
-
-
-def json_flag(run: Path, name: str) -> str:
-    return records.read(run).settings[name]
-
-
-def test_in_a_log_there_are_no_control_characters(trained, tmp_path):
-    ended = launch(1, ["train.py", *FLAGS, f"--run_dir={tmp_path}/run"])
-    assert not re.search(r"[\x00-\x08\x0b-\x1f]", ended.output)
+    assert not head.stderr  # no traceback when only the first lines are read
 
 
 def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
     names = ["loss", "loss_rate", "iou_3", "iou_mean", "accuracy"]
     line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
-    run = records.Records(Path("run"), {}, [], [line], [], {})
+    run = records.Records(Path("run"), {}, [line], [], {})
     assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
 
 

@@ -1,95 +1,196 @@
-"""Speeds are of training alone: by a clock that the test turns."""
+"""Records and trackers of a run: speeds are of training alone, by a clock that the test turns."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from hvdkit.observe.telemetry import Telemetry
+from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
+from ranks import last_lines, launch
+
+FIGURES = {"loss": 1.0, "lr": 0.1}
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """`clock[0]` is the time, in seconds."""
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
+def opened(folder, first_step=0) -> telemetry.Telemetry:
+    config = Settings(run_dir=str(folder), num_steps=100, trackers="")
+    return telemetry.Telemetry(config, World(0, 1, 0, 1), first_step=first_step, epoch=50)
 
 
-def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, clock):
-    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=100, trackers="")
-    figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
-    telemetry = Telemetry(config, World(0, 1, 0, 1), first_step=10, epoch=50)
-    with telemetry:
-        clock[0] += 20.0
-        telemetry.step(20, 8, figures, [1.0], waited=5.0, times={})  # 80 samples in 20 s
-        with telemetry.not_training():
-            clock[0] += 300.0
-        clock[0] += 5.0
-        telemetry.step(25, 8, figures, [1.0], waited=0.0, times={})  # 40 samples in 5 s
-        clock[0] += 10.0
-        telemetry.step(30, 8, figures, [1.0], waited=10.0, times={})  # 40 samples in 10 s
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def log(made: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
+    made.step(step, FIGURES, samples=8, losses=[1.0], waited=waited, times={})
+
+
+def lines_of(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with opened(tmp_path, first_step=10) as made:
+        now += 20.0
+        log(made, 20, waited=5.0)  # 80 samples in 20 s
+        with made.not_training():
+            now += 300.0
+        now += 5.0
+        log(made, 25)  # 40 samples in 5 s
+        now += 10.0
+        log(made, 30, waited=10.0)  # 40 samples in 10 s
+    lines = lines_of(tmp_path / "metrics.jsonl")
     assert [line["samples_per_second"] for line in lines] == [4.0, 8.0, 4.0]
     assert [line["data_wait"] for line in lines] == [0.25, 0.0, 1.0]
-    assert telemetry.median_speed() == 6.0  # of 8 and 4: the first interval holds the start
+    assert made.median_speed() == 6.0  # of 8 and 4: the first interval holds the start
 
 
-def test_a_folder_that_is_removed_meanwhile_begins_anew_and_says_so(tmp_path, capsys):
+def test_a_folder_that_is_removed_during_the_run_begins_anew(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.cfg").write_text("--num_steps=9\n")
-    config = dataclasses.replace(Settings(), run_dir=str(run), trackers="")
-    figures = {"loss": 1.0, "lr": 0.1}
-    with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:
+    with opened(run) as made:
         for step in range(1, 5):
             if step == 3:
                 shutil.rmtree(run)
-            telemetry.step(step, 8, figures, [1.0], waited=0.0, times={})
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [3, 4]
+            log(made, step)
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [3, 4]
     assert (run / "config.cfg").read_text() == "--num_steps=9\n"
     assert capsys.readouterr().out.count(f"note: {run}/metrics.jsonl was removed or moved") == 1
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
-    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=9, trackers="")
-    telemetry = Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50)
     shown = []
-    tracker = SimpleNamespace(name="t", scalars=None, close=lambda: None)
-    tracker.scalars = lambda step, values: shown.append((step, values))
-    telemetry._trackers = [tracker]
-    with telemetry:
-        telemetry.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
-    (line,) = (tmp_path / "gradients.jsonl").read_text().splitlines()
+    with opened(tmp_path) as made:
+        tracker = SimpleNamespace(close=lambda: None, scalars=lambda *given: shown.append(given))
+        made._trackers = [tracker]
+        made.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
     layers = {
         "a": {"sum": 1.0, "norm": 3.0, "nonfinite": 0.0},
         "b": {"sum": None, "norm": 4.0, "nonfinite": 0.5},
     }
-    assert json.loads(line) == {"step": 4, "global_norm": 5.0, "layers": layers}
-    (step, values), *_ = shown
-    assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) >= 5
+    (line,) = lines_of(tmp_path / "gradients.jsonl")
+    assert line == {"step": 4, "global_norm": 5.0, "layers": layers}
+    ((step, values),) = shown
+    assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) == 6
 
 
 def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_path):
-    config = dataclasses.replace(Settings(), run_dir=str(tmp_path), num_steps=9, trackers="")
     pictures = np.zeros((2, 30, 40, 3), np.uint8)
     pictures[1] = 200
-    with Telemetry(config, World(0, 1, 0, 1), first_step=0, epoch=50) as telemetry:
-        telemetry.evaluation(4, {"loss": 1.5, "miou": 0.25}, "miou", pictures)
+    with opened(tmp_path) as made:
+        figures = {"loss": 1.5, "miou": 0.25}
+        made.evaluation(4, figures, main_metric="miou", pictures=pictures)
     sheet = np.asarray(Image.open(tmp_path / "predictions.png"))
     assert sheet.shape == (2 * 30 * 16, 640, 3)  # 16 times as wide as 40
     assert sheet[:480].max() == 0 and sheet[480:].min() == 200
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    found = json.loads(line)
-    assert (found["step"], found["eval_loss"], found["eval_miou"]) == (4, 1.5, 0.25)
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["eval_loss"], line["eval_miou"]) == (4, 1.5, 0.25)
+
+
+def test_speeds_of_weeks_are_a_bounded_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry, "_RATES", 50)
+    monkeypatch.setattr(telemetry, "say", lambda *_: None)
+    with opened(tmp_path) as made:
+        assert made.median_speed() is None
+        for step in range(200):
+            log(made, step)
+            assert (made.median_speed() is None) == (step == 0)  # which builds the graphs
+        assert len(made._rates) == 50
+
+
+def test_weeks_of_tensorboard_leave_memory_as_it_was(tmp_path):
+    """With Python's numbers, 6,000 steps and figures took 9 MB."""
+    board = trackers.TensorBoard(tmp_path, {})
+    memory = psutil.Process().memory_info
+    for step in range(7_000):
+        board.scalars(step, {"loss": 1.0 / (step + 1)})
+        if step == 1000:
+            before = memory().rss
+    assert memory().rss - before < 4e6
+    board.close()
+
+
+def test_trackers_get_a_few_figures_of_thousands_of_ranks():
+    few = telemetry._by_rank(range(16))
+    assert few["loss_by_rank/7"] == 7 and len(few) == 20
+    losses = np.arange(8192.0)
+    losses[5] = np.nan
+    assert len(telemetry._by_rank(losses)) == 4
+    assert telemetry._by_rank(losses)["loss_by_rank/worst_rank"] == 5
+    assert telemetry._by_rank([1.0, 4.0, 2.0])["loss_by_rank/median"] == 2
+
+
+OWN = '''
+"""Records its calls beside the run's folder."""
+import json, os
+class Own:
+    def __init__(self, run_dir, settings):
+        self.path = run_dir.parent / "calls.jsonl"
+        self.note(["init", settings["optimizer"]])
+        if "REFUSE" in os.environ: raise RuntimeError("no server\\nthere")
+    def note(self, what):
+        with self.path.open("a") as file: file.write(json.dumps(what) + "\\n")
+    def scalars(self, step, values):
+        self.note([step, sorted(values)])
+        if step == 2: raise RuntimeError("the server is gone")
+    def pictures(self, step, pictures): self.note([step, list(pictures.shape)])
+    def close(self): self.note(["close", ""])
+'''
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Launches a run with a module `own`, which has a tracker."""
+    (tmp_path / "own.py").write_text(OWN)
+
+    def start(ranks: int, *flags: str, **env: str):
+        words = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
+        words += ["--trackers=own:Own", f"--run_dir={tmp_path}/run", *flags]
+        env = {"PYTHONPATH": str(tmp_path)} | env
+        return launch(ranks, words, "mpirun" if ranks > 1 else "", env=env)
+
+    return start
+
+
+def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
+    ended = own(2)
+    assert ended.code == 0, last_lines(ended.output)
+    note = "Own cannot be written; training continues: the server is gone"
+    assert ended.output.count(note) == 1, last_lines(ended.output)
+    calls = lines_of(tmp_path / "calls.jsonl")
+    assert calls[0] == ["init", "adam"] and calls[-1] == ["close", ""]
+    assert [step for step, _ in calls[1:-1]] == [1, 2, 3, 4, 4, 4]
+    assert "train/loss" in calls[1][1] and "eval/loss" in calls[-3][1]
+    assert len(calls[-2][1]) == 4 and calls[-2][1][-1] == 3  # pictures
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("flag", ["--dry_run", "--find_lr"])
+def test_what_keeps_nothing_calls_no_tracker(flag, own, tmp_path):
+    ended = own(1, flag)
+    assert ended.code == 0, last_lines(ended.output)
+    assert not (tmp_path / "calls.jsonl").exists()
+
+
+def test_a_tracker_that_cannot_be_started_is_refused_in_one_sentence(own):
+    ended = own(2, REFUSE="1")
+    assert ended.code == 2 and "Traceback" not in ended.output, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "--trackers=own:Own cannot be started: no server there" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("json:Other", "has no attribute 'Other'"), ("gone:Own", "No module named 'gone'")],
+)
+def test_a_tracker_that_is_not_there_is_named(tmp_path, name, words):
+    with pytest.raises(ValueError, match=f"--trackers={name} cannot be started: .*{words}"):
+        trackers.make([name], tmp_path, {"dry_run": False, "find_lr": False})

@@ -103,7 +103,9 @@ def test_what_has_not_ended_is_named(whole, tmp_path):
     assert found.returncode == 2 and f"{tmp_path} is no run's folder" in found.stderr
     (tmp_path / "config.cfg").write_text("--seed=2\n")
     found = compare(whole, tmp_path)
-    assert found.returncode == 2 and f"{tmp_path}/metrics.jsonl: there is none" in found.stderr
+    assert (
+        found.returncode == 2 and f"{tmp_path}/summary.json is no summary of a run" in found.stderr
+    )
 
 
 def test_lines_that_are_missing_are_told(whole, tmp_path):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
+import functools
 import heapq
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +49,7 @@ class Worst:
         self._found: list[tuple[float, int]] = []
 
     def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
-        """Takes a batch of this rank, as Evaluator.seen."""
+        """Takes a batch of this rank, as Evaluator.on_batch."""
         losses, weights = task_checks.loss(self._run.task, outputs, batch["targets"])
         axes = list(range(1, losses.shape.rank))
         total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
@@ -69,7 +69,7 @@ class Worst:
         return [(loss, -number) for loss, number in worst]
 
 
-def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
+def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Every rank must call it; rank 0 writes. Raises Stop, on all ranks, if it cannot be done."""
     run, path = load_run.restored(config, world, own.checkpoint)
     with world.fail_together("reading the validation data"):
@@ -79,7 +79,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) 
         feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, *share, workers)
     evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
     evaluator.try_out()
-    evaluator.seen = worst.add
+    evaluator.on_batch = worst.add
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
@@ -98,17 +98,17 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, own: Any) 
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
                 about |= {"split": config.val_split, "samples": len(run.val_source)}
-                write(run, out, about, found, samples)
-                pictures(run, evaluator, out / "worst", samples)
+                write(run, out, about=about, found=found, worst=samples)
+                pictures(run, evaluator, out=out / "worst", worst=samples)
     say(world, f"written: {out}")
 
 
 def write(
-    run: RunContext, out: Path, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
+    run: RunContext, out: Path, *, about: dict[str, Any], found: Evaluation, worst: Sequence[tuple]
 ) -> None:
     """Writes all but pictures of samples; prints the figures of each class."""
-    place = getattr(run.val_source, "picture_file", lambda number: "")
-    samples = [{"sample": n, "loss": loss, "file": str(place(n))} for loss, n in worst]
+    file_of = getattr(run.val_source, "picture_file", lambda number: "")
+    samples = [{"sample": n, "loss": loss, "file": str(file_of(n))} for loss, n in worst]
     record = about | {"figures": found.figures, "worst": samples}
     whole_files.write_json(out / "evaluation.json", record)
     confusion = found.confusion()
@@ -120,13 +120,10 @@ def write(
     names = metrics.class_names(run.val_source, len(confusion))
     metrics.write_confusion(out / "confusion.csv", names, confusion)
     columns = metrics.class_figures(confusion)
-    any_name = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-    with (out / "classes.csv").open("w", **any_name) as file:
-        writer = csv.writer(file)
-        writer.writerow(["class", *columns])
-        writer.writerows([name, *row] for name, row in zip(names, zip(*columns.values())))
+    rows = list(zip(names, *columns.values()))
+    whole_files.write_csv(out / "classes.csv", [["class", *columns], *rows])
     print(f"{'class':>16}  {'  '.join(f'{name:>9}' for name in columns)}")
-    for name, (labels, *shares) in zip(names, zip(*columns.values())):
+    for name, labels, *shares in rows:
         cells = "  ".join(f"{share:9.4g}" for share in shares)
         print(f"{name[:16]:>16}  {labels:9.0f}  {cells}")
     Image.fromarray(drawn(confusion)).save(out / "confusion.png")
@@ -141,7 +138,7 @@ def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
     return cells.repeat(times, 0).repeat(times, 1)
 
 
-def pictures(run: RunContext, evaluator: Evaluator, out: Path, worst: Sequence[tuple]) -> None:
+def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequence[tuple]) -> None:
     """Draws each of the worst samples, with the weights that were evaluated."""
     draw = tasks.optional(run.task, "draw")
     for old in out.glob("*-sample-*.png"):  # of an earlier evaluation
@@ -170,6 +167,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--worst", type=_count, default=8, help="worst samples to draw; 0: none")
     made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
     own, flags = made.parse_known_args(argv[1:])
-    flags = [*([f"--val_split={own.split}"] if own.split else []), *flags]
+    if own.split:
+        flags = [f"--val_split={own.split}", *flags]
     config = load_run.settings(own.run_dir, flags)
-    return load_run.on_ranks(config, own, lambda *world: evaluate(*world, own))
+    return load_run.on_ranks(config, own, functools.partial(evaluate, own=own))

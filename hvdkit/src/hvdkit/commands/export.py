@@ -14,6 +14,7 @@ has layers that are not Keras's own, loading it needs their code, and a note nam
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import tempfile
@@ -73,12 +74,12 @@ class Exported(tf.Module):
         return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
 
 
-def export(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
+def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
         raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
     with world.fail_together("exporting"):
-        data = _readable(own.check) if own.check else _some_picture()
+        data = _readable(own.check) if own.check else _noise()
         own.out.mkdir(parents=True, exist_ok=True)
         averaged = own.ema and config.ema_decay > 0
         task, model, path = load_run.model_of(config, own.checkpoint, averaged)
@@ -101,8 +102,8 @@ def export(config: Settings, world: World, stop_signal: StopSignal, own: Any) ->
     found = loaded_elsewhere(folder, data)
     for name, value in wanted.items():
         if not np.array_equal(value.numpy(), found[name]):
-            least = np.max(np.abs(value.numpy().astype(float) - found[name]))
-            raise Stop(BUG, f"loaded in a new process {name} differ by {least:g}: do not use it")
+            most = np.max(np.abs(value.numpy().astype(float) - found[name]))
+            raise Stop(BUG, f"loaded in a new process {name} differ by {most:g}: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
     print(f"loaded in a new process without this code: equal outputs ({shapes})")
 
@@ -143,7 +144,7 @@ def _readable(file: Path) -> bytes:
     return data
 
 
-def _some_picture() -> bytes:
+def _noise() -> bytes:
     noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
     return tf.io.encode_png(noise).numpy()
 
@@ -155,4 +156,4 @@ def main(argv: list[str]) -> int:
     made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, lambda *world: export(*world, own))
+    return load_run.on_ranks(config, own, functools.partial(export, own=own))

@@ -13,7 +13,7 @@ and the exit code is 1. With horovodrun, the ranks share the pictures. Flags of 
 from __future__ import annotations
 
 import contextlib
-import csv
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit.data.palette import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
@@ -45,12 +45,11 @@ class Unreadable(ValueError):
     """A file without a usable picture; the message names it."""
 
 
-def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -> None:
+def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
     with world.fail_together("making the model"):
-        task, model, path = load_run.model_of(
-            config, own.checkpoint, own.ema and config.ema_decay > 0
-        )
+        averaged = own.ema and config.ema_decay > 0
+        task, model, path = load_run.model_of(config, own.checkpoint, averaged)
         files = listed(own.pictures, own.out)
         own.out.mkdir(parents=True, exist_ok=True)
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
@@ -69,12 +68,13 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
     for done, (name, file) in enumerate(mine, start=1):
         if stopped := stop_signal.asked:
             break
-        try:
+        try:  # an error ends no rank here: all ranks meet below
             image = load(file)
-            rows += write(own.out, name, image, outputs_of(tf.constant(image)).numpy())
+            found = outputs_of(tf.constant(image)).numpy()
+            rows += write(own.out, name, image=image, outputs=found)
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
-        except tf.errors.OpError as error:  # no error ends a rank here: all ranks meet below
+        except tf.errors.OpError as error:
             faults.append(f"{file}: {reason_of(error)}")
         except (ValueError, OSError) as error:
             faults.append(str(error))
@@ -85,7 +85,10 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, own: Any) -
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
     with world.fail_together(f"writing {own.out}"):
         if world.is_chief and rows:
-            table(own.out / "predictions.csv", rows, class_names(Path(config.run_dir)))
+            names: list[str] = []  # of the classes
+            with contextlib.suppress(OSError, ValueError):
+                names, _ = metrics.read_confusion(Path(config.run_dir) / "confusion.csv")
+            table(own.out / "predictions.csv", rows, names)
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
@@ -148,14 +151,14 @@ def load(file: Path) -> np.ndarray:
         raise Unreadable(f"{file} cannot be read: {error}") from None
 
 
-def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
+def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
     """Writes a picture's predictions as pictures; returns its row of the table, if it has one.
 
     Args:
       outputs: logits [classes], or [height, width, classes].
     """
     if outputs.ndim == 1:
-        chances = _softmax(outputs.astype(np.float64))
+        chances = tf.nn.softmax(outputs.astype(np.float64)).numpy()
         first = np.argsort(-chances, kind="stable")[:SHOWN]
         return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
     if outputs.ndim != 3 or outputs.shape[-1] > len(COLOURS):
@@ -174,34 +177,19 @@ def write(out: Path, name: str, image: np.ndarray, outputs: np.ndarray) -> list[
     return []
 
 
-def class_names(run_dir: Path) -> list[str]:
-    """Class names, from the run's newest confusion matrix; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return metrics.read_confusion(run_dir / "confusion.csv")[0]
-    return []
-
-
 def table(file: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """To the file, and printed; `names`: of the classes, or none."""
+    """Writes and prints the rows; `names` of the classes may be empty."""
     shown = (len(rows[0]) - 1) // 2
 
     def name_of(cell: str | float) -> str | float:
         return names[cell] if isinstance(cell, int) and cell < len(names) else cell
 
     named = [list(map(name_of, row)) for row in rows]
-    # A file name may be any bytes.
-    with file.open("w", newline="", encoding="utf-8", errors="surrogateescape") as opened:
-        writer = csv.writer(opened)
-        writer.writerow(["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))])
-        writer.writerows(named)
+    head = ["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))]
+    whole_files.write_csv(file, [head, *named])
     for name, *pairs in named:
-        said = "  ".join(f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
-        print(f"{name}: {said}")
-
-
-def _softmax(logits: np.ndarray) -> np.ndarray:
-    powers = np.exp(logits - logits.max())
-    return powers / powers.sum()
+        likeliest = (f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
+        print(f"{name}: {'  '.join(likeliest)}")
 
 
 def main(argv: list[str]) -> int:
@@ -212,4 +200,4 @@ def main(argv: list[str]) -> int:
     own, flags = made.parse_known_args(argv[1:])
 
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, lambda *world: predict(*world, own))
+    return load_run.on_ranks(config, own, functools.partial(predict, own=own))

@@ -193,7 +193,14 @@ def _feature(value: bytes | int) -> tf.train.Feature:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
+    try:
+        return _main(argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=READERS, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")

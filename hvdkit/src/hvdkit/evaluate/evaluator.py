@@ -59,7 +59,7 @@ class Evaluator:
         self._world, self._task = run.world, run.task
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
-        self._notes, self._said = tasks.optional(run.task, "notes"), set()
+        self._notes, self._printed = tasks.optional(run.task, "notes"), set()
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
         # With virtual ranks, layers that draw in evaluation draw by batch, on whichever rank it is.
         exact = bool(run.config.virtual_ranks)
@@ -67,7 +67,7 @@ class Evaluator:
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
         # Called with each batch of this rank, its outputs, and the samples' numbers.
-        self.seen: Callable[[Example, Any, list[int]], None] = lambda *batch: None
+        self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
         """Evaluates one example, so that mistakes show before the first training step.
@@ -90,7 +90,7 @@ class Evaluator:
                     raise
             if self._draw:
                 with task_checks.user_code_errors("draw"):
-                    task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+                    self._drawn(batch, outputs)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. Returns None if a rank got a stop signal.
@@ -118,9 +118,13 @@ class Evaluator:
                 if batch is not None:
                     outputs, more = self._one(batch, place)
                     total.add(more)
-                    self.seen(batch, outputs, self._feed.ids(place))
+                    self.on_batch(batch, outputs, self._feed.ids(place))
                     if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
-                        drawn.append(self._pictures(batch, outputs))
+                        try:
+                            drawn.append(self._drawn(batch, outputs))
+                        except Exception as fault:  # training continues
+                            name = type(fault).__name__
+                            self._say_once(f"no pictures: draw failed: {name}: {fault}")
             except ValueError as caught:
                 error, batches = error or caught, iter(())
             heartbeat.beat()
@@ -138,7 +142,6 @@ class Evaluator:
                 notes = task_checks.notes(self._notes(sums)) if self._notes else []
         for note in notes:
             self._say_once(note)
-        drawn = [part for part in drawn if part is not None]
         alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
         return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
 
@@ -158,23 +161,23 @@ class Evaluator:
             raise ValueError(self._fault(error, batch, place)) from None
 
     def _fault(self, error: Exception, batch: Example, place: int) -> str:
-        """A message: why this rank's batch number `place` cannot be evaluated."""
+        """Why this rank's batch number `place` cannot be evaluated, and what to do."""
         shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
         if isinstance(error, tf.errors.ResourceExhaustedError):
             return (
                 f"a batch of evaluation with inputs of shape {join(shapes)} does not fit into "
                 "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
             )
-        way_out = "the task's model, loss and sums must take every sample"
+        fix = "sample"
         if self._feed.one_by_one:
-            way_out = (
-                "the task's model, loss and sums must take every shape that evaluation_example "
-                "gives. Segmentation pads pictures to a multiple of `stride` (tasks/"
-                "segmentation.py), and --eval_crop cuts them to one size"
+            fix = (
+                "shape that evaluation_example gives. Segmentation pads pictures to a multiple of "
+                "`stride` (tasks/segmentation.py), and --eval_crop cuts them to one size"
             )
         return (
             f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape "
-            f"{join(shapes)}): {reason_of(error)}: {way_out}"
+            f"{join(shapes)}): {reason_of(error)}: the task's model, loss and sums must take "
+            f"every {fix}"
         )
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
@@ -182,17 +185,12 @@ class Evaluator:
         loss = float(sums["loss"]) / weight if weight else float("nan")
         return {"loss": loss} | task_checks.metrics(self._task, sums)
 
-    def _pictures(self, batch: Example, outputs: Any) -> np.ndarray | None:
-        """A failure is printed; the run continues."""
-        try:
-            return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
-        except Exception as error:
-            self._say_once(f"no pictures: draw failed: {type(error).__name__}: {error}")
-            return None
+    def _drawn(self, batch: Example, outputs: Any) -> np.ndarray:
+        return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
 
     def _say_once(self, note: str) -> None:
-        if note not in self._said:
-            self._said.add(note)
+        if note not in self._printed:
+            self._printed.add(note)
             say(self._world, f"note: {note}")
 
 

@@ -34,8 +34,13 @@ class RankSums:
         self._sums = {name: own + more[name] for name, own in self._sums.items()}
 
     def over_ranks(self) -> dict[str, np.ndarray]:
-        """Every rank must call it."""
-        return add_over_ranks(self._sums)
+        """Totals in one collective, which every rank must call; integers are exact below 2**53."""
+        own = {name: np.asarray(self._sums[name]) for name in sorted(self._sums)}
+        flat = np.concatenate([np.ravel(part).astype(np.float64) for part in own.values()])
+        total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="metrics.sums").numpy()
+        parts = np.split(total, np.cumsum([part.size for part in own.values()])[:-1])
+        shaped = {name: part.reshape(own[name].shape) for name, part in zip(own, parts)}
+        return {name: part.astype(own[name].dtype) for name, part in shaped.items()}
 
 
 class ExactSums(RankSums):
@@ -76,23 +81,19 @@ def _rounded(units: int) -> float:
         return math.inf if units > 0 else -math.inf
 
 
+def _in_units(values: np.ndarray) -> np.ndarray:
+    """Multiples of 2**-_FINEST, as Python integers; 0 for NaN and infinity."""
+    finite = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
+    pairs = (value.as_integer_ratio() for value in np.ravel(finite).tolist())
+    units = np.empty(np.size(values), object)
+    units[:] = [above * (2**_FINEST // below) for above, below in pairs]
+    return units.reshape(np.shape(values))
+
+
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:
     """Zero sums of `eval_step(batch) -> (outputs, sums)`, for a rank without batches."""
     _, sums = eval_step.get_concrete_function().structured_outputs
     return {n: np.zeros(t.shape, t.dtype.as_numpy_dtype) for n, t in sums.items()}
-
-
-def add_over_ranks(sums: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Totals over all ranks, in one collective; integers stay exact below 2 ** 53."""
-    names = sorted(sums)
-    flat = np.concatenate([np.ravel(sums[n]).astype(np.float64) for n in names])
-    total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="metrics.sums").numpy()
-    ends = np.cumsum([np.size(sums[n]) for n in names])
-    parts = np.split(total, ends[:-1])
-    return {
-        n: p.reshape(np.shape(sums[n])).astype(np.asarray(sums[n]).dtype)
-        for n, p in zip(names, parts)
-    }
 
 
 def confusion_matrix(
@@ -115,15 +116,6 @@ def confusion_matrix(
         dtype=tf.int64,
     )
     return tf.reshape(cells, [num_classes, num_classes])
-
-
-def _in_units(values: np.ndarray) -> np.ndarray:
-    """Multiples of 2**-_FINEST, as Python integers; 0 for NaN and infinity."""
-    finite = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
-    pairs = (value.as_integer_ratio() for value in np.ravel(finite).tolist())
-    units = np.empty(np.size(values), object)
-    units[:] = [above * (2**_FINEST // below) for above, below in pairs]
-    return units.reshape(np.shape(values))
 
 
 def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
@@ -163,11 +155,8 @@ def class_names(source: Any, count: int) -> list[str]:
 
 def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
     """As CSV; confusion: integer [n, n], row: label, column: prediction."""
-    how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-    with whole_files.written(file) as partial, partial.open("w", **how) as opened:
-        writer = csv.writer(opened)
-        writer.writerow(["label \\ prediction", *names])
-        writer.writerows([name, *row] for name, row in zip(names, confusion.tolist()))
+    rows = ([name, *row] for name, row in zip(names, confusion.tolist()))
+    whole_files.write_csv(file, [["label \\ prediction", *names], *rows])
 
 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:

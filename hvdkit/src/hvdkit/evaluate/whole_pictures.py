@@ -8,6 +8,7 @@ picture's score would depend on its neighbours in the batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -57,14 +58,14 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     for scale, turned in views:
         # One after the other: TensorFlow would run them in parallel and need memory for all.
         with tf.control_dependencies([] if total is None else [total]):
-            found = _view(traced, tf.identity(images), scale, turned, how)
+            found = _view(traced, tf.identity(images), how.window, scale=scale, turned=turned)
             total = found if total is None else total + found
     mean = total / len(views)
     return tf.math.log(tf.maximum(mean, np.finfo(mean.dtype.as_numpy_dtype).tiny))
 
 
 def _view(
-    logits: TracedFunction, images: tf.Tensor, scale: float, turned: bool, how: Passes
+    logits: TracedFunction, images: tf.Tensor, window: int, *, scale: float, turned: bool
 ) -> tf.Tensor:
     """Probabilities of images, at their size, from one scale, mirrored or not."""
     size = tf.shape(images)[1:3]
@@ -72,9 +73,7 @@ def _view(
     if scale != 1.0:
         scaled = tf.cast(tf.round(tf.cast(size, tf.float64) * scale), tf.int32)
         images = _resize(images, tf.maximum(scaled, 1), scale)
-    found = (
-        _over_windows(logits, images, how.window) if how.window else tf.nn.softmax(logits(images))
-    )
+    found = _over_windows(logits, images, window) if window else tf.nn.softmax(logits(images))
     if scale != 1.0:
         found = _resize(found, size, 1.0 / scale)
     return found[:, :, ::-1] if turned else found
@@ -93,16 +92,14 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
     one row of windows is in memory at a time.
     """
 
-    like = logits.get_concrete_function().structured_outputs
-
-    def row(strip: tf.Tensor) -> tf.Tensor:
-        return _mean_along(2, strip, lambda part: tf.nn.softmax(logits(part)), window, like)
-
-    return _mean_along(1, images, row, window, like)
+    along = functools.partial(
+        _mean_along, window=window, like=logits.get_concrete_function().structured_outputs
+    )
+    return along(1, images, lambda row: along(2, row, lambda part: tf.nn.softmax(logits(part))))
 
 
 def _mean_along(
-    axis: int, images: tf.Tensor, function: Function, window: int, like: tf.TensorSpec
+    axis: int, images: tf.Tensor, function: Function, *, window: int, like: tf.TensorSpec
 ) -> tf.Tensor:
     """Mean of `function` over windows along an axis (1: down), a tensor like `like`.
 

@@ -14,13 +14,12 @@ by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdkit.logs import complain
 from hvdkit.observe import records
@@ -29,54 +28,41 @@ from hvdkit.ranks.fingerprint import differences
 from hvdkit.stop import WRONG_USE
 
 
-class Ended(NamedTuple):
-    """The records of a run, from its folder."""
-
-    folder: str
-    summary: dict[str, Any]
-    records: list[dict[str, Any]]
-
-
-def read(folder: str) -> Ended:
-    """Raises ValueError, naming the file, where `folder` holds no run that has ended."""
-    summary, records = (Path(folder) / name for name in ("summary.json", "metrics.jsonl"))
-    try:
-        lines = [json.loads(line) for line in records.read_text().splitlines()]
-        about = json.loads(summary.read_text())
-        if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= set(about):
-            raise ValueError(f"{summary} is no summary of a run")
-        if not all(isinstance(line, dict) and "step" in line for line in lines):
-            raise ValueError(f"{records} has lines that no run writes")
-        figures = [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
-        return Ended(folder, dict(about), figures)
-    except (OSError, ValueError, TypeError) as error:
-        why = "there is none" if isinstance(error, FileNotFoundError) else error
-        name = getattr(error, "filename", None) or folder
-        raise ValueError(f"{name}: {why}: give folders of runs that have ended") from None
-
-
-def verdict(one: Ended, other: Ended) -> tuple[int, str]:
+def verdict(one: Records, other: Records) -> tuple[int, str]:
     """Exit code and sentence."""
     both = f"{one.folder} and {other.folder}"
-    if Path(one.folder).resolve() == Path(other.folder).resolve():
+    if one.folder.resolve() == other.folder.resolve():
         return 2, f"{both} are one folder: give those of two runs"
-    kinds = [run.summary["fingerprint"] for run in (one, other)]
-    unlike = differences(*kinds)
+    unlike = differences(one.summary["fingerprint"], other.summary["fingerprint"])
     if unlike:
         return 2, f"{both} were not computed alike, so bits cannot be compared: {', '.join(unlike)}"
     steps = [run.summary["step"] for run in (one, other)]
     if steps[0] != steps[1]:
         return 1, f"{both} ended at different steps: {steps[0]} and {steps[1]}"
-    if one.records != other.records:
-        rows = zip(one.records, other.records)
-        first = next((a["step"] for a, b in rows if a != b), None)
-        counts = f"{len(one.records)} and {len(other.records)} lines"
-        where = f"they hold {counts}" if first is None else f"first at step {first}"
+    lines, others = figures(one), figures(other)
+    if lines != others:
+        first = next((a["step"] for a, b in zip(lines, others) if a != b), None)
+        counts = f"they hold {len(lines)} and {len(others)} lines"
+        where = counts if first is None else f"first at step {first}"
         return 1, f"{both} differ in metrics.jsonl: {where}"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
         return 1, f"{both} logged the same figures but ended with different weights"
-    count = len(one.records)
+    count = len(lines)
     return 0, f"{both} are the same to the last bit: weights, and {count} lines of metrics.jsonl"
+
+
+def check_ended(run: Records) -> None:
+    """Raises OSError or ValueError, naming the file, if the run has not ended."""
+    file, ended = run.folder / "metrics.jsonl", "give folders of runs that have ended"
+    if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= {*run.summary}:
+        raise ValueError(f"{run.folder}/summary.json is no summary of a run: {ended}")
+    if len(file.read_bytes().splitlines()) != len(run.lines):
+        raise ValueError(f"{file} has lines that no run writes: {ended}")
+
+
+def figures(run: Records) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times."""
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in run.lines]
 
 
 def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
@@ -86,29 +72,30 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
       score: one row has the time to reach it; None: the lowest of the runs' best scores, if all
         measure the same.
     """
-    measures = [run.starts[-1].get("score", "") if run.starts else "" for run in runs]
-    bests = [_scored(run, measure) for run, measure in zip(runs, measures)]
-    goal = score
-    if goal is None and len({m for m, found in zip(measures, bests) if found}) < 2:
-        goal = min((max(s for s, _, _ in found) for found in bests if found), default=None)
+    measures = [run.last_start().get("score", "") for run in runs]
+    found = [_scored(run, measure) for run, measure in zip(runs, measures)]
+    if score is None and len({m for m, scored in zip(measures, found) if scored}) < 2:
+        score = min((max(s for s, _, _ in scored) for scored in found if scored), default=None)
+
+    def row(name: str, value: Callable[[Records], object]) -> list[str]:
+        return [name, *(str(value(run)) for run in runs)]
+
     rows = [
-        ["ended", *(str(run.summary.get("exit_reason", "not yet")) for run in runs)],
-        ["step", *(f"{run.last_step():,}" for run in runs)],
-        ["ranks", *(str(run.starts[-1].get("ranks", "?")) if run.starts else "?" for run in runs)],
-        ["starts", *(str(len(run.starts)) for run in runs)],
+        row("ended", lambda run: run.summary.get("exit_reason", "not yet")),
+        row("step", lambda run: f"{run.last_step():,}"),
+        row("ranks", lambda run: run.last_start().get("ranks", "?")),
+        row("starts", lambda run: len(run.starts)),
     ]
-    keys = dict.fromkeys(n for run in runs for n in run.scores())
-    rows += [[f"{n}, last", *(_text(run.scores().get(n)) for run in runs)] for n in keys]
-    rows.append(["best score", *(_best(*pair) for pair in zip(measures, bests))])
-    if goal is not None:
-        reached = [next((x for x in found if x[0] >= goal), None) for found in bests]
-        told = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
-        rows.append([f"to a score of {goal:.4g}", *told])
-    speeds = [run.summary.get("samples_per_second") for run in runs]
-    rows.append(["samples/s, median", *map(_text, speeds)])
-    rows.append(["weights", *(str(run.summary.get("weights_sha256", ""))[:12] for run in runs)])
-    flags = dict.fromkeys(name for run in runs for name in run.settings)
-    for name in flags:
+    for name in dict.fromkeys(n for run in runs for n in run.scores()):
+        rows.append(row(f"{name}, last", lambda run: _text(run.scores().get(name))))  # noqa: B023
+    rows.append(["best score", *(_best(*pair) for pair in zip(measures, found))])
+    if score is not None:
+        reached = [next((x for x in scored if x[0] >= score), None) for scored in found]
+        cells = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
+        rows.append([f"to a score of {score:.4g}", *cells])
+    rows.append(row("samples/s, median", lambda run: _text(run.summary.get("samples_per_second"))))
+    rows.append(row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12]))
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
         values = [run.settings.get(name, "(none)") for run in runs]
         if len(set(values)) > 1 and name != "run_dir":
             rows.append([f"--{name}", *values])
@@ -129,14 +116,14 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
 
     wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
     wanted |= {"samples_per_second": "Samples a second, all ranks"}
-    scores = dict.fromkeys(n for run in runs for n in run.scores())
-    wanted |= {"eval_loss": "Validation loss"} | {f"eval_{n}": f"Validation: {n}" for n in scores}
+    wanted["eval_loss"] = "Validation loss"
+    wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs for n in run.scores()}
     found = []
     for key, title in wanted.items():
         lines = {}
         for run, name in zip(runs, names):
-            held = run.evaluations if key.startswith("eval_") else run.steps
-            x, y = column(held, "step"), column(held, key)
+            lines_with = run.evaluations if key.startswith("eval_") else run.steps
+            x, y = column(lines_with, "step"), column(lines_with, key)
             if not all(map(math.isnan, y)):
                 lines[name] = (x, y)
         if lines:
@@ -156,11 +143,9 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
     """Each evaluation with the score: the score, its step, seconds since the run's first start."""
-    begin = run.starts[0].get("time", math.nan) if run.starts else math.nan
-    rows = zip(column(run.evaluations, f"eval_{measure}"), column(run.evaluations, "time"))
-    found = ((score, time - begin) for score, time in rows)
-    steps = (line["step"] for line in run.evaluations)
-    return [(score, step, s) for (score, s), step in zip(found, steps) if not math.isnan(score)]
+    begin = run.starts[0]["time"] if run.starts else math.nan
+    rows = [column(run.evaluations, name) for name in (f"eval_{measure}", "step", "time")]
+    return [(s, int(step), time - begin) for s, step, time in zip(*rows) if not math.isnan(s)]
 
 
 def _best(measure: str, found: Sequence[tuple[float, int, float]]) -> str:
@@ -175,34 +160,29 @@ def _text(value: object) -> str:
 
 
 def main(argv: list[str]) -> int:
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=as_it_is, allow_abbrev=False
-    )
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
-    made.add_argument("--html", type=Path, help="write the comparison as a page to this file")
-    made.add_argument("--score", type=float, help="also show each run's time to this score")
-    own = made.parse_args(argv[1:])
-    if len(own.folders) < 2:
-        complain("give two runs or more: hvdkit compare runs/one runs/other")
-        return WRONG_USE
+    """Returns the exit code: 0 all the same, 1 not the same, 2 cannot be compared."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--html", type=Path, help="write the comparison as a page to this file")
+    parser.add_argument("--score", type=float, help="also show each run's time to this score")
+    own = parser.parse_args(argv[1:])
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     try:
+        if len(own.folders) < 2:
+            raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
         runs = [records.read(folder) for folder in own.folders]
         rows, names = side_by_side(runs, own.score), labels(own.folders)
         if own.html:
             own.html.write_text(html(runs, names, rows), encoding="utf-8")
+        print(printed([["", *names], *rows]))
+        if own.html:
+            print(f"page: {own.html}")
+        for run in runs:
+            check_ended(run)
     except (OSError, ValueError) as error:
         complain(str(error))
         return WRONG_USE
-    print(printed([["", *names], *rows]))
-    if own.html:
-        print(f"page: {own.html}")
-    try:
-        ended = [read(str(folder)) for folder in own.folders]
-    except ValueError as error:
-        complain(str(error))
-        return WRONG_USE
-    found = [verdict(ended[0], run) for run in ended[1:]]
+    found = [verdict(runs[0], run) for run in runs[1:]]
     print("\n".join(sentence for _, sentence in found))
     return max(code for code, _ in found)

@@ -19,20 +19,29 @@ class Records(NamedTuple):
 
     folder: Path
     settings: dict[str, str]  # flags of config.cfg, by name, as text
-    steps: list[dict[str, Any]]  # metrics.jsonl: logged steps
-    evaluations: list[dict[str, Any]]  # metrics.jsonl: evaluations
+    lines: list[dict[str, Any]]  # of metrics.jsonl: steps and evaluations
     starts: list[dict[str, Any]]  # starts.jsonl
     summary: dict[str, Any]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "loss" in line]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if "eval_loss" in line]
 
     def last_step(self) -> int:
         lines = [*self.steps, *self.evaluations, *self.starts]
         return self.summary.get("step") or max((line["step"] for line in lines), default=0)
 
+    def last_start(self) -> dict[str, Any]:
+        return self.starts[-1] if self.starts else {}
+
     def scores(self) -> dict[str, Any]:
         """Figures of the newest evaluation, over the whole validation set, without the loss."""
         newest = self.evaluations[-1] if self.evaluations else {}
-        names = {name: name.removeprefix("eval_") for name in newest if is_score(name)}
-        return {short: newest[name] for name, short in names.items()}
+        return {n.removeprefix("eval_"): value for n, value in newest.items() if is_score(n)}
 
 
 def read(folder: Path) -> Records:
@@ -40,7 +49,7 @@ def read(folder: Path) -> Records:
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
     lines = _lines(folder / "metrics.jsonl")
-    lines = [{name: x for name, x in line.items() if _is_figure(x)} for line in lines]
+    starts = _lines(folder / "starts.jsonl")
     try:
         summary = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
@@ -48,9 +57,8 @@ def read(folder: Path) -> Records:
     return Records(
         folder,
         _settings(folder / "config.cfg"),
-        [line for line in lines if "loss" in line],
-        [line for line in lines if "eval_loss" in line],
-        [line for line in _lines(folder / "starts.jsonl") if isinstance(line.get("time"), float)],
+        [{name: x for name, x in line.items() if _is_figure(x)} for line in lines],
+        [line for line in starts if isinstance(line.get("time"), float)],
         summary if isinstance(summary, dict) else {},
     )
 

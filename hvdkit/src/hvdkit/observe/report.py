@@ -27,6 +27,18 @@ from hvdkit.observe.records import Records, column, is_of_class, is_score
 from hvdkit.stop import DONE, WRONG_USE
 
 _MOST_BARS = 30
+# By title: figures of metrics.jsonl, and their names in the legend.
+_CURVES = {
+    "Learning rate": {"lr": ""},
+    "Norm of the gradient": {"grad_norm": ""},
+    "Samples a second, all ranks": {"samples_per_second": ""},
+    "Share of time spent waiting for data, rank 0": {"data_wait": ""},
+    "A rank's own seconds a step": {f"own_seconds_{n}": n for n in ("least", "median", "most")},
+}
+_COUNTS = {
+    "skipped_steps": "steps skipped because loss or gradients were not finite",
+    "batches_passed_over": "batches left out after going back",
+}
 
 
 def write(run_dir: Path) -> Path:
@@ -36,27 +48,30 @@ def write(run_dir: Path) -> Path:
     if (file := run_dir / "confusion.csv").exists():
         names, counts = metrics.read_confusion(file)
         names = [name.encode("utf-8", "replace").decode() for name in names]  # any bytes
+    fingerprint = run.summary.get("fingerprint")
+    versions = list(fingerprint.items()) if isinstance(fingerprint, dict) else []
     parts = [
         pages.table(about(run)),
         pages.section("Training", pages.cards(training(run))),
         pages.section("Scores", pages.cards(scores(run, names, counts))),
         pages.section("What it predicts", *predictions(run, names)),
         pages.section("Starts, faults and time lost", *faults(run)),
-        pages.section("Computed with", pages.table(list(versions(run)))),
+        pages.section("Computed with", pages.table(versions)),
         settings(run),
     ]
+    state = run.summary.get("exit_reason") or f"not ended, step {run.last_step():,}"
     out = run_dir / "report.html"
-    pages.write(out, pages.page(f"{run.folder.resolve().name}: {_state(run)}", parts))
+    pages.write(out, pages.page(f"{run.folder.resolve().name}: {state}", parts))
     return out
 
 
 def about(run: Records) -> list[tuple[str, object]]:
     """The most important facts."""
     rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
-    last = run.starts[-1] if run.starts else {}
+    last, total = run.last_start(), run.settings.get("num_steps", "?")
     rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
-    step, total = run.last_step(), run.settings.get("num_steps", "?")
-    rows.append(("steps", f"{step:,} of {_grouped(total)}"))
+    total = f"{int(total):,}" if total.isdecimal() else total
+    rows.append(("steps", f"{run.last_step():,} of {total}"))
     if reason := run.summary.get("exit_reason"):
         rows.append(("ended", reason))
     if run.evaluations:
@@ -64,7 +79,7 @@ def about(run: Records) -> list[tuple[str, object]]:
         rows.append((f"scores of step {run.evaluations[-1]['step']:,}", shown))
     if speed := run.summary.get("samples_per_second"):
         rows.append(("speed, median", f"{speed:,.0f} samples/s"))
-    if run.starts and (end := _last_time(run)):
+    if run.starts and (end := max((line.get("time", 0.0) for line in run.lines), default=0.0)):
         rows.append(("time, first start to last record", _duration(end - run.starts[0]["time"])))
     if sha := run.summary.get("weights_sha256"):
         rows.append(("weights, SHA-256", sha))
@@ -82,16 +97,7 @@ def training(run: Records) -> list[str]:
         at = column(run.evaluations, "step")
         loss["validation"] = (at, column(run.evaluations, "eval_loss"))
     found = [pages.curves("Loss" + (" (dotted: a new start)" if marks else ""), loss, marks=marks)]
-    for title, names in (
-        ("Learning rate", {"lr": ""}),
-        ("Norm of the gradient", {"grad_norm": ""}),
-        ("Samples a second, all ranks", {"samples_per_second": ""}),
-        ("Share of time spent waiting for data, rank 0", {"data_wait": ""}),
-        (
-            "A rank's own seconds a step",
-            {f"own_seconds_{n}": n for n in ("least", "median", "most")},
-        ),
-    ):
+    for title, names in _CURVES.items():
         lines = {label: (x, column(run.steps, name)) for name, label in names.items()}
         if any(np.isfinite(y).any() for _, y in lines.values()):
             found.append(pages.curves(title, lines))
@@ -138,29 +144,16 @@ def faults(run: Records) -> list[str]:
         lost = ""
         if number:
             # Records after the step that a start resumed from were dropped and made again.
-            before = run.starts[:number]
-            lines = [
-                x for x in (*before, *run.steps, *run.evaluations) if x["step"] <= start["step"]
-            ]
+            lines = [x for x in (*run.starts[:number], *run.lines) if x["step"] <= start["step"]]
             kept = [x["time"] for x in lines if x.get("time", math.inf) < start["time"]]
             lost = _duration(start["time"] - max(kept)) if kept else "not known"
-        rows.append((_date(start["time"]), f"{start['step']:,}", start.get("where", ""), lost))
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
+        rows.append((date, f"{start['step']:,}", start.get("where", ""), lost))
     head = ("started", "from step", "where", "lost: from the last record kept to this start")
-    counted = [
-        f"{run.summary[key]:,} {words}"
-        for key, words in (
-            ("skipped_steps", "steps skipped because loss or gradients were not finite"),
-            ("batches_passed_over", "batches left out after going back"),
-        )
-        if run.summary.get(key)
-    ]
+    counts = {words: run.summary.get(key) for key, words in _COUNTS.items()}
+    counted = [f"{count:,} {words}" for words, count in counts.items() if count]
     notes = "".join(f"<p>{pages.escaped(text)}</p>" for text in counted)
     return [pages.table(rows, head) if rows else "", notes]
-
-
-def versions(run: Records) -> list[tuple[str, object]]:
-    found = run.summary.get("fingerprint")
-    return list(found.items()) if isinstance(found, dict) else []
 
 
 def settings(run: Records) -> str:
@@ -169,19 +162,9 @@ def settings(run: Records) -> str:
     return f"<details><summary>All settings</summary><pre>{pages.escaped(text)}</pre></details>"
 
 
-def _state(run: Records) -> str:
-    reason = run.summary.get("exit_reason")
-    return str(reason) if reason else f"not ended, step {run.last_step():,}"
-
-
 def _is_segmentation(run: Records) -> bool:
     """Whether classes belong to pixels, which are drawn in the palette's colours."""
     return any(is_of_class(name) for line in run.evaluations for name in line)
-
-
-def _last_time(run: Records) -> float:
-    times = (line.get("time", 0.0) for line in (*run.steps, *run.evaluations))
-    return max(times, default=0.0)
 
 
 def _unique(names: Sequence[str], number: int) -> str:
@@ -191,14 +174,6 @@ def _unique(names: Sequence[str], number: int) -> str:
 
 def _colour(number: int) -> str:
     return "#" + "".join(f"{part:02x}" for part in COLOURS[number % len(COLOURS)])
-
-
-def _grouped(number: str) -> str:
-    return f"{int(number):,}" if number.isdecimal() else number
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _duration(seconds: float) -> str:

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ class Telemetry:
     matters is in checkpoints. Use it in a `with`, which closes its files; a summary may follow.
     """
 
-    def __init__(self, config: Settings, world: World, first_step: int, epoch: int) -> None:
+    def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
         """Raises OSError or ValueError, on rank 0, when the records cannot be opened.
 
         Args:
@@ -46,38 +45,36 @@ class Telemetry:
         """
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
-        self._clock, self._epoch, self._score = _Clock(first_step), epoch, ""
+        self._last_step, self._last_time = first_step, time.monotonic()
+        self._epoch, self._score = epoch, ""  # of the newest evaluation, for the status line
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._failed: set[str] = set()
-        self._told_of_waiting = False
+        self._input_bound = False
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             self._lines = (run_dir / "metrics.jsonl").open("a")
             settings = run_dir / "config.cfg"
             self._settings = settings.read_bytes() if settings.exists() else b""
-            names = config.tracker_names
-            self._trackers = trackers.make(names, run_dir, dataclasses.asdict(config))
+            given = dataclasses.asdict(config)
+            self._trackers = trackers.make(config.tracker_names, run_dir, given)
 
     def __enter__(self) -> Telemetry:
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._world.is_chief:
             logs.end_status()
-            with self._told_once("metrics.jsonl"):
+            with self._reports_once("metrics.jsonl"):
                 self._lines.close()
         for tracker in self._trackers:
-            with self._told_once(type(tracker).__name__):
+            with self._reports_once(type(tracker).__name__):
                 tracker.close()
 
     def started(self, step: int, about: Mapping[str, Any]) -> None:
         """Records that the run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
             line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
-            with self._told_once("starts.jsonl"), (self._dir / "starts.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._append("starts.jsonl", line)
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:
@@ -86,13 +83,14 @@ class Telemetry:
         try:
             yield
         finally:
-            self._clock.leave_out(time.monotonic() - start)
+            self._last_time += time.monotonic() - start
 
     def step(
         self,
         step: int,
-        samples: int,
         figures: Mapping[str, float],
+        *,
+        samples: int,
         losses: Sequence[float],
         waited: float,
         times: Mapping[str, float],
@@ -100,15 +98,15 @@ class Telemetry:
         """A logged step.
 
         Args:
-          samples: samples a step, over all ranks.
           figures: loss, lr, grad_norm, ... by name.
+          samples: samples a step, over all ranks.
           losses: each rank's own mean loss.
           waited: seconds that this rank waited for its data since the last logged step.
           times: of all ranks, see hvdkit/observe/stragglers.py.
         """
         if not self._world.is_chief:
             return
-        steps, seconds = self._clock.since_last(step)
+        steps, seconds = self._since_last(step)
         rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
         self._logged += 1
         if self._logged > 1:  # the first interval includes tracing of graphs
@@ -119,7 +117,7 @@ class Telemetry:
         shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
         self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
-        eta = _minutes((self._num_steps - step) * samples / rate)
+        eta = _clock_time((self._num_steps - step) * samples / rate)
         line = (
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
@@ -130,13 +128,20 @@ class Telemetry:
         else:
             say(self._world, line)
         # Not at the first logged step: nothing could be read ahead for it.
-        if wait > _MUCH_WAITING and self._logged > 1 and not self._told_of_waiting:
-            self._told_of_waiting = True
+        if wait > _MUCH_WAITING and self._logged > 1 and not self._input_bound:
+            self._input_bound = True
             say(
                 self._world,
                 f"note: input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
                 "cores or --data_workers, or smaller pictures (hvdkit/data/pack.py)",
             )
+
+    def _since_last(self, step: int) -> tuple[int, float]:
+        """Steps and seconds of training since the last call; above 0."""
+        now = time.monotonic()
+        steps, seconds = max(step - self._last_step, 1), max(now - self._last_time, 1e-9)
+        self._last_step, self._last_time = step, now
+        return steps, seconds
 
     def median_speed(self) -> float | None:
         """Samples a second, all ranks: median of the newest intervals, without the first."""
@@ -147,27 +152,18 @@ class Telemetry:
         if not self._world.is_chief:
             return
         names = ("sum", "norm", "nonfinite")
-        record = {
-            path: whole_files.without_nan(dict(zip(names, map(float, row))))
-            for path, row in zip(layers, figures)
-        }
+        by_layer = {path: dict(zip(names, row.tolist())) for path, row in zip(layers, figures)}
+        record = {path: whole_files.without_nan(found) for path, found in by_layer.items()}
         norm = float(np.linalg.norm(figures[:, 1]))
-        line = json.dumps({"step": step, "global_norm": norm, "layers": record}) + "\n"
-        with self._told_once("gradients.jsonl"), (self._dir / "gradients.jsonl").open("a") as file:
-            file.write(line)
-        self._show(
-            step,
-            {
-                f"gradient_{name}/{path}": value
-                for path, row in zip(layers, figures)
-                for name, value in zip(names, row)
-            },
-        )
+        self._append("gradients.jsonl", {"step": step, "global_norm": norm, "layers": record})
+        pairs = ((path, *pair) for path, found in by_layer.items() for pair in found.items())
+        self._show(step, {f"gradient_{name}/{path}": value for path, name, value in pairs})
 
     def evaluation(
         self,
         step: int,
         figures: Mapping[str, float],
+        *,
         main_metric: str,
         pictures: np.ndarray | None,
     ) -> None:
@@ -177,38 +173,38 @@ class Telemetry:
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
         if pictures is not None:
-            with self._told_once("predictions.png"):
+            with self._reports_once("predictions.png"):
                 self._pictures(step, pictures)
-        say(
-            self._world,
-            f"step {step}/{self._num_steps}  evaluated: loss {figures['loss']:.4f}  "
-            f"{main_metric} {figures[main_metric]:.4f}",
-        )
         self._score = f"  {main_metric} {figures[main_metric]:.4f}"
+        loss = f"evaluated: loss {figures['loss']:.4f}"
+        say(self._world, f"step {step}/{self._num_steps}  {loss}{self._score}")
 
     def _pictures(self, step: int, pictures: np.ndarray) -> None:
         """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
         for tracker in self._trackers:
             tracker.pictures(step, pictures)
-        sheet = Image.fromarray(np.concatenate(list(pictures)))
-        scale = max(1, 640 // sheet.width)
-        sheet.resize((sheet.width * scale, sheet.height * scale), Image.NEAREST).save(
-            self._dir / "predictions.png"
-        )
+        sheet = np.concatenate(list(pictures))
+        times = max(1, 640 // sheet.shape[1])
+        drawn = Image.fromarray(sheet.repeat(times, 0).repeat(times, 1))
+        drawn.save(self._dir / "predictions.png")
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
-            with self._told_once("summary.json"):
+            with self._reports_once("summary.json"):
                 whole_files.write_json(self._dir / "summary.json", record)
 
     def confusion(self, names: Sequence[str], counts: np.ndarray) -> None:
         """The newest evaluation's confusion matrix, integer [n, n], row: label."""
         if self._world.is_chief:
-            with self._told_once("confusion.csv"):
+            with self._reports_once("confusion.csv"):
                 metrics.write_confusion(self._dir / "confusion.csv", names, counts)
 
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        with self._reports_once(name), (self._dir / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
     def _write(self, record: Mapping[str, Any]) -> None:
-        with self._told_once("metrics.jsonl"):
+        with self._reports_once("metrics.jsonl"):
             if not Path(self._lines.name).exists():
                 self._begin_anew()
             self._lines.write(json.dumps(whole_files.without_nan(record) | {"time": _now()}) + "\n")
@@ -230,11 +226,11 @@ class Telemetry:
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:
-            with self._told_once(type(tracker).__name__):
+            with self._reports_once(type(tracker).__name__):
                 tracker.scalars(step, scalars)
 
     @contextlib.contextmanager
-    def _told_once(self, what: str) -> Iterator[None]:
+    def _reports_once(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a tracker may raise anything
@@ -249,21 +245,6 @@ def _now() -> float:
     return round(time.time(), 2)
 
 
-class _Clock:
-    def __init__(self, step: int) -> None:
-        self._step, self._time = step, time.monotonic()
-
-    def leave_out(self, seconds: float) -> None:
-        self._time += seconds
-
-    def since_last(self, step: int) -> tuple[int, float]:
-        """Steps and seconds since the last call; above 0."""
-        now = time.monotonic()
-        steps, seconds = max(step - self._step, 1), max(now - self._time, 1e-9)
-        self._step, self._time = step, now
-        return steps, seconds
-
-
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:
     """The ranks' losses for trackers: statistics, and each if the ranks are few."""
     found = np.asarray(losses)
@@ -274,8 +255,8 @@ def _by_rank(losses: Sequence[float]) -> dict[str, float]:
     return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
 
 
-def _minutes(seconds: float) -> str:
-    whole = int(seconds)
-    hours, rest = divmod(whole, 3600)
-    clock = f"{rest // 60}:{rest % 60:02d}"
-    return f"{hours}:{clock.zfill(5)}" if hours else clock
+def _clock_time(seconds: float) -> str:
+    """4:05 or 1:04:05."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

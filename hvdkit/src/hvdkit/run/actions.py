@@ -86,7 +86,8 @@ class Log:
         logged, self._waited = self._waited, self._feed.waited()
         waited = self._waited - logged
         times, note = self._pace.interval(waited)
-        self._telemetry.step(step, config.global_batch_size, figures, losses, waited, times)
+        more = {"losses": losses, "waited": waited, "times": times}
+        self._telemetry.step(step, figures, samples=config.global_batch_size, **more)
         if note:
             say(self._run.world, note)
         if config.log_gradients:
@@ -236,7 +237,8 @@ class Evaluate:
             self.figures = found.figures
             score = self.figures[run.task.main_metric]
             # The score last: what lacks it is evaluated, and logged, again.
-            self._telemetry.evaluation(step, self.figures, run.task.main_metric, found.pictures)
+            main, pictures = run.task.main_metric, found.pictures
+            self._telemetry.evaluation(step, self.figures, main_metric=main, pictures=pictures)
             if (counts := found.confusion()) is not None:
                 names = metrics.class_names(run.val_source, len(counts))
                 self._telemetry.confusion(names, counts)

@@ -220,7 +220,9 @@ class Run:
                 note = run_folder.begin(run_dir, start.found, settings, make_up, self.given)
                 if note:
                     say(world, note)
-            self.telemetry = Telemetry(settings, world, start.step, len(context.train_source))
+            self.telemetry = Telemetry(
+                settings, world, first_step=start.step, epoch=len(context.train_source)
+            )
             about = {"what": self.what, "where": self.where, "score": self.task.main_metric}
             self.telemetry.started(start.step, about)
         if start.found:

@@ -32,9 +32,13 @@ def _find() -> Path:
     starts = [Path(script).resolve().parent] if script else []
     for start in [*starts, Path.cwd()]:
         for found in (start, *start.parents):
-            if (found / "train.py").is_file() and (found / "tasks").is_dir():
+            if is_fork(found):
                 return found
     return Path.cwd()
+
+
+def is_fork(path: Path) -> bool:
+    return (path / "train.py").is_file() and (path / "tasks").is_dir()
 
 
 def is_own(file: str | Path) -> bool:
