@@ -1,19 +1,19 @@
-"""The shape of the code: layers by import-linter, and how large functions and files may be."""
+"""The shape of the code, links between pages, spelling, and what flagfiles say of themselves."""
+
+from __future__ import annotations
 
 import ast
+import re
 import subprocess
+import sys
 from pathlib import Path
 
+import links
 import pytest
 from hosts import ROOT
 
 FORK = {"train.py": 100, "settings.py": 40, "models.py": 120, "tasks/blank.py": 110}
 FORK |= {"tasks/segmentation.py": 215, "tests/test_task.py": 120}
-
-
-def code() -> list[Path]:
-    files = [*ROOT.glob("hvdkit/src/**/*.py"), *ROOT.glob("template/*.py")]
-    return [*files, *ROOT.glob("template/tasks/*.py")]
 
 
 def test_imports_between_rooms_point_down():
@@ -23,7 +23,8 @@ def test_imports_between_rooms_point_down():
 
 def test_no_function_is_longer_than_60_lines():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    for path in code():
+    patterns = ("hvdkit/src/**/*.py", "template/*.py", "template/tasks/*.py")
+    for path in (path for pattern in patterns for path in ROOT.glob(pattern)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, kinds):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
@@ -32,3 +33,43 @@ def test_no_function_is_longer_than_60_lines():
 @pytest.mark.parametrize("name", FORK)
 def test_a_forks_file_is_read_in_one_sitting(name):
     assert len((ROOT / "template" / name).read_text().splitlines()) <= FORK[name]
+
+
+def test_every_link_leads_somewhere():
+    assert len(links.pages()) > 10
+    assert [fault for page in links.pages() for fault in links.broken(page)] == []
+
+
+def test_broken_links_are_named(tmp_path: Path):
+    (tmp_path / "other.md").write_text("# Some title: `--flag`, twice\n## A\n## A\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](none.md) [b](other.md#nothing) [c](#here) [d](other.md#some-title---flag-twice)\n"
+        "[e](other.md#a-1) [f](https://example.org/none) `[g]`\n"
+        "`hvdkit/stop.py` `hvdkit/none.py`\n## Here\n```\n[h](code.md)\n```\n"
+    )
+    found = [fault.split(": ")[1] for fault in links.broken(page)]
+    assert found == ["hvdkit/none.py", "none.md", "other.md#nothing"]
+    ended = subprocess.run([sys.executable, links.__file__, page], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 3
+
+
+def test_words_are_spelt_right():
+    words = "git ls-files | grep -v '\\.lock$\\|\\.png$' | xargs codespell"
+    ended = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.mark.parametrize("name", ["voc", "cityscapes", "cifar10", "imagenet"])
+def test_configs_of_published_models_say_how_to_run_them_and_what_to_expect(name: str):
+    lines = (ROOT / "template" / "configs" / f"{name}.cfg").read_text().splitlines(True)
+    head = "".join(line for line in lines if line.startswith("#"))
+    assert f"train.py --flagfile=configs/{name}.cfg" in head
+    assert re.search(r"arXiv:\d{4}\.\d{5}", head) and "not run here" in head and "GPU" in head
+
+
+@pytest.mark.parametrize("name", ["demo", "digits", "blank"])
+def test_configs_that_were_run_here_say_what_was_seen(name: str):
+    text = (ROOT / "template" / "configs" / f"{name}.cfg").read_text()
+    assert f"horovodrun -np 2 python train.py --flagfile=configs/{name}.cfg" in text
+    assert re.search(r"Seen on two CPU cores, two ranks: validation (mIoU|accuracy) [\d.]+", text)

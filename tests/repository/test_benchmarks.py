@@ -1,0 +1,181 @@
+"""Benchmarks: the file of `make bench`, the table of gpu.py, the short forms of scale.py and chaos."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hosts import ROOT
+
+from ranks import ENVIRONMENT
+
+FOLDER = ROOT / "benchmarks"
+
+
+def benchmark(name: str):
+    """A file of benchmarks/ as a module: other files there have the names of tests' modules."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu, scale = benchmark("gpu"), benchmark("scale")
+LATE = """
+import time
+try:
+    print("| begun |", flush=True)
+    time.sleep(60)
+finally:  # as where a launch takes its ranks with it
+    open({left!r}, "w").close()
+"""
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    module = benchmark("results")
+    (tmp_path / "well.py").write_text("import sys; print('| well |', *sys.argv[1:])")
+    (tmp_path / "ill.py").write_text("print('| half |'); raise SystemExit('no')")
+    (tmp_path / "late.py").write_text(LATE.format(left=str(tmp_path / "left")))
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "TIMEOUT", 2)
+    return module
+
+
+def parts(results, *names: str) -> dict:
+    return {n: results.Part(f"The {n}", f"{n}.py --rows=2", n == "well", "Why.") for n in names}
+
+
+def test_all_that_was_printed_is_in_the_file(results, tmp_path, capfd):
+    out, torch = tmp_path / "RESULTS.md", tmp_path / "python"
+    torch.write_text("#!/bin/sh\necho 2.0 0.15\n")
+    torch.chmod(0o755)
+    assert results.run_all(parts(results, "well"), str(torch), out) == 0
+    text = out.read_text()
+    assert "## The well\n\n`python benchmarks/well.py --rows=2`: done after 0 min 0 s. Why." in text
+    assert f"\n\n| well | --rows=2 --torch={torch}\n" in text
+    assert re.search(r"^- date: 20\d\d-\d\d-\d\d \d\d:\d\d UTC, commit \w+", text, re.MULTILINE)
+    assert re.search(r"^- machine: .+, \d+ cores, \d+ GiB, Linux \d.*; load", text, re.MULTILINE)
+    assert re.search(r"Python 3\.\d+\.\d+, tensorflow\S* 2\.\d+.*, horovod \d.*, torch 2.0", text)
+    assert "| well |" in capfd.readouterr().out, "shown while it runs"
+
+
+def test_the_others_run_when_one_fails_or_hangs(results, tmp_path):
+    out = tmp_path / "RESULTS.md"
+    assert results.run_all(parts(results, "ill", "late", "well"), None, out) == 1
+    text = out.read_text()
+    assert "**failed with exit code 1** after 0 min 0 s. Why.\n\n| half |" in text
+    assert re.search(r"failed with exit code -2\*\* after 0 min 2 s\. Why\.\n\n\| begun \|", text)
+    assert "| well | --rows=2\n" in text
+    assert (tmp_path / "left").exists(), "it could clean up"
+
+
+def test_a_part_that_was_not_reached_is_missing_in_the_file(results):
+    found = {"well": results.Outcome(0, "| well |\n", 61.0)}
+    text = results.text(parts(results, "well", "ill"), found, ["- date: today"])
+    assert "done after 1 min 1 s" in text
+    assert "`python benchmarks/ill.py --rows=2`: not run." in text
+
+
+def test_benchmarks_have_the_flags_that_make_bench_gives(results):
+    for part in results.PARTS.values():
+        file, *flags = part.command.partition(" -- ")[0].split() + ["--torch"] * part.torch
+        command = [sys.executable, FOLDER / file, "--help"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert not {flag.partition("=")[0] for flag in flags} - {*re.findall(r"--\w+", shown)}, file
+
+
+@pytest.mark.slow
+def test_the_bare_loop_and_train_py_take_the_same_steps():
+    command = [FOLDER / "peers.py", "--rounds=1", "--windows=1", "bare", "template"]
+    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    rows = [line.split(" | ") for line in ended.stdout.splitlines()[2:]]
+    names = ["| this project, constant batch", "| bare Horovod loop, constant batch"]
+    assert [row[0] for row in rows] == names
+    for row in rows:
+        milliseconds, rate = float(row[1]), float(row[2])
+        assert rate == pytest.approx(16e3 / milliseconds, rel=0.02)
+    assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
+
+
+def record(rate, **more):
+    found = {"mean": rate, "interval_95": [rate - 2, rate + 2], "median": rate, "jitter": 1.0}
+    return {"samples_per_second": found} | more
+
+
+def test_rows_are_compared_with_rows_that_come_before():
+    for gpus in (True, False):
+        names = list(gpu.rows(gpus))
+        for place, row in enumerate(gpu.rows(gpus).values()):
+            assert not row.over or row.over in names[:place]
+    assert "float32, TF32 off" not in gpu.rows(False)
+    on, off = (gpu.rows(True)[f"float32, TF32 {how}"] for how in ("on", "off"))
+    assert off.env == gpu.TF32_OFF and on.env is None and on.over == "float32, TF32 off"
+    assert gpu.rows(True)["float32, TF32 off, --virtual_ranks"].env == gpu.TF32_OFF
+    assert [gpu.powers(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
+
+
+def test_a_line_of_gpus_table():
+    by_rank = [{"gpu_peak_bytes": 3 * 2**30, "host_peak_bytes": 2**30}]
+    shares = {"input": 0.011, "bookkeeping": 0.002, "reduction_alone": None}
+    work = {"utilization": 0.42}
+    ours = record(200.0, ranks=2, shares_of_a_step=shares, model_flops=work, by_rank=by_rank)
+    row, others = gpu.Row("", bare=True, over="plain"), {"over": record(300.0)}
+    others["alone"] = record(125.0)
+    line = gpu.cells({"same-batch": ours, "bare": record(160.0)}, row, **others)
+    assert line == [
+        *("160 ± 2", "200 ± 2", "1.250", "1.50 (plain)", "0.80"),
+        *("42.0%", "1.1%", "", "3.0"),
+    ]
+    failed = gpu.cells({"same-batch": {}}, row, over={}, alone={})
+    assert failed[1] == "failed" and not any(failed[2:])
+
+
+@pytest.mark.slow
+def test_the_small_form_of_gpu_runs():
+    command = [sys.executable, "benchmarks/gpu.py", "--ranks=1,2", "float32", "bfloat16, input"]
+    env = os.environ | ENVIRONMENT
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=800)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.startswith("No GPU here: the small form on CPUs")
+    lines = [line.split(" | ") for line in ended.stdout.splitlines() if re.match(r"\| \d", line)]
+    names = ["float32", "bfloat16, input on"] * 2 + ["float32, --virtual_ranks"]
+    assert [line[1] for line in lines] == names
+    for line in lines:
+        assert re.match(r"[\d.e+]+ ± [\d.e+]+$", line[3]), line
+        assert bool(line[4]) == (line[1] == "float32")  # over the bare loop
+        assert bool(line[9]) == (line[0] == "| 2")  # the reduction
+
+
+def test_thousands_of_ranks_cost_rank_0_little():
+    """As many exchanges as 2 ranks until the first step; a log line once took 200 ms at 1,024."""
+    mocked = scale.run(8192, True, [*scale.SHORT, "--global_batch_size=8192"])[-1]
+    two = scale.run(2, False, scale.SHORT)[-1]
+    assert mocked["exchanges"] == two["exchanges"] < 60
+    # Names and addresses of all ranks are sent once; all else does not grow.
+    assert mocked["kB"] < 8192 * 0.25
+    assert mocked["together"] < 20 and mocked["log"] < 100  # milliseconds
+    assert mocked["MB"] < 1000 and mocked["files"] < 50
+
+
+def test_only_what_is_written_grows_with_steps():
+    flags = ["--num_steps=1000", "--log_every=1", "--eval_every=100", "--checkpoint_every=100"]
+    *rows, _ = scale.run(1, False, flags)
+    tenth, half, end = rows
+    assert [row["step"] for row in rows] == [100, 500, 1000]
+    assert end["MB"] - half["MB"] < 8 and end["files"] <= tenth["files"] + 2
+    lines = [row["bytes"]["metrics.jsonl"] / row["step"] for row in rows]
+    assert max(lines) / min(lines) < 1.2
+    assert end["bytes"]["checkpoints"] < 1.5 * half["bytes"]["checkpoints"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_short_form_of_make_chaos_ends_with_the_bits_of_an_undisturbed_run():
+    kinds = ("kill_in_save", "flip_a_bit", "fill_the_disk")
+    words = [sys.executable, "tests/chaos.py", "--seed=3", f"--events={len(kinds)}", *kinds]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    print(ended.stdout + ended.stderr)
+    assert ended.returncode == 0 and "the same to the last bit" in ended.stdout
