@@ -13,13 +13,16 @@ Horovod is started. Every check has a time limit.
 import argparse
 import contextlib
 import os
+import random
 import sys
+import time
 from typing import Any
 
-from preflight import facts, findings, ports, ranks, speed
+from preflight import facts, findings, ranks
 from preflight.findings import leaders, place
 from preflight.ranks import watch
 
+_MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts not every pair is timed; a slow host shows in six
 _NETWORK = "look at firewalls and at the network that MPI takes (hosts.sh --interface)"
 
 
@@ -55,7 +58,7 @@ def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namesp
     if ranks.launcher() == "mpi" and own["alike"]["MPI"] != "none":
         # Rank 0 is the one that knows who is missing, and the first to give up.
         limit = options.timeout + (10 if ranks.rank() else 0)
-        with watch("waiting for all ranks to start MPI", limit, _NETWORK, absent):
+        with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=absent):
             return ranks.Mpi()
     addresses, why = facts.resolve(own["host"])
     if not addresses:  # Gloo listens where it points to
@@ -65,10 +68,11 @@ def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namesp
     if any(f.level == "fatal" for f in found):
         print(*found, sep="\n", flush=True)
         return None
-    return ranks.Horovod(*start_horovod(options))
+    start_horovod(options)
+    return ranks.Horovod()
 
 
-def start_horovod(options: argparse.Namespace) -> tuple[Any, Any]:
+def start_horovod(options: argparse.Namespace) -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -82,7 +86,46 @@ def start_horovod(options: argparse.Namespace) -> tuple[Any, Any]:
     tf.config.set_visible_devices(own, "GPU")
     for gpu in own:
         tf.config.experimental.set_memory_growth(gpu, True)
-    return hvd, tf
+
+
+def rounds(hosts: int) -> list[list[tuple[int, int]]]:
+    """Every pair once, or of many hosts some, drawn alike by all; no host is twice in a round."""
+    seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    table = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]))
+        table.append([(min(p), max(p)) for p in pairs if None not in p])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return table if hosts <= _MOST_HOSTS else random.Random(hosts).sample(table, _ROUNDS)
+
+
+def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
+    """Times and checks one allreduce of float32 by a process set that this rank is in.
+
+    Returns:
+      "rank"; "ranks" (empty: all); "right", the sum; "seconds", the mean of three; "rate", the bus
+      bandwidth in bytes a second as nccl-tests define it: bytes / seconds x 2 (n - 1) / n.
+    """
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    size, numbers = process_set.size(), tf.ones([megabytes << 18])
+    name = f"doctor.{'-'.join(map(str, process_set.ranks or ['all']))}"
+
+    def once(tensor: Any) -> Any:
+        return hvd.allreduce(tensor, op=hvd.Sum, name=name, process_set=process_set)
+
+    right = bool(tf.reduce_all(once(numbers) == size))  # also makes the connections
+    once(tf.zeros([1]))  # all start together
+    start = time.perf_counter()
+    for _ in range(3):
+        total = once(numbers)
+    total[:1].numpy()  # a GPU has finished
+    seconds = (time.perf_counter() - start) / 3
+    rate = (megabytes << 20) / seconds * 2 * (size - 1) / size
+    its = [] if process_set is hvd.global_process_set else process_set.ranks
+    return {"rank": hvd.rank(), "ranks": its, "seconds": seconds, "right": right, "rate": rate}
 
 
 class Examination:
@@ -95,7 +138,7 @@ class Examination:
 
     def run(self) -> int:
         """The exit code, the same on all ranks."""
-        self.own["door"] = ports.open_door() | {"addresses": self.own["addresses"]}
+        self.own["door"] = ranks.open_door() | {"addresses": self.own["addresses"]}
         plan = self.tell_facts()
         timed = self.time(plan["leaders"]) if self.look_around(plan) else []
         with self.watch("telling rank 0 what came out"):
@@ -105,7 +148,7 @@ class Examination:
             return int(self.ranks.broadcast(any(f.level != "note" for f in self.found)))
 
     def watch(self, stage: str, advice: str = _NETWORK, times: float = 1) -> Any:
-        return watch(stage, times * self.options.timeout, advice, self.known)
+        return watch(stage, times * self.options.timeout, advice, known=self.known)
 
     def known(self) -> str:
         return "\n".join(map(str, sorted(self.found, key=lambda one: one.level == "note")))
@@ -136,7 +179,7 @@ class Examination:
             if self.ranks.rank in firsts:
                 names = plan["names"] if len(firsts) > 1 else []
                 view = {
-                    "closed": ports.closed(firsts.index(self.ranks.rank), plan["doors"]),
+                    "closed": ranks.closed(firsts.index(self.ranks.rank), plan["doors"]),
                     "names": [(*one, facts.resolve(one[0])) for one in names],
                     "mark": not plan["mark"] or os.path.exists(plan["mark"]),
                 }
@@ -152,16 +195,21 @@ class Examination:
 
     def time(self, firsts: list[int]) -> list[dict[str, Any]]:
         """What this rank saw of an allreduce of all ranks, and of two hosts at a time."""
-        hvd, tf = start_horovod(self.options)
+        start_horovod(self.options)
+        import horovod.tensorflow as hvd
+
         advice = "look at links and firewalls; NCCL_DEBUG=INFO says more; try a smaller --mb"
         with self.watch("timing an allreduce of all ranks", advice):
-            timed = [speed.allreduce(hvd, tf, self.options.mb, hvd.global_process_set)]
+            timed = [allreduce(self.options.mb, hvd.global_process_set)]
         # Two ranks on two hosts are all ranks.
-        for pairs in speed.rounds(len(firsts)) if self.ranks.size > 2 else []:
+        for pairs in rounds(len(firsts)) if self.ranks.size > 2 else []:
             of_two = [[firsts[one], firsts[other]] for one, other in pairs]
             shown = " and ".join(f"{one} and {other}" for one, other in of_two)
             with self.watch(f"timing an allreduce between ranks {shown}", advice):
-                timed += speed.of_two(hvd, tf, self.options.mb, of_two)
+                sets = [hvd.add_process_set(pair) for pair in of_two]  # by every rank
+                timed += [allreduce(self.options.mb, one) for one in sets if one.included()]
+                for one in sets:
+                    hvd.remove_process_set(one)
         return timed
 
     def report(self, timed: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from . import gpus, ranks
+from . import ranks
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py")
 _MOST_FILES = 300_000  # of a data folder that are listed: the first in the order of names
@@ -32,10 +32,10 @@ def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
     sound, first = not faults, not ranks.local_rank()  # of its host
     found: dict[str, Any] = {"host": os.uname().nodename, "local_rank": ranks.local_rank()}
     if device != "cpu":
-        shown, more = gpus.of_the_driver()
+        shown, more = gpus_of_driver()
         alike |= {"GPU driver": shown.pop("driver"), "kind of GPU": shown.pop("kinds")}
         faults += more if first else []
-        found["gpus"] = shown | (gpus.of_tensorflow() if sound else {})
+        found["gpus"] = shown | (gpus_of_tensorflow() if sound else {})
     found["every_address"] = [address for _, address in ways()]
     found["addresses"], more = addresses()
     faults += more + (unwritable(run_dir) if run_dir and first else [])
@@ -95,6 +95,38 @@ def _code(folder: Path) -> str:
         with contextlib.suppress(OSError):
             digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def gpus_of_driver() -> tuple[dict[str, Any], list[Fault]]:
+    """How many are "shown", their "kinds" and "driver"; what is wrong with the driver."""
+    found = {"shown": 0, "kinds": "none", "driver": "none"}
+    try:
+        import pynvml
+    except ImportError:  # nvidia-ml-py is not installed: TensorFlow's view is all there is
+        return found, []
+    try:
+        pynvml.nvmlInit()
+        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        names = [pynvml.nvmlDeviceGetName(one) for one in every]
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        return found, []
+    except pynvml.NVMLError as error:
+        return found, [(f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")]
+    # What CUDA_VISIBLE_DEVICES hides is not idle.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
+    shown = 0 if hidden else len(names)
+    return found | {"shown": shown, "kinds": ", ".join(sorted(set(names)))}, []
+
+
+def gpus_of_tensorflow() -> dict[str, Any]:
+    """What TensorFlow sees (nothing is laid out on a GPU by that), and Horovod was built for."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    count = len(tf.config.list_physical_devices("GPU"))
+    return {"seen": count, "cuda": tf.test.is_built_with_cuda(), "nccl": bool(hvd.nccl_built())}
 
 
 def ways() -> list[tuple[str, str]]:

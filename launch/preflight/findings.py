@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from . import gpus
-
 Facts = dict[str, Any]
 _SLOW = 4  # a pair of hosts with so many times less bandwidth than the fast ones is named
 
@@ -58,7 +56,7 @@ def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
     for rank, fact in enumerate(facts):
         its = [tuple(fault) for fault in fact["faults"]]
         if "seen" in fact.get("gpus", {}):
-            its.append(gpus.fault(fact["gpus"], fact["local_rank"], wanted))
+            its.append(gpu_fault(fact["gpus"], fact["local_rank"], wanted))
         for fault in filter(None, its):
             by_fault[fault].append(rank)
     hosts = [fact["host"] for fact in facts]
@@ -66,6 +64,31 @@ def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
     for name in sorted({name for fact in facts for name in fact["alike"]}):
         found += _alike(name, facts, hosts)
     return found
+
+
+def gpu_fault(its: Facts, local_rank: int, wanted: bool) -> tuple[str, str, str] | None:
+    """Of a rank that training would refuse, or that would compute on a CPU beside an idle GPU.
+
+    `its`: what `facts.gpus_of_driver` and `gpus_of_tensorflow` return; `wanted`: --device=gpu, or
+    another rank has one.
+    """
+    count, shown = its["seen"], its["shown"]
+    if not count and (shown or wanted):
+        what = f"TensorFlow sees no GPU, the driver shows {shown}"
+        todo = "look at the driver, CUDA_VISIBLE_DEVICES and what TensorFlow says at its import"
+        if not its["cuda"]:
+            what += ": it is the CPU build"
+            todo = "install the GPU build there (make setup DEVICE=gpu)"
+        return what, f"{todo}; to train on CPUs: --device=cpu", "wrong"
+    if count and local_rank >= count:
+        what = f"training needs GPU number {local_rank} there, counted from 0, of {count} visible"
+        todo = "start at most one rank a GPU, and let each see all GPUs of its host (Slurm: "
+        todo += "--gpus-per-node, not --gpus-per-task; see CUDA_VISIBLE_DEVICES)"
+        return what, todo, "fatal"
+    if count and not its["nccl"]:
+        what = "Horovod is built without NCCL: gradients would go through the hosts' memory"
+        return what, "build it for GPUs: make setup DEVICE=gpu", "note"
+    return None
 
 
 def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Finding]:
@@ -88,7 +111,7 @@ def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> l
     """What the hosts see of each other.
 
     Args:
-      views: by the first rank of each host: "closed", what `ports.closed` returns; "names", of each
+      views: by the first rank of each host: "closed", what `ranks.closed` returns; "names", of each
         host its name, whether the launcher was given that one, and what `facts.resolve` returns;
         "mark": whether a file that rank 0 left in the run folder is there.
     """
@@ -132,7 +155,7 @@ def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) ->
 def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
     """Sums that are wrong, and hosts or pairs of hosts that are slow.
 
-    `hosts`: of each rank; `seen`: by the ranks of a pair, empty for all, `speed.allreduce` of each.
+    `hosts`: of each rank; `seen`: by the ranks of a pair (empty: all), `doctor.allreduce` of each.
     """
     wrong = sorted({one["rank"] for every in seen.values() for one in every if not one["right"]})
     todo = "do not train: look at Horovod's build and the network card"

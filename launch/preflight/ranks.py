@@ -1,12 +1,18 @@
-"""How ranks tell each other what they saw: JSON over MPI, or over Horovod on one host with Gloo.
+"""How ranks exchange what they saw: JSON over MPI, or over Horovod on one host with Gloo.
 
-What is received is never unpickled: mpi4py's and Horovod's own functions for objects would do that.
+Nothing received is unpickled, as mpi4py's and Horovod's functions for objects would do. Each host
+also opens a port, as MPI and NCCL do, to which every other host connects. Anyone may reach it: it
+has a token that only the ranks know, answers one byte to whoever sends it, and closes the
+connection of everyone else.
 """
 
+import concurrent.futures
 import contextlib
 import ctypes
+import hmac
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -14,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import ports
+_DOOR_SECONDS = 5.0  # in which a connection is there or will not be
 
 
 def launcher() -> str:
@@ -108,16 +114,20 @@ class Mpi:
 class Horovod:
     """Where Horovod is started already: on one host over Gloo, or by itself."""
 
-    def __init__(self, hvd: Any, tf: Any) -> None:
-        self._hvd, self._tf, self.name = hvd, tf, "Gloo"
-        self.rank, self.size = hvd.rank(), hvd.size()
+    name = "Gloo"
+
+    def __init__(self) -> None:
+        import horovod.tensorflow as hvd
+
+        self._hvd, self.rank, self.size = hvd, hvd.rank(), hvd.size()
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
         import numpy as np
+        import tensorflow as tf
 
         line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8)
-        with self._tf.device("/CPU:0"):
-            lines = self._hvd.allgather(self._tf.constant(line), name="doctor.gather").numpy()
+        with tf.device("/CPU:0"):
+            lines = self._hvd.allgather(tf.constant(line), name="doctor.gather").numpy()
         return [json.loads(line) for line in lines.tobytes().splitlines()]
 
     def broadcast(self, value: Any) -> Any:
@@ -140,7 +150,7 @@ def roll_call() -> set[int] | None:
 
 
 def _listen(port: int, came: set[int]) -> None:
-    with contextlib.suppress(OSError), ports.listen(port) as server:
+    with contextlib.suppress(OSError), listen(port) as server:
         while True:
             link, _ = server.accept()
             with link, contextlib.suppress(OSError, ValueError):
@@ -159,7 +169,7 @@ def _call(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def watch(
-    stage: str, seconds: float, advice: str, known: Callable[[], str] = str
+    stage: str, seconds: float, advice: str, *, known: Callable[[], str] = str
 ) -> Iterator[None]:
     """Ends this process, saying where it hung, when the block takes longer than `seconds`.
 
@@ -179,3 +189,60 @@ def watch(
         yield
     finally:
         timer.cancel()
+
+
+def listen(port: int) -> socket.socket:
+    """On every address of this host; port 0: one that is free."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+
+
+def open_door() -> dict[str, Any]:
+    """Its "port" and its "token"; it stays open as long as the process."""
+    server, token = listen(0), secrets.token_bytes(16)
+
+    def answer(link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError):
+            link.settimeout(_DOOR_SECONDS)
+            if hmac.compare_digest(link.recv(16), token):
+                link.sendall(b"k")
+
+    def serve() -> None:
+        while True:
+            link, _ = server.accept()
+            # Each in a thread of its own: one who says nothing must not keep others waiting.
+            threading.Thread(target=answer, args=(link,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return {"port": server.getsockname()[1], "token": token.hex()}
+
+
+def closed(own: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """(host, why) for each other host none of whose "addresses" answers this one.
+
+    `own`: this host's position in `doors`, of which each host has one.
+    """
+    others = [other for other in range(len(doors)) if other != own]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        reasons = pool.map(lambda other: _knock_at_all(doors[other]), others)
+        return [(other, why) for other, why in zip(others, reasons) if why]
+
+
+def _knock_at_all(door: dict[str, Any]) -> str:
+    reasons = []
+    for address in door["addresses"]:
+        if not (why := _knock(address, door)):
+            return ""
+        reasons.append(f"{address} port {door['port']}: {why}")
+    return "; ".join(reasons)
+
+
+def _knock(address: str, door: dict[str, Any]) -> str:
+    """Why it was in vain; empty if that very door answered."""
+    try:
+        with socket.create_connection((address, door["port"]), timeout=_DOOR_SECONDS) as link:
+            link.sendall(bytes.fromhex(door["token"]))
+            return "" if link.recv(1) == b"k" else "something else is there"
+    except OSError as error:
+        return error.strerror or str(error)

@@ -15,7 +15,8 @@ import pytest
 from hosts import ROOT, Ended, Hosts, hosts, require, run  # noqa: F401
 
 sys.path.insert(0, str(ROOT / "launch"))
-from preflight import facts, findings, ports, ranks, speed
+import doctor
+from preflight import facts, findings, ranks
 
 DOCTOR = str(ROOT / "launch" / "doctor.py")
 # A rank as on a host of its own name, with mounts of its own; $SETUP is run there first.
@@ -211,7 +212,7 @@ def test_a_hang_ends_with_a_message():
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from preflight.ranks import watch\n"
-        "with watch('doing nothing', 0.2, 'wake up', lambda: 'known'): time.sleep(60)\n"
+        "with watch('doing nothing', 0.2, 'wake up', known=lambda: 'known'): time.sleep(60)\n"
     )
     ended = run([sys.executable, "-c", script, ROOT / "launch"], timeout=30)
     assert ended.code == 1
@@ -238,18 +239,18 @@ def test_nothing_of_ours_unpickles():
 
 
 def test_a_door_answers_who_has_its_token_and_nobody_else():
-    door = ports.open_door()
-    own, place = ports.open_door(), ("127.0.0.1", door["port"])
+    door = ranks.open_door()
+    own, place = ranks.open_door(), ("127.0.0.1", door["port"])
     both = [own | {"addresses": ["127.0.0.1"]}, door | {"addresses": ["127.0.0.1"]}]
     with contextlib.ExitStack() as silent:
         for _ in range(50):
             silent.enter_context(socket.create_connection(place))
         start = time.monotonic()
-        assert ports.closed(0, both) == []
+        assert ranks.closed(0, both) == []
         assert time.monotonic() - start < 2, "who says nothing keeps nobody waiting"
-    assert ports.closed(0, [own, door | {"addresses": ["::1", "127.0.0.1"]}]) == []
+    assert ranks.closed(0, [own, door | {"addresses": ["::1", "127.0.0.1"]}]) == []
     strange = [own, door | {"addresses": ["127.0.0.1"], "token": "00" * 16}]
-    assert ports.closed(0, strange) == [
+    assert ranks.closed(0, strange) == [
         (1, f"127.0.0.1 port {door['port']}: something else is there")
     ]
     for said in (b"\0", b"GET / HTTP/1.1\r\n\r\n" * 100):
@@ -368,8 +369,8 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16, 33, 1000])
 def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int):
-    table = speed.rounds(count)
-    assert table == speed.rounds(count), "drawn alike on every host"
+    table = doctor.rounds(count)
+    assert table == doctor.rounds(count), "drawn alike on every host"
     for pairs in table:
         seats = [host for pair in pairs for host in pair]
         assert len(seats) == len(set(seats)) >= count - 1

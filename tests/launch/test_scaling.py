@@ -9,7 +9,6 @@ import pytest
 from hosts import ROOT
 
 sys.path.append(str(ROOT / "launch"))
-import published_runs
 import scaling
 from scaling import Cluster, Horovod, Job, allreduce
 
@@ -26,20 +25,20 @@ def run(*words: str) -> subprocess.CompletedProcess:
 
 def seconds(jobs_profile: tuple, **job: float) -> float:
     """A step of 3 s, whose backward pass is 2 s, of 1 GB on two hosts: a sum takes 1 s."""
-    return sum(scaling.step(Job(3.0, 1, 1e9, jobs_profile, **job), 2, ONE, FAST).values())
+    return sum(scaling.step(Job(3.0, 1, 1e9, jobs_profile, **job), 2, ONE, horovod=FAST).values())
 
 
 @pytest.mark.parametrize(
     ("found", "by_hand"),
     [
         # Each rank sends 6 quarters of 100 MB at 100 MB/s, in 6 hops of 1 ms.
-        (scaling.ring(100e6, 4, 100e6, 1e-3), 1.506),
+        (scaling.ring(100e6, 4, bandwidth=100e6, hop=1e-3), 1.506),
         # Inside 2 x 7/8 of 1 GB at 10 GB/s, between four hosts 2 x 3/4 of it at 1 GB/s.
-        (allreduce(1e9, 32, EIGHT, "two-level"), 0.175 + 1.5),
+        (allreduce(1e9, 32, EIGHT, how="two-level"), 0.175 + 1.5),
         # One ring over all 32: 2 x 31/32 of it over the slowest link.
-        (allreduce(1e9, 32, EIGHT, "ring"), 2 * 31 / 32),
+        (allreduce(1e9, 32, EIGHT, how="ring"), 2 * 31 / 32),
         # A tree has 2 x log2(1024) hops, and 0.9 of the bandwidth; a ring would take 3.8 s.
-        (allreduce(9e8, 1024, ONE._replace(hop=1e-3), "auto"), 2 + 20e-3),
+        (allreduce(9e8, 1024, ONE._replace(hop=1e-3), how="auto"), 2 + 20e-3),
         # Tables of order statistics: 2.508.
         (scaling.expected_maximum(100), pytest.approx(2.508, rel=0.01)),
         # sqrt(2 C M) = 1,000 s, to which Daly adds 1/3 sqrt(C/2M) + 1/9 C/2M of it, less C.
@@ -89,7 +88,7 @@ def test_a_wrong_value_is_refused_in_one_sentence(word: str, said: str):
 
 
 def test_published_figures_are_predicted_from_other_sources():
-    rows = published_runs.rows()
-    points = published_runs.errors(rows)
+    rows = scaling.rows()
+    points = scaling.errors(rows)
     assert len(rows) == 23 and np.median(np.abs(points)) <= 5
     assert f"median error {np.median(np.abs(points)):.1f} points" in run("--published").stdout
