@@ -1,7 +1,7 @@
-"""Run on real ranks by test_peers.py: ranks that add up until rank 1 comes no more.
+"""Run on real ranks by test_peers.py: ranks that exchange numbers until rank 1 fails.
 
-waits.py stop|hang|end|raise SECONDS [message]: it is stopped, hangs elsewhere, ends or raises;
---stall_shutdown_s; the others wait in a sum of Horovod's, or in a message.
+waits.py stop|hang|raise SECONDS sum|message: how it fails; --stall_shutdown_s; what the others
+wait in, a sum of Horovod's or a message.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(1000)
-    if how == "raise":
-        raise RuntimeError("only here")
-    os._exit(9)
+    raise RuntimeError("only here")
 
 
 def main() -> None:
@@ -49,7 +47,7 @@ def main() -> None:
             if step == 5 and world.rank == 1:
                 time.sleep(3)  # each has heard its neighbour
                 fail(sys.argv[1])
-            if sys.argv[3:]:
+            if sys.argv[3] == "message":
                 world.barrier_max("sum")
             else:
                 hvd.allreduce(tf.zeros([2]), name="sum")

@@ -37,12 +37,12 @@ class Stop(Exception):
 
 
 def launch_rank() -> int:
-    """This process's rank as its launcher told it, before Horovod is up; 0 when run alone."""
+    """This process's rank by its launcher's variables, before Horovod is up; 0 when run alone."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def launched_ranks() -> tuple[int, str]:
-    """How many processes the launcher says it started with this one, and where it says so."""
+    """How many processes the launcher started with this one, and the variable that says so."""
     for name in _SIZE_VARIABLES:
         if name in os.environ:
             return int(os.environ[name]), name

@@ -61,6 +61,7 @@ def launch(
     ranks: int,
     command: list[str],
     backend: str = "",
+    *,
     timeout: float = 400,
     env: dict[str, str] | None = None,
     launcher_flags: list[str] | None = None,

@@ -1,4 +1,4 @@
-"""A run on CPUs must be meant: a host with GPUs that TensorFlow does not see is refused.
+"""The device of a rank and its threads: a flag's, or a share of the cores; CPUs must be meant.
 
 No GPU here: a stand-in for nvidia-smi lists them, and this TensorFlow is the build for CPUs.
 """
@@ -11,26 +11,29 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from hvdkit.ranks import devices
+from hvdkit.ranks import devices, fingerprint
 from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.world import World
+from hvdkit.settings import Settings
+from hvdkit.stop import Stop
 from ranks import ENVIRONMENT, last_lines, launch
 
-pytestmark = pytest.mark.skipif(
+without_gpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
 )
+ALONE, FOURTH = World(0, 1, 0, 1), World(0, 4, 0, 4)
+TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
 
 
-def nvidia_smi(folder: Path, lines: str) -> str:
+def nvidia_smi(folder: Path, lines: str, end: str = "") -> str:
     """PATH with a stand-in that prints the lines."""
     program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    program.write_text(f"#!/bin/sh\nprintf '{lines}'\n{end}\n")
     program.chmod(0o755)
     return f"{folder}:{ENVIRONMENT['PATH']}"
 
 
-TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
-
-
+@without_gpu
 @pytest.mark.parametrize(
     "hidden, counted",
     [(None, 2), ("1", 1), ("0,-1,1", 1), ("", 0), ("-1", 0), ("NoDevFiles", 0)],
@@ -49,39 +52,78 @@ def test_gpus_that_this_process_may_use(tmp_path, monkeypatch, hidden, counted):
     assert devices.why_no_gpu("gpu")
 
 
+@without_gpu
 def test_a_driver_that_fails_is_no_host_without_gpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, "Driver/library version mismatch"))
-    with open(tmp_path / "nvidia-smi", "a") as program:
-        program.write("exit 18\n")
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, "Driver/library version mismatch", "exit 18"))
     assert "nvidia-smi fails" in devices.why_no_gpu("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.why_no_gpu("auto") == ""
 
 
-@pytest.mark.parametrize(
-    ("gpus", "nccl", "said"),
-    [
-        (["gpu"], True, "one GPU each, NCCL, set up over "),
-        (["gpu"], False, "one GPU each, "),
-        ([], True, "CPU thread(s) each, "),
-    ],
-)
-def test_what_carries_gradients_is_said(monkeypatch, gpus, nccl, said):
-    """NCCL where this Horovod has it and there is a GPU to send from."""
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
-    monkeypatch.setattr(world_lib.hvd, "nccl_built", lambda: nccl)
-    monkeypatch.setattr(world_lib.hvd, "mpi_enabled", lambda: False)
-    assert world_lib.describe(world_lib.World(0, 1, 0, 1)).endswith(f"{said}Gloo")
-
-
-def test_training_on_two_ranks(tiny, tmp_path):
+@without_gpu
+def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     env = {"PATH": nvidia_smi(tmp_path, TWO)}
     command = ["train.py", *tiny, "--num_steps=1"]
     refused = launch(2, command, env=env)
     assert refused.code == 2, last_lines(refused.output)
-    (said,) = refused.errors()
-    assert "TensorFlow sees none of them" in said
-    ended = launch(2, [*command, "--device=cpu"], env=env)
+    (message,) = refused.errors()
+    assert "TensorFlow sees none of them" in message
+    ended = launch(1, [*command, "--device=cpu"], env=env)
     assert ended.code == 0 and "CPU thread(s) each" in ended.output, last_lines(ended.output)
-    (said,) = launch(1, [*command, "--device=gpu"]).errors()
-    assert "--device=gpu, but" in said and "nvidia-smi" in said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "end"),
+    [
+        (["gpu"], True, "one GPU each, NCCL, set up over Gloo"),
+        (["gpu"], False, "one GPU each, Gloo"),
+        ([], True, "CPU thread(s) each, Gloo"),
+    ],
+)
+def test_a_run_reports_what_carries_gradients(monkeypatch, gpus, nccl, end):
+    """NCCL where this Horovod has it and there is a GPU to send from."""
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
+    monkeypatch.setattr(world_lib.hvd, "nccl_built", lambda: nccl)
+    monkeypatch.setattr(world_lib.hvd, "mpi_enabled", lambda: False)
+    assert world_lib.describe(ALONE).endswith(end)
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    """That nobody bound, and no thread chosen yet."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(world_lib, "_threads", lambda: 0)
+    for name in ("OMPI_MCA_orte_bound_at_launch", "RANK_BOUND", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("flag", "world", "threads"), [(0, ALONE, 8), (0, FOURTH, 2), (5, FOURTH, 5)]
+)
+def test_threads_are_a_flags_or_a_share_of_the_cores(
+    eight_cores, monkeypatch, flag, world, threads
+):
+    assert world_lib.data_workers(world, Settings(data_workers=flag)) == threads
+    chosen = []
+    monkeypatch.setattr(World, "barrier_max", lambda self, name, *numbers: [*numbers])
+    monkeypatch.setattr(world_lib, "_choose_device", lambda *how: chosen.append(how))
+    world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
+    assert chosen == [(world, "cpu", threads)]
+
+
+def test_a_rank_that_was_bound_has_the_cores_it_sees(eight_cores, monkeypatch):
+    monkeypatch.setenv("RANK_BOUND", "0-7")
+    assert world_lib.data_workers(FOURTH, Settings()) == 8
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(devices, "why_no_gpu", lambda device: f"{device}: none" * (device == "gpu"))
+    with pytest.raises(Stop, match="gpu: none"):
+        world_lib.set_up(ALONE, Settings(device="gpu"))
+
+
+def test_a_fingerprint_on_cpus_has_the_threads():
+    """Kernels split their sums by them, so two runs compare only where they are equal."""
+    found = fingerprint.here()
+    assert found["threads"] == str(tf.config.threading.get_intra_op_parallelism_threads())
+    assert {*found} == {"device", "threads", "tensorflow", "keras", "horovod", "switches"}

@@ -1,15 +1,15 @@
-"""Proof, before the first step, that all ranks will run the same collectives.
+"""Whether all ranks do the same: settings, code, gradients, collectives, state and weights.
 
 Horovod matches collectives by name. A rank with another name waits for ever, one with another
 shape fails in mid-step. Both are known once the step is traced, so the traced steps are compared
-instead.
+before the first one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -25,7 +25,7 @@ from hvdkit.stop import BUG, WRONG_USE, Stop
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
-# Odd and random: 64 bits behind the point of the golden ratio, as int64.
+# Odd and random: the first 64 bits of the golden ratio's fraction, as int64.
 _MIX = -7046029254386353131
 
 
@@ -70,17 +70,17 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
     for rank in sorted(odd.values())[1:]:
         theirs, host = everyone[rank]
         different = "; ".join(fingerprints.differences(first, theirs))
-        said = f"rank 0 and rank {rank} on {host} differ in {different}"
+        what = f"rank 0 and rank {rank} on {host} differ in {different}"
         if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
-            raise Stop(WRONG_USE, f"{said}: install the same packages on all hosts")
+            raise Stop(WRONG_USE, f"{what}: install the same packages on all hosts")
         if config.virtual_ranks:
             raise Stop(
                 WRONG_USE,
                 f"--virtual_ranks={config.virtual_ranks} gives the same bits where all ranks "
-                f"compute alike, and {said}: use hosts of one kind, set up alike, or leave out "
+                f"compute alike, and {what}: use hosts of one kind, set up alike, or leave out "
                 "--virtual_ranks",
             )
-        say(world, f"note: {said}")
+        say(world, f"note: {what}")
     return fingerprints.of_all([theirs for theirs, _ in everyone])
 
 
@@ -119,8 +119,8 @@ def check_gradients(
       connected: for each variable, whether the loss depends on it on this rank.
     """
     everyone = world.gather_alike(list(connected), "agreement.gradients")
-    for place, variable in enumerate(variables):
-        without = [rank for rank, flags in enumerate(everyone) if not flags[place]]
+    for variable, flags in zip(variables, zip(*everyone)):
+        without = [rank for rank, there in enumerate(flags) if not there]
         if 0 < len(without) < world.size:
             raise Stop(
                 BUG,
@@ -140,30 +140,26 @@ def check_same_state(
       what: stands in the message, and names the exchange.
     """
     digests = {name: _digest(raw(variable)) for name, variable in named.items()}
-    everyone = world.gather_alike(digests, f"agreement.state.{what}")
-    first = everyone[0]
-    if all(theirs == first for theirs in everyone):
-        return
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    odd = [n for n in names if any(theirs.get(n) != first.get(n) for theirs in everyone)]
-    ranks = [rank for rank, theirs in enumerate(everyone) if theirs != first]
-    raise Stop(
-        BUG,
-        f"{what}: {join(odd, 3)} on rank {join(ranks)} differ from rank 0's: every rank must "
-        "change what is not trained in the same way",
-    )
+    everyone, ranks = world.compare(digests, f"agreement.state.{what}")
+    if ranks:
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
+        raise Stop(
+            BUG,
+            f"{what}: {join(odd, 3)} on rank {join(ranks)} differ from rank 0's: every rank must "
+            "change what is not trained in the same way",
+        )
 
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
     """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
     own = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
-    everyone = world.gather_alike(own, "agreement.collectives")
-    different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-    if different:
-        first, other = set(everyone[0]), set(everyone[different[0]])
+    everyone, ranks = world.compare(own, "agreement.collectives")
+    if ranks:
+        first, other = set(everyone[0]), set(everyone[ranks[0]])
         raise Stop(
             BUG,
-            f"the step's collectives differ: rank {join(different)} would run "
+            f"the step's collectives differ: rank {join(ranks)} would run "
             f"{join(sorted(other - first)) or 'nothing'} where rank 0 runs "
             f"{join(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
             "same on every rank",
@@ -171,13 +167,17 @@ def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction
 
 
 class Drift:
-    """Compares variables over the ranks, in one collective of 16 bytes a variable."""
+    """Compares variables over the ranks while they train, by 16 bytes a variable.
+
+    Every rank applies the same update to the same weights, so nothing else compares them. A
+    flipped bit of memory on one rank would be trained on for weeks, and checkpoints hold rank 0's.
+    """
 
     def __init__(self, world: World, variables: Variables) -> None:
         """`variables`: by name, the same on every rank, each equal on all ranks between steps."""
         self._world, self._names = world, list(variables)
         self._values = [raw(v) for v in variables.values()]
-        self._look = _drift_function(self._values)
+        self._checksums = tf.function(self._compare, autograph=False)
 
     def check(self, step: int) -> None:
         """Raises Stop on all ranks where values differ, naming variables, ranks and hosts.
@@ -186,7 +186,7 @@ class Drift:
         """
         if self._world.size == 1:
             return
-        own, least, most = (part.numpy() for part in self._look())
+        own, least, most = (part.numpy() for part in self._checksums())
         differ = np.flatnonzero(least != most)
         if not differ.size:
             return
@@ -201,32 +201,24 @@ class Drift:
             "hold rank 0's: check which of them is sound; a rerun resumes from the newest",
         )
 
-
-def _drift_function(
-    values: list[tf.Variable],
-) -> Callable[[], tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
-    """A function that gives each variable's checksum here, and the least and the most of them."""
-
-    @tf.function(autograph=False)
-    def look() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        own = tf.stack([_checksum(v.read_value()) for v in values])
-        # The most is what the least of the complements is the complement of: one collective.
+    def _compare(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Each variable's checksum here, and the least and the most over all ranks."""
+        own = tf.stack([_checksum(v.read_value()) for v in self._values])
+        # The most is the complement of the least complement: one collective.
         both = hvd.allreduce(tf.concat([own, tf.bitwise.invert(own)], 0), op=hvd.Min, name="drift")
         least, most = tf.split(both, 2)
         return own, least, tf.bitwise.invert(most)
-
-    return look
 
 
 def _checksum(value: tf.Tensor) -> tf.Tensor:
     """int64 []: sum over the elements of their bits times a number of their place, modulo 2^64."""
     if value.dtype.is_bool:
         value = tf.cast(value, tf.uint8)
-    # What is wider in parts: the highest of 64 bits, times an odd number, is the same everywhere.
+    # Wider types in parts: the highest of 64 bits, times an odd number, is the same everywhere.
     width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
     bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
     places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
-    # Not in a line any more: what goes up at one place and down at another does not cancel.
+    # No longer in a line, so that opposite changes at two places do not cancel.
     places = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 31)) | 1
     return tf.reduce_sum(tf.cast(bits, tf.int64) * places)
 

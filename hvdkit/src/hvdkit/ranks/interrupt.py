@@ -1,9 +1,9 @@
 """Requests to stop: Ctrl-C (SIGINT), a preemption notice (SIGTERM), a time limit (SIGUSR1), a
 terminal that is gone (SIGHUP).
 
-Python runs a signal handler only when the main thread is back from C code, and there a rank may
-be for minutes: in `hvd.init`, in a long step, or in a collective that another rank never enters.
-So a thread hears the signals here. It answers at once, whatever the main thread is doing.
+Python runs a signal handler only when the main thread is back from C code, where a rank may be for
+minutes: in `hvd.init`, a long step, or a collective that another rank never enters. So a thread
+receives the signals here, and answers at once whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def end_at_once() -> None:
 class StopSignal:
     """Remembers that this process was asked to save and end; a second Ctrl-C ends it at once.
 
-    SIGINT and SIGTERM are answered with a line on standard error by rank 0. SIGUSR1 is not: it
-    comes from hosts.sh or Slurm, which tell by themselves. Nor is SIGHUP: nobody is there.
+    Rank 0 answers SIGINT and SIGTERM with a line on standard error; not SIGUSR1, which hosts.sh
+    and Slurm report themselves, and not SIGHUP, after which nobody is there.
 
     Attributes:
       asked: whether a stop was asked for.
@@ -44,11 +44,11 @@ class StopSignal:
         self.number: int | None = None
         self._speaks = rank == 0
         self._pressed: float | None = None  # when the first SIGINT came
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        threading.Thread(target=self._listen, args=(heard,), name="stop", daemon=True).start()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         # The C part of a handler writes the signal's number there without waiting for Python.
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in _REQUESTS:
             by_terminal = number in (signal.SIGINT, signal.SIGHUP)
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
@@ -62,9 +62,9 @@ class StopSignal:
             after_in_child=_forget,
         )
 
-    def _listen(self, heard: int) -> None:
+    def _listen(self, reader: int) -> None:
         while True:
-            for number in os.read(heard, 64):
+            for number in os.read(reader, 64):
                 self._hear(number)
 
     def _hear(self, number: int) -> None:

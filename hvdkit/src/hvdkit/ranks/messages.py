@@ -1,8 +1,8 @@
 """What carries messages between ranks outside of a step: mpi4py, or Horovod where there is no MPI.
 
 Both carriers have the same four calls: `largest`, `gather`, `broadcast` and `local`. Every rank
-must make the same ones in the same order, from one thread. Each costs as much on thousands of
-ranks as on two, but for what `gather` returns.
+must make the same ones in the same order, from one thread. Their size is constant at any number
+of ranks, except for what `gather` returns.
 
 Horovod gives all collectives of a kind outside a graph one name, and MPI gives them none. So
 `World` begins each exchange with the same call, `largest`, which shows that all are at one place.
@@ -29,7 +29,7 @@ _LONGEST_NAP = 0.01  # seconds
 
 
 class Heartbeat:
-    """When this rank last came through a message, a step or a batch of evaluation."""
+    """When this rank last finished a message, a step or a batch of evaluation."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -149,8 +149,8 @@ def carrier() -> Carrier:
     return Mpi()
 
 
-def fill(carrier: Carrier, array: np.ndarray, root: int, own: bool) -> None:
-    """Gives an array of any type the values that rank `root`'s has, in parts."""
+def fill(carrier: Carrier, array: np.ndarray, *, root: int, own: bool) -> None:
+    """Gives an array of any type the values of rank `root`, in parts; `own`: this is that rank."""
     data = array.reshape(-1).view(np.uint8)
     for start in range(0, data.size, _PART):
         carrier.broadcast(data[start : start + _PART], root, own)

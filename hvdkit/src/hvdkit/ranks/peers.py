@@ -1,10 +1,10 @@
-"""Who still answers when ranks wait for each other in vain: the rank that hangs, and its host.
+"""Names the rank that hangs, and its host, when ranks wait for each other in vain.
 
-Horovod says the same, that it was shut down, when another rank has ended, was stopped or hangs
-elsewhere. Every rank has a thread that tells whoever connects where its main thread is; so the
-ranks that are left can ask all others. And they ask by themselves: each rank its neighbour, for
-over MPI a process that was stopped is waited for for ever; and rank 0 all others when nothing
-moves, for over Gloo Horovod's own check did not end a run (0.28.1).
+Horovod's message is the same, that it was shut down, whether another rank has ended, was stopped
+or hangs elsewhere. So each rank has a thread that reports where its main thread is, and the ranks
+that are left ask all others. They also ask while the run goes on: each rank its neighbour, because
+MPI waits for a stopped process for ever; and rank 0 all others when nothing moves, because Horovod
+0.28.1's own check did not end a run over Gloo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import psutil
 import tensorflow as tf
 
-from hvdkit.logs import complain
+from hvdkit.logs import complain, join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
@@ -49,10 +49,10 @@ class _Answer(NamedTuple):
 
 
 class Peers:
-    """The ranks' answering threads. Every rank makes one, at the same place.
+    """This rank's answering thread; every rank makes one, at the same place.
 
     For `with`: where the block ends because Horovod was shut down, the lowest rank that is left
-    says who ended or hangs, and the process exits with BUG.
+    names those that ended or hang, and the process exits with BUG.
     """
 
     def __init__(self, world: World, stall_seconds: int) -> None:
@@ -83,7 +83,7 @@ class Peers:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
             self._explain()
-            # Not Python's own way out: MPI would wait there for who comes no more.
+            # Not Python's own way out: MPI would wait there for the missing rank.
             os._exit(BUG)
 
     def _explain(self) -> None:
@@ -122,13 +122,13 @@ class Peers:
             where = f"at {at}" if at else "ended" if how == "gone" else "no answer"
             by_place.setdefault(where, []).append(rank)
         shown = sorted(by_place.items(), key=lambda place: len(place[1]))[:4]
-        parts = [f"{where}: {self._who(ranks[0])}{_more(len(ranks) - 1)}" for where, ranks in shown]
+        parts = [f"{where}: {join(map(self._who, ranks), 1)}" for where, ranks in shown]
         return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
             return "Horovod was shut down though all ranks are there: its own lines above say why"
-        # Who ended may have done so for lack of who hangs.
+        # A rank may have ended because another hangs.
         hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
         parts = [f"{self._who(rank)} {_in_words(how)}" for rank, how in list(hangs.items())[:4]]
         more = f", and {len(hangs) - 4} more ranks" if len(hangs) > 4 else ""
@@ -137,7 +137,7 @@ class Peers:
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._places[rank].host}"
 
-    # What a rank says of itself. Nothing is read, so nobody can keep it from answering.
+    # Reads nothing, so nobody can keep it from answering.
     def _answer(self, server: socket.socket) -> None:
         while True:
             try:
@@ -145,8 +145,8 @@ class Peers:
                 with link:
                     link.settimeout(1)
                     at = "asking" if self._asking else self._main_thread()
-                    said = [self._run, self._rank, at, heartbeat.still()]
-                    link.sendall(json.dumps(said).encode())
+                    answer = [self._run, self._rank, at, heartbeat.still()]
+                    link.sendall(json.dumps(answer).encode())
             except OSError:
                 time.sleep(0.1)  # out of open files, or who asked has gone
 
@@ -198,7 +198,7 @@ class Peers:
             if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
                 heard = time.monotonic() if heard else 0.0
                 heartbeat.beat()
-            # Who computes, in Python as it may be, is not one who hangs.
+            # A rank that computes does not hang.
             used = time.clock_gettime(clock)
             if used - computed > 0.05 * nap:
                 heartbeat.beat()
@@ -228,10 +228,6 @@ def _in_words(how: str) -> str:
     if how == "silent":
         return "does not answer: its process was stopped, or its host or network hangs"
     return f"did not come to where the others waited for it: it is at {how}"
-
-
-def _more(count: int) -> str:
-    return f" and {count} more" if count else ""
 
 
 def _addresses() -> list[str]:

@@ -1,10 +1,9 @@
-"""Which rank the others wait for: each rank's own time a step, brought together where it is logged.
+"""Which rank the others wait for: each rank's own time a step, gathered at each logged step.
 
-All ranks take equally long for a step, because its reduction ends on all of them at once. What
-differs is when each has its own part ready. So a rank's own time is counted from the end of one
-reduction to its sums of the next step: update, input, Python and forward pass. Where layers
-exchange numbers in the forward pass (--bn_sync=full), ranks wait for each other in it, and only
-what comes before tells them apart.
+A step ends on all ranks at once, with its reduction. What differs is when each has its own part
+ready. So a rank's own time counts from the end of one reduction to its sums of the next step:
+update, input, Python and forward pass. Where layers exchange numbers in the forward pass
+(--bn_sync=full), ranks wait for each other in it, and only the time before it differs.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from hvdkit.ranks.world import World, hostname
 
 SLOW = 1.5  # times the median of all ranks
 _IN_A_ROW = 3  # logged intervals
-_SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: what is less is not worth a word
+_SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: less is not reported
 
 
 def moment(after: tf.Tensor) -> tf.Tensor:
-    """When a tensor was there, also one that a GPU computes: seconds since 1970, float64."""
+    """When a tensor was computed, also on a GPU: seconds since 1970, float64."""
     if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
         return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
     with tf.device("CPU:0"):
@@ -38,7 +37,7 @@ class Pace:
     """This rank's own times, and the ranks that are slow. Every rank makes one and calls alike."""
 
     def __init__(self, world: World, samples: int) -> None:
-        """`samples` of this rank in a step: whoever has more of them may take longer."""
+        """`samples` of this rank in a step: a rank with more may take longer."""
         self._world, self._samples = world, max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
@@ -74,9 +73,9 @@ class Pace:
         return figures, self._sentence(found)
 
     def _sentence(self, found: np.ndarray) -> str:
-        """Who has now been slow for long enough; each is named once until it is not any more."""
+        """Names ranks that have been slow for long enough, each once until it recovers."""
         own, a_sample, step = found[:, 0], found[:, 2], found[0, 3]
-        # Also a sample: of uneven shares the larger one takes longer.
+        # Also per sample: the larger of uneven shares takes longer.
         slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
         slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
         self._slow = np.where(slow, self._slow + 1, 0)

@@ -1,8 +1,8 @@
-"""What each rank says of itself in every step; the votes are summed with the loss.
+"""What each rank reports in every step; the votes are summed with the loss.
 
-A rank that cannot read its data, or that was told to stop, must not leave the others waiting in a
-collective. It takes part in the step as always and votes; so every rank learns of it at the same
-step, at no extra cost.
+A rank that cannot read its data, or that received a stop signal, must not leave the others waiting
+in a collective. It takes part in the step as always and votes, so that every rank learns of it at
+the same step, at no extra cost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks: one process each, one GPU each, and how they come to the same decision.
 
-A rank never acts alone on what it alone saw. `World.fail_together` runs a piece of start-up on
-every rank and ends all of them with one message when any of them failed;
-`World.broadcast_object` hands out a decision that rank 0 took.
+A rank never acts on what it alone saw. `World.fail_together` runs a piece of start-up on every
+rank and ends all with one message when any of them failed; `World.broadcast_object` hands out a
+decision of rank 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs
+from hvdkit.logs import join
 from hvdkit.ranks import devices, encoding, messages
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
@@ -70,8 +71,8 @@ class World:
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
         """Waits for all ranks; the largest of each of at most two numbers over them.
 
-        One collective of a few bytes, the same wherever ranks call it: ranks that are at different
-        places, by `name`, are told, rather than given each other's values.
+        One collective of a few bytes, the same wherever ranks call it: where ranks call it with
+        different names, all raise Stop instead of exchanging unrelated values.
         """
         if self.size == 1:
             return [int(number) for number in numbers]
@@ -79,7 +80,10 @@ class World:
         own = [place, -place, *map(int, numbers), *[0] * (2 - len(numbers))]
         largest, smallest, *found = self.carrier.largest(own)
         if largest != -smallest:
-            self._check_place(self._gather(encoding.pack(name, name), "the place"))
+            names = self._gather(encoding.pack(name, name), "the place")
+            for rank, other in enumerate(names):
+                if other != names[0]:
+                    raise Stop(BUG, f"rank {rank} is at {other!r} while rank 0 is at {names[0]!r}")
         return found[: len(numbers)]
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
@@ -106,13 +110,18 @@ class World:
         return self._gather(message, name)
 
     def gather_alike(self, value: Any, name: str) -> list[Any]:
-        """As `gather_objects`, for what is usually the same on all ranks: then nothing is sent."""
+        """`gather_objects` of what is usually the same on all ranks: then nothing is sent."""
         message = encoding.pack(value, name)
         own = _digest(message.tobytes())
         least, most = self.barrier_max(name, -own, own)
         if -least == most:
             return [encoding.unpack(message)] * self.size
         return self.gather_objects(value, name)
+
+    def compare(self, value: Any, name: str) -> tuple[list[Any], list[int]]:
+        """`gather_alike`, and the ranks whose value differs from rank 0's."""
+        everyone = self.gather_alike(value, name)
+        return everyone, [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
 
     def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
         """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
@@ -139,12 +148,12 @@ class World:
                 raise ValueError(f"{length:,} bytes of JSON, more than {encoding.MOST_TEXT:,}")
             sent = np.frombuffer(text, np.uint8) if own else np.empty(length, np.uint8)
             if self.size > 1:
-                messages.fill(self.carrier, sent, root, own)
+                messages.fill(self.carrier, sent, root=root, own=own)
             plain, forms = encoding.read(sent.tobytes())
             if not own:
                 arrays = [np.empty(form.shape, form.dtype) for form in forms]
             for array in arrays * (self.size > 1):
-                messages.fill(self.carrier, array, root, own)
+                messages.fill(self.carrier, array, root=root, own=own)
             return value if own and arrays else encoding.build(plain, arrays)
         except ValueError as error:
             raise _malformed(root, name, error) from None
@@ -157,13 +166,6 @@ class World:
         except ValueError as error:
             raise _malformed(len(found), name, error) from None
         return found
-
-    def _check_place(self, names: Sequence[str]) -> None:
-        odd = [rank for rank, name in enumerate(names) if name != names[0]]
-        if odd:
-            raise Stop(
-                BUG, f"rank {odd[0]} is at {names[odd[0]]!r} while rank 0 is at {names[0]!r}"
-            )
 
     def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Overwrites the variables with those of rank 0; same ones and order on all ranks."""
@@ -182,16 +184,13 @@ class World:
 
     def check_same(self, fingerprint: str, what: str) -> None:
         """Raises Stop on every rank when `fingerprint` is not the same on all of them."""
-        everyone = self.gather_alike(fingerprint, f"same.{what}")
-        odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-        if odd:
-            ranks = ", ".join(map(str, odd[:8]))
-            raise Stop(BUG, f"{what} on rank {ranks} differ from those on rank 0")
+        if ranks := self.compare(fingerprint, f"same.{what}")[1]:
+            raise Stop(BUG, f"{what} on rank {join(ranks)} differ from those on rank 0")
 
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
-    """For what runs once: to optimize its graph takes TensorFlow longer than to run it as it is."""
+    """For what runs once: TensorFlow takes longer to optimize its graph than to run it."""
     name = "disable_meta_optimizer"
     before = tf.config.optimizer.get_experimental_options().get(name, False)
     tf.config.optimizer.set_experimental_options({name: True})
@@ -225,7 +224,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
         from mpi4py import MPI  # noqa: F401
     hvd.init()
     if hvd.size() < started:
-        # Each would train alone, all of them into one folder.
+        # Each would train alone, all into one folder.
         raise Stop(
             WRONG_USE,
             f"{variable} says that {started} processes were started together, but Horovod sees "
@@ -249,7 +248,7 @@ def set_up(world: World, config: Settings) -> None:
 
 
 def data_workers(world: World, config: Settings) -> int:
-    """Threads of this rank that read data: its share of the cores, unless told otherwise."""
+    """Threads of this rank that read data: --data_workers, or its share of the cores."""
     return config.data_workers or _share_of_cores(world)
 
 
@@ -357,6 +356,6 @@ def set_precision(precision: str) -> None:
 
 
 def say(world: World, text: str) -> None:
-    """A line for the person watching, from rank 0 only; the run outlives who reads it."""
+    """A line of progress, from rank 0 only."""
     if world.is_chief:
         logs.say(text)
