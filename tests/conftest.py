@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
-from summary_of_sweeps import pytest_terminal_summary
 from tiny_runs import TINY_FLAGS
 
 from hvdkit.settings import project
 from ranks import PROJECT
 
-__all__ = ["pytest_terminal_summary"]
 project.use(PROJECT)
 # A shell starts what is in its background deaf to Ctrl-C, and programs under test would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hvdkit.data.demo import scenes
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Prints what tests counted, at the end, whichever process ran them."""
+    reports = [r for found in terminalreporter.stats.values() for r in found]
+    for report in reports:
+        if getattr(report, "when", "") == "call":
+            for title, lines in report.user_properties:
+                terminalreporter.write_line(f"{title}:\n{textwrap.indent(lines.strip(), '  ')}")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ A value is what is typed: no word, one or more. In braces stands what checks_fla
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -267,20 +266,14 @@ def fields_of(values: Iterable[str]) -> set[str]:
     return {word.lstrip("-").split("=")[0] for word in words(values)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """Rows in which every pair of values of two flags stands together at least once."""
-
-    rows: list[Row]
-    pairs: int  # all of them
-    refused: int  # those that the settings themselves refuse
-
-
-def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool]) -> Array:
+def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool]) -> list[Row]:
     """Every pair of values of any two flags that `accepts` takes, in few rows."""
-    pairs, order = _pairs(values), list(values)
-    missing = {pair for pair in pairs if accepts(value for _, value in pair)}
-    rows = []
+    both = itertools.combinations(values.items(), 2)
+    pairs = [
+        ((one, a), (other, b)) for (one, own), (other, theirs) in both for a in own for b in theirs
+    ]
+    missing = {frozenset(pair) for pair in pairs if accepts(value for _, value in pair)}
+    order, rows = list(values), []
     while missing:
         # The library gives up at the first row that adds no pair, though flags in another order
         # give more: it is asked again, with what most misses first.
@@ -293,21 +286,7 @@ def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bo
         # What no order finds: one such pair among the first values of all others.
         more = more or [{n: v[0] for n, v in values.items()} | dict(min(missing, key=sorted))]
         rows += more
-        missing -= pairs_in(more)
+        missing -= {frozenset(p) for row in more for p in itertools.combinations(row.items(), 2)}
         misses = Counter(name for pair in missing for name, _ in pair)
         order.sort(key=lambda name: -misses[name])
-    return Array(rows, len(pairs), len(pairs - pairs_in(rows)))
-
-
-def _pairs(values: dict[str, list[str]]) -> set[frozenset]:
-    both = itertools.combinations(values.items(), 2)
-    return {
-        frozenset([(one, a), (other, b)])
-        for (one, own), (other, theirs) in both
-        for a, b in itertools.product(own, theirs)
-    }
-
-
-def pairs_in(rows: Iterable[Row]) -> set[frozenset]:
-    """The pairs of values that stand together in a row."""
-    return {frozenset(pair) for row in rows for pair in itertools.combinations(row.items(), 2)}
+    return rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import copier
 
-import ranks
+from hvdkit import testing
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT = {
@@ -24,14 +24,14 @@ def shell(command: str, folder: Path, timeout: float = 300) -> str:
     own = {k: v for k, v in os.environ.items() if k not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")}
     process = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=own | ranks.ENVIRONMENT | GIT, text=True,
+        cwd=folder, env=own | testing.ENVIRONMENT | GIT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout)
     finally:
-        ranks._kill_session(process.pid)
+        testing.kill_session(process.pid)
     assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{output[-6000:]}"
     return output
 

@@ -1,4 +1,4 @@
-"""Runs checks_*.py files on real ranks, in one launch for many checks."""
+"""Where things are; launches; checks_*.py files on real ranks, in one launch for many checks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit import testing
 from hvdkit.settings import project
 from hvdkit.testing import ENVIRONMENT, Launch, last_lines, launch
 
-__all__ = ["CHECKS", "ENVIRONMENT", "PROJECT", "Launch", "last_lines", "launch", "train"]
+__all__ = ["ENVIRONMENT", "Launch", "last_lines", "launch"]
 
 HELPERS = Path(__file__).resolve().parent
 CHECKS = HELPERS.parent / "ranks"
 ROOT = HELPERS.parents[1]
 PROJECT = ROOT / "template"
-_kill_session = testing.kill_session
 project.use(PROJECT)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import itertools
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import flag_values
@@ -19,11 +18,8 @@ import pytest
 from hvdkit import settings as settings_lib
 from ranks import CHECKS, ROOT, names_of_checks, run_checks
 
-PAIRS, FACTS = (CHECKS / f"checks_{part}.py" for part in ("flags", "flag_facts"))
-# Each starts ranks of its own: 1 rank has most to do, and a core computes for one.
-LAUNCHES = {"pairs-1": ([PAIRS], 1), "facts-1": ([FACTS], 1), "all-2": ([PAIRS, FACTS], 2)}
-SLOW = "all-pairs-1"
-LAUNCHES[SLOW] = LAUNCHES["pairs-1"]
+FILE = CHECKS / "checks_flags.py"
+ROWS = "check_every_pair_of_flags"
 NAMES = [field.name for field in dataclasses.fields(settings_lib.Settings)]
 # What the settings themselves make something else of.
 READ_AS_ANOTHER_NAME = {
@@ -34,66 +30,43 @@ READ_AS_ANOTHER_NAME = {
     "scale_range": "scale_limits",
     "trackers": "tracker_names",
 }
-CHECKS = {launch: names_of_checks(*files) for launch, (files, _) in LAUNCHES.items()}
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
-    """By launch: what failed, and lines of what was counted. All that are chosen at once."""
-    items = [item for item in request.session.items if hasattr(item, "callspec")]
-    chosen = {item.callspec.params.get("launch") for item in items} & LAUNCHES.keys()
-    folder = tmp_path_factory.mktemp("flags")  # here: threads that ask for one at once may fail
-
-    def launch(name):
-        counts = folder / name
-        env = {"FLAGS_COUNTS": str(counts), "FLAGS_PART": "1" if name == SLOW else "3"}
-        failed = run_checks(*LAUNCHES[name], timeout=1700, env=env)
-        return failed, counts.read_text() if counts.exists() else ""
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(chosen, pool.map(launch, chosen)))
+def outcomes():
+    """By number of ranks and part of the rows; each launch runs all checks once."""
+    return {}
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory):
-    path = tmp_path_factory.mktemp("flags") / "usual.cfg"
-    path.write_text(flag_values.USUAL)
-    return path
-
-
-# The first waits for the launches: minutes, of which most is tracing.
+# The first waits for its launch: minutes, of which most is tracing.
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "launch, name",
+    "ranks, part, name",
     [
-        pytest.param(launch, name, marks=[pytest.mark.slow] * (launch == SLOW))
-        for launch, names in CHECKS.items()
-        for name in names
+        *[(ranks, 3, name) for ranks in (1, 2) for name in names_of_checks(FILE)],
+        pytest.param(1, 1, ROWS, marks=pytest.mark.slow),
     ],
 )
-def test_flags(launch, name, outcomes, record_property):
-    failed, counts = outcomes[launch]
-    if name == CHECKS[launch][-1]:
-        record_property("flags", counts)
-    failure = failed[name]
+def test_flags(ranks, part, name, outcomes):
+    if (ranks, part) not in outcomes:
+        env = {"FLAGS_PART": str(part)}
+        outcomes[ranks, part] = run_checks([FILE], ranks, timeout=1700, env=env)
+    failure = outcomes[ranks, part][name]
     assert failure is None, failure
 
 
-def test_no_flag_is_forgotten():
-    """A new flag has values to be tried with, or a reason why it has none."""
+def test_every_flag_has_values_and_facts():
+    """Or a reason why it has none."""
     tables = (flag_values.VALUES, flag_values.TASK_VALUES)
     tried = flag_values.fields_of(itertools.chain(*(v for t in tables for v in t.values())))
     assert set(NAMES) - tried == set(flag_values.LEFT_OUT)
-
-
-def test_of_each_flag_it_is_said_whether_it_changes_the_weights():
     changes = flag_values.CHANGES + flag_values.CHANGES_ON_RANKS
     keeps = flag_values.KEEPS + flag_values.KEEPS_ON_ONE_RANK
-    said = flag_values.fields_of(
+    found = flag_values.fields_of(
         [value for _, values in changes for value in values]
         + [value for both in keeps for value in both]
     )
-    assert set(NAMES) - said == {*flag_values.OF_TASKS, *flag_values.LEFT_OUT}
+    assert set(NAMES) - found == {*flag_values.OF_TASKS, *flag_values.LEFT_OUT}
 
 
 def test_every_flag_is_read_by_code():
