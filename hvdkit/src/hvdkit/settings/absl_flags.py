@@ -32,7 +32,7 @@ _OF_ABSL |= {"run_with_profiling", "profile_file", "use_cprofile_for_profiling"}
 _FIRST = ("task", "model", "data_dir", "run_dir", "num_classes", "image_size")
 _FIRST += ("global_batch_size", "num_steps", "base_lr", "precision")
 
-_DEFINED = re.compile(r"""\bDEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
+_DEFINED = re.compile(r"""DEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
 _settings: dict[str, flags.Flag] = {}  # what `define` made
 
 
