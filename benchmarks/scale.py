@@ -113,8 +113,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     import hvdkit
     import train
     from hvdkit.ranks import messages
-    from hvdkit.run import actions, health
-    from hvdkit.run import finish as finish_lib
+    from hvdkit.run import actions, health, loop
 
     seen: dict[str, list[float]] = {"log": [], "save": [], "kB": [], "start": []}
 
@@ -169,7 +168,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         if hvdkit.stop.launch_rank() == 0:
             print(MARK + json.dumps(row), flush=True)
 
-    def ending(run, *rest):
+    def ending(run, ended):
         for name in ("first", *["scale"] * 20):
             start = time.perf_counter()
             with run.world.fail_together(name):
@@ -178,9 +177,9 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
         middle = {n: statistics.median(seen[n][1:] or seen[n]) for n in ("log", "save", "together")}
         whole = {"exchanges": len(seen["kB"]), "kB": sum(seen["kB"]), "start": seen["start"][0]}
         say(middle | whole | held())
-        return finish(run, *rest)
+        return summarize(run, ended)
 
-    finish, finish_lib.finish = finish_lib.finish, ending
+    summarize, loop.Run._summarize = loop.Run._summarize, ending
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name)
     count(functions, "broadcast")  # of variables

@@ -153,8 +153,8 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     import train
     from hvdkit import settings as settings_lib
     from hvdkit.ranks.interrupt import StopSignal
-    from hvdkit.run import launched
     from hvdkit.run.loop import Run
+    from hvdkit.run.main import with_ranks
 
     sys.stdout.reconfigure(line_buffering=True)
     settings = settings_lib.parse(["", "--resume=never", *flags], settings_lib.of_project())
@@ -165,7 +165,7 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
         losses = [float(step(batch)["loss"]) for _ in range(steps)]
         print(json.dumps(losses), flush=True)
 
-    sys.exit(launched.run(settings, work))
+    sys.exit(with_ranks(settings, work))
 
 
 def _weights(flags: Sequence[str], ranks: int, steps: int) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.applications import imagenet_utils
 from keras.src.legacy.saving import legacy_h5_format
 
-from hvdkit.checkpoint import pretrained, warm_start
+from hvdkit.checkpoint import warm_start
 from hvdkit.train import preprocessing, variable_names
 from hvdkit.train.preprocessing import Preprocess
 
@@ -65,7 +65,7 @@ def test_features_are_those_of_keras_applications(name, tmp_path):
             variable.assign(rng.uniform(low, low + 0.5, variable.shape))
     wanted = features(there)(keras.applications.resnet.preprocess_input(PICTURE.copy()))
     model = NETWORKS[name](64, 5, 0.0)
-    pretrained.load(model, write(there, tmp_path / "notop.h5"), "caffe")
+    warm_start.load_backbone(model, write(there, tmp_path / "notop.h5"), "caffe")
     for layer in there.layers[1:]:
         pairs = zip(layer.weights, model.get_layer(layer.name).weights, strict=True)
         assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)
@@ -144,7 +144,7 @@ def test_models_that_leave_pictures_unscaled_are_known():
 def test_what_the_backbone_is_and_no_more_is_set(last, left, tmp_path):
     """A last layer that is the network's own takes a whole file."""
     model = network(backbone=last)
-    pretrained.load(model, published(tmp_path / "a.h5", last), "torch")
+    warm_start.load_backbone(model, published(tmp_path / "a.h5", last), "torch")
     assert starts(model) == [5.0] * 6 + left and mode(model) == "torch"
 
 
@@ -156,13 +156,13 @@ def test_frozen_layers_and_other_precisions(tmp_path):
     finally:
         keras.config.set_dtype_policy("float32")
     model.get_layer("conv1_conv").trainable = False
-    pretrained.load(model, file, "tf")
+    warm_start.load_backbone(model, file, "tf")
     assert starts(model)[:6] == [5.0] * 6 and model.weights[1].dtype == "float64"
 
 
 def refused(model, file, *words):
     with pytest.raises(ValueError) as error:
-        pretrained.load(model, file, "tf")
+        warm_start.load_backbone(model, file, "tf")
     said = str(error.value)
     assert said.startswith(f"--backbone_weights={file}") and "\n" not in said
     assert all(word in said for word in words), said

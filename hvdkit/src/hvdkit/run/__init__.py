@@ -2,11 +2,9 @@
 
 loop.Run            what train.py uses
 main.main           from the command line to the exit code
-context             RunContext: task, data, model, optimizer, state; prepare
-start.begin         where a run starts: step 0 or a checkpoint
+context             RunContext: task, data, model, optimizer, state; where a run begins
 actions             what happens after a step: sync, log, save, evaluate
 modes               --dry_run, --find_lr, --benchmark as other lists of actions
 health              votes and verdicts: skipped steps, stop signals
-finish              how a run ends
 load_run            a trained run, for commands
 """

@@ -18,8 +18,8 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
-from hvdkit.run import launched
 from hvdkit.run.context import RunContext, prepare
+from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings
 from hvdkit.stop import launch_rank
 from hvdkit.train import task as tasks
@@ -87,7 +87,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
             resolved = config.for_ranks(world.size)
         work(resolved, world, stop_signal)
 
-    return launched.run(config, on_each)
+    return with_ranks(config, on_each)
 
 
 def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Path]:

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdkit import logs
 from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
@@ -27,11 +28,10 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
-from hvdkit.run import finish, modes
+from hvdkit.run import modes
 from hvdkit.run.actions import Action, Result, left_out
-from hvdkit.run.context import describe, notes, prepare
+from hvdkit.run.context import begin, describe, notes, prepare
 from hvdkit.run.health import Ending, Health
-from hvdkit.run.start import begin
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, custom_step, reduction, task_checks
@@ -248,9 +248,68 @@ class Run:
             if (ending is None or ending.save) and self.mode.keeps_weights:
                 self.save.last(int(self.state.step))
         if ending and ending.bad_since and self.mode.keeps_weights:
-            finish.go_back(self.context, ending)
+            self._go_back(ending)
         self.sync()
-        finish.finish(self.context, self.telemetry, self.evaluate.figures, ending)
+        self._summarize(ending)
+        if ending and ending.code != DONE:
+            raise Stop(ending.code, ending.message + self._prospects(ending))
+        if ending:
+            say(self.world, ending.message)
+
+    def _go_back(self, ending: Ending) -> None:
+        """Raises GoBack on all ranks, once a run, where a checkpoint is before the bad steps.
+
+        From the same weights the same batches would lead to the same steps. So the batches between
+        are left out, as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): a loss
+        spike takes both, certain batches and certain weights.
+        """
+        found = self.context.checkpoints.sound_before(ending.bad_since)
+        if found and not int(self.state.passed_over):
+            step = int(self.state.step)
+            say(
+                self.world,
+                f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
+                f"{found.step + 1} to {step} are left out. A run goes back only once",
+            )
+            raise GoBack(str(found.path), step)
+
+    def _summarize(self, ending: Ending | None) -> None:
+        """The run's last records, after proof that all ranks hold the same weights.
+
+        Raises:
+          Stop: on all ranks, when the weights differ.
+        """
+        world, state = self.world, self.state
+        sha = shared = world_lib.weights_sha256(self.model.variables)
+        if self.settings.bn_sync == "none":  # each rank has moving statistics of its own
+            shared = world_lib.weights_sha256(self.model.trainable_variables)
+        world.check_same(shared, "the final weights")
+        reason = "benchmark" if self.settings.benchmark else "done"
+        self.telemetry.summary(
+            {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
+            | {"skipped_steps": int(state.skipped)}
+            | {"samples_per_second": self.telemetry.median_speed()}
+            | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
+            | {"batches_passed_over": int(state.passed_over)}
+            | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}
+        )
+        if self.mode.keeps_weights and world.is_chief:
+            try:
+                from hvdkit.observe import report  # here: it takes half a second to load
+
+                logs.say(f"report: {report.write(Path(self.settings.run_dir))}")
+            except Exception as error:  # a run without its report is still a good one
+                logs.say(f"note: no report: {type(error).__name__}: {error}")
+
+    def _prospects(self, ending: Ending) -> str:
+        """What else a person should know of an ending that is no success."""
+        before = ""
+        if ending.bad_since and (count := int(self.state.passed_over)):
+            before = f" It went back once, and left out {count} batches."
+        if ending.code != PREEMPTED or not self.mode.keeps_weights:
+            return before
+        how = "rerun" if self.settings.resume == "auto" else "rerun with --resume=auto"
+        return f"{before}: saved at step {int(self.state.step)}; {how} to resume"
 
 
 def run_once(

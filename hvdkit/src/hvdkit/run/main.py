@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import app
 
+from hvdkit import logs
 from hvdkit import settings as settings_lib
+from hvdkit.logs import complain
 from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
-from hvdkit.run import launched, modes
+from hvdkit.run import modes
 from hvdkit.run.loop import TrainFunction, run_once
 from hvdkit.settings import Settings, absl_flags
-from hvdkit.stop import DONE
+from hvdkit.stop import DONE, Stop, launch_rank
+from hvdkit.train import reduction
 
 
 def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int:
@@ -27,7 +32,7 @@ def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int
         def work(world: World, stop_signal: StopSignal) -> None:
             run_on(world, settings, train, stop_signal=stop_signal)
 
-        return launched.run(settings, work)
+        return with_ranks(settings, work)
 
     try:
         app.run(
@@ -47,3 +52,30 @@ def run_on(
     agreement.check_settings(world, settings, beside)
     with modes.folder(settings, world) as changed:
         run_once(train, changed, world, stop_signal=stop_signal)
+
+
+def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> int:
+    """Does the work on every launched rank; returns DONE, or the code of the Stop it raised."""
+    # Signals count from here on, also while a run starts.
+    stop_signal = StopSignal(launch_rank())
+    logs.use()
+    try:
+        world = world_lib.connect(reduction.environment(config))
+    except Stop as stop:
+        if launch_rank() == 0:
+            complain(str(stop))
+        return stop.code
+    code = DONE
+    try:
+        # One GPU a process, or a share of the cores.
+        world_lib.set_up(world, config)
+        with world.fail_together("choosing what carries gradients"):
+            reduction.check_backend(config)
+        with Peers(world, reduction.stall_seconds(config)):
+            work(world, stop_signal)
+    except Stop as stop:
+        code = stop.code
+        if world.is_chief:
+            complain(str(stop))
+    world_lib.finish(world)
+    return code
