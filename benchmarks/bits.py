@@ -28,8 +28,8 @@ import tensorflow as tf
 from small_runs import Small, fit_config
 
 from hvdkit import settings as settings_lib
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.demo import scenes
+from hvdkit.data import scenes
+from hvdkit.data.source import Arrays
 from hvdkit.observe import compare, records
 from hvdkit.ranks import world as world_lib
 from hvdkit.stop import DONE

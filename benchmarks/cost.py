@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from hvdkit.data.demo import scenes
+from hvdkit.data import scenes
 from ranks import last_lines, launch
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 import equivalence
-from hvdkit.data.demo import scenes
+from hvdkit.data import scenes
 from ranks import last_lines, launch
 
 

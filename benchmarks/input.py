@@ -96,9 +96,8 @@ def rate(words: list[object], cores: int) -> float:
 
 def make(kind: str, root: Path) -> None:
     """The set's files in `root`, and the set packed beside it."""
-    from hvdkit.data import pack
-    from hvdkit.data.demo import scenes
-    from hvdkit.data.smaller import Smaller
+    from hvdkit.data import pack, scenes
+    from hvdkit.data.pack import Smaller
 
     if kind == "demo":
         scenes.make(root, scenes.Settings(train=320, val=4))

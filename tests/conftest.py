@@ -17,7 +17,7 @@ project.use(PROJECT)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from hvdkit.data.demo import scenes
+from hvdkit.data import scenes
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.source import Source
+from hvdkit.data.source import Arrays, Source
 from hvdkit.settings import Settings
 from hvdkit.train import losses
 from hvdkit.train.preprocessing import wide

@@ -7,7 +7,7 @@ from functools import partial
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data import crops
+from hvdkit.data import augment
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
@@ -54,9 +54,11 @@ class Task:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
         size = self.config.image_size
         if self.smallest is None:
-            image = crops.shifted(sample, key, size, self.mirror)
+            image = augment.shifted(sample, key, size=size, mirror=self.mirror)
         else:
-            image = crops.random_resized(sample, key, size, self.mirror, self.smallest)
+            image = augment.random_resized(
+                sample, key, size=size, mirror=self.mirror, smallest=self.smallest
+            )
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -67,7 +69,7 @@ class Task:
 
     def _centre(self, sample: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         size = self.config.image_size
-        image = crops.centred(sample, size, share=0.875 if size >= LARGE else 1.0)
+        image = augment.centred(sample, size, share=0.875 if size >= LARGE else 1.0)
         return self._inputs(image, tf.zeros([2], tf.int32))
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -9,11 +9,9 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data import augment
-from hvdkit.data.demo import scenes
-from hvdkit.data.labels import IGNORE
+from hvdkit.data import augment, scenes
+from hvdkit.data.labels import COLOURS, IGNORE
 from hvdkit.data.open import open_sources
-from hvdkit.data.palette import COLOURS
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics, whole_pictures
 from hvdkit.models.deeplab import deeplabv3plus

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.arrays import Arrays
+from hvdkit.data.source import Arrays
 from hvdkit.settings import Settings
 from hvdkit.train import losses
 

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import train
-from hvdkit.data.arrays import Arrays
+from hvdkit.data.source import Arrays
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.run import context as run_lib

@@ -32,7 +32,7 @@ TRAINING = [
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few demo scenes."""
-    from hvdkit.data.demo import scenes
+    from hvdkit.data import scenes
 
     root = tmp_path_factory.mktemp("scenes") / "data"
     scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))

@@ -33,7 +33,7 @@ class Job:
     """A training job of two tasks on two nodes, from the template's folder."""
 
     def __init__(self, slurm: Slurm, folder: Path, launch: str, launch_flags: str = "") -> None:
-        from hvdkit.data.demo import scenes
+        from hvdkit.data import scenes
 
         data = folder / "data"
         scenes.make(data, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))

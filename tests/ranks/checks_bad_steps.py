@@ -11,8 +11,8 @@ import tensorflow as tf
 from checks_runs import state
 from small_runs import Small, fit, numbers
 
-from hvdkit.data.arrays import Arrays
 from hvdkit.data.sampler import Sampler
+from hvdkit.data.source import Arrays
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, DONE

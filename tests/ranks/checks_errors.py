@@ -12,8 +12,8 @@ from small_runs import fit_config, folder
 from tiny_runs import TINY_FLAGS
 
 from hvdkit import settings as settings_lib
-from hvdkit.data.demo import scenes
-from hvdkit.data.packed_strings import Names
+from hvdkit.data import scenes
+from hvdkit.data.readers.listing import Names
 from hvdkit.run import context as run_lib
 from hvdkit.stop import WRONG_USE
 from tasks.segmentation import Task

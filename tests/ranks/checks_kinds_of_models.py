@@ -19,8 +19,8 @@ import tensorflow as tf
 from kinds_of_models import KINDS, Kind
 from small_runs import USUAL, Small, fit, folder
 
-from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed
+from hvdkit.data.source import Arrays
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import context as run_lib

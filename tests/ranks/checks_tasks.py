@@ -10,7 +10,7 @@ import tensorflow as tf
 from small_runs import CLASSES, FEATURES, Small, fit, numbers
 from tensorflow.python.framework import config as tf_config
 
-from hvdkit.data.arrays import Arrays
+from hvdkit.data.source import Arrays
 from hvdkit.run.health import Ending
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
-    "demo-data": ("hvdkit.data.demo.scenes", "makes the demo's data set"),
+    "demo-data": ("hvdkit.data.scenes", "makes the demo's data set"),
 }
 _RUNS_A_TASK = {"browse", "evaluate", "predict", "export"}
 _NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK

@@ -19,7 +19,7 @@ from tiny_runs import TINY_FLAGS
 
 from hvdkit.commands import predict
 from hvdkit.commands.export import Exported
-from hvdkit.data.readers.digits import Digits
+from hvdkit.data.shipped import Digits
 from hvdkit.evaluate import metrics
 from ranks import PROJECT, last_lines, launch, train
 

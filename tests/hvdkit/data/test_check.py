@@ -15,8 +15,8 @@ from PIL import Image
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack, pipeline
-from hvdkit.data.arrays import Arrays
 from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.source import Arrays
 from hvdkit.settings import project
 from ranks import PROJECT
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import crops, shipped
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.readers.digits import ROWS, Digits
+from hvdkit.data import augment, shipped
+from hvdkit.data.shipped import ROWS, Digits
+from hvdkit.data.source import Arrays
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 
@@ -65,10 +65,11 @@ def test_wrong_use_is_named():
         Digits("train", 11)
 
 
-@pytest.mark.parametrize("crop", [crops.shifted, crops.random_resized])
+@pytest.mark.parametrize("crop", [augment.shifted, augment.random_resized])
 def test_a_crop_is_its_keys(crop):
     one, same, other = (
-        crop({"image": NOISE}, tf.constant(k), 16, True) for k in ([1, 2], [1, 2], [1, 3])
+        crop({"image": NOISE}, tf.constant(k), size=16, mirror=True)
+        for k in ([1, 2], [1, 2], [1, 3])
     )
     assert one.shape == (16, 16, 3) and one.dtype == tf.uint8
     np.testing.assert_array_equal(one, same)
@@ -82,7 +83,9 @@ def test_shifts_reach_an_eighth_both_ways_and_no_further():
     places = {padded[y : y + 32, x : x + 32][::8, ::8].tobytes(): (y, x)
               for y in range(9) for x in range(9)}  # fmt: skip
     seen, turned = set(), 0
-    shift = tf.function(lambda key: crops.shifted({"image": tf.constant(image)}, key, 32, True))
+    shift = tf.function(
+        lambda key: augment.shifted({"image": tf.constant(image)}, key, size=32, mirror=True)
+    )
     for number in range(500):
         crop = shift(tf.constant([number, 0])).numpy()
         ways = [places.get(c[::8, ::8].tobytes()) for c in (crop, crop[:, ::-1])]
@@ -98,7 +101,7 @@ def parts(height: int, width: int, keys: int, smallest: float = 0.08):
     draws = np.random.default_rng(0).random((keys, 10, 4), np.float32)
     shape = tf.constant([height, width])
     made = tf.function(lambda d: tf.map_fn(
-        lambda one: crops.random_part(shape, one, smallest), d, fn_output_signature=tf.int32
+        lambda one: augment.random_part(shape, one, smallest), d, fn_output_signature=tf.int32
     ))  # fmt: skip
     return draws, made(draws).numpy()
 
@@ -138,14 +141,17 @@ def test_fine_stripes_come_out_grey():
     stripes = np.zeros((640, 640, 3), np.uint8)
     stripes[:, ::2] = 255
     sample = {"image": stripes}
-    for crop in (crops.centred(sample, 64), crops.random_resized(sample, [1, 2], 32, False, 0.9)):
+    for crop in (
+        augment.centred(sample, 64),
+        augment.random_resized(sample, [1, 2], size=32, mirror=False, smallest=0.9),
+    ):
         assert np.abs(crop[2:-2, 2:-2].numpy() - 127.5).max() < 13
 
 
 def test_evaluation_takes_the_middle():
     image = np.zeros((40, 60, 3), np.uint8)
     image[4:36, 14:46] = 255  # 32 pixels, the middle of the 40 in the middle
-    assert (crops.centred({"image": image}, 16, share=0.8).numpy() == 255).all()
-    assert crops.centred({"image": image}, 16, share=1.0).numpy().min() == 0
+    assert (augment.centred({"image": image}, 16, share=0.8).numpy() == 255).all()
+    assert augment.centred({"image": image}, 16, share=1.0).numpy().min() == 0
     small = NOISE[:32, :32]
-    np.testing.assert_array_equal(crops.centred({"image": small}, 32, share=1.0), small)
+    np.testing.assert_array_equal(augment.centred({"image": small}, 32, share=1.0), small)

@@ -9,7 +9,7 @@ import readers
 import tensorflow as tf
 from PIL import Image, ImageOps
 
-from hvdkit.data.readers import exif, folders, pictures
+from hvdkit.data.readers import exif, pairs, pictures
 
 ROWS, COLUMNS = np.mgrid[:24, :40]
 SMOOTH = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
@@ -82,13 +82,13 @@ def test_what_cannot_be_understood_counts_as_none():
     assert {1, 6} <= seen <= set(range(1, 9))
 
 
-def write(root: Path, data: bytes, label: np.ndarray, **also) -> folders.ImageLabelFolder:
+def write(root: Path, data: bytes, label: np.ndarray, **also) -> pairs.ImageLabelFolder:
     for folder in ("images", "labels", "splits"):
         (root / folder).mkdir(exist_ok=True)
     (root / "images" / "a.jpg").write_bytes(data)
     Image.fromarray(label).save(root / "labels" / "a.png", **also)
     (root / "splits" / "train.txt").write_text("a\n")
-    return folders.ImageLabelFolder(root, "train", 5)
+    return pairs.ImageLabelFolder(root, "train", 5)
 
 
 def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):

@@ -9,7 +9,7 @@ import readers
 import tensorflow as tf
 from PIL import Image
 
-from hvdkit.data.readers import folders
+from hvdkit.data.readers import pairs
 
 CLASSES = 5
 
@@ -40,8 +40,8 @@ def root(tmp_path: Path, pixels: tuple[np.ndarray, np.ndarray]) -> Path:
     return tmp_path
 
 
-def opened(root: Path, split: str = "train") -> folders.ImageLabelFolder:
-    return folders.ImageLabelFolder(root, split, CLASSES)
+def opened(root: Path, split: str = "train") -> pairs.ImageLabelFolder:
+    return pairs.ImageLabelFolder(root, split, CLASSES)
 
 
 def fails(root: Path, *parts: object, split: str = "train"):
@@ -98,7 +98,7 @@ def test_reads_the_indices_of_palette_labels(
     picture.save(tmp_path / "labels" / "a.png", **options)
     assert (tmp_path / "labels" / "a.png").read_bytes()[25] == 3
     list_names(tmp_path, "a")
-    source = folders.ImageLabelFolder(tmp_path, "train", 256)
+    source = pairs.ImageLabelFolder(tmp_path, "train", 256)
     np.testing.assert_array_equal(source.read(tf.constant(0, tf.int64))["label"][..., 0], ids)
     assert source.explain(0) is None
 
@@ -176,7 +176,7 @@ def test_names_and_images_that_come_twice_are_named(root: Path):
 @pytest.mark.parametrize(("classes", "ignore"), [(0, 255), (257, 255), (5, 256), (5, -1)])
 def test_numbers_of_classes_that_do_not_fit_are_named(root: Path, classes: int, ignore: int):
     with pytest.raises(ValueError, match=f"num_classes={classes} and ignore_label={ignore}"):
-        folders.ImageLabelFolder(root, "train", classes, ignore)
+        pairs.ImageLabelFolder(root, "train", classes, ignore)
 
 
 @pytest.mark.parametrize("folder", ["images", "labels"])

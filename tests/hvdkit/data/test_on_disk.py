@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_checkpoints import save
 
-from hvdkit.data import arrays, pack
+from hvdkit.data import pack, source
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def test_a_checkpoint(kept, unsafe):
 
 def test_a_packed_split(tmp_path, unsafe):
     unsafe.pop("flushed")
-    source = arrays.Arrays(
+    samples = source.Arrays(
         image=np.zeros((3, 8, 8, 3), np.uint8), label=np.array([0, 1, 2], np.int32)
     )
-    pack.pack(source, tmp_path, "train", 2, packed_from="arrays")
+    pack.pack(samples, tmp_path, "train", 2, packed_from="arrays")
     assert unsafe["train"] == []

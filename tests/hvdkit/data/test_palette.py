@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hvdkit.data.palette import COLOURS
+from hvdkit.data.labels import COLOURS
 
 
 def test_background_is_dark_grey_ignored_white_and_no_two_classes_alike():

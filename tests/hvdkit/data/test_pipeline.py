@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
+from hvdkit.data.source import Arrays
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings

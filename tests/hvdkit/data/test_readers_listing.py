@@ -10,18 +10,18 @@ import readers
 import tensorflow as tf
 
 from hvdkit.data import shared_listing
-from hvdkit.data.packed_strings import Names, packed
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.listing import Names, packed
+from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
 from hvdkit.ranks import encoding
 
 
 @pytest.mark.parametrize("limit", [2**32, 0])  # places of 4 bytes, and of 8
 def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hvdkit.data.packed_strings._NARROW", limit)
+    monkeypatch.setattr("hvdkit.data.readers.listing._NARROW", limit)
     words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
     names, starts = Names.joined([packed(words[:2]), packed([]), packed(words[2:])])
     assert starts.tolist() == [0, 2, 2, 5]

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
 
 SIZE = (24, 16)  # width, height

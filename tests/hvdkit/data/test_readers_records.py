@@ -13,15 +13,14 @@ import pytest
 import readers
 import tensorflow as tf
 
-from hvdkit.data import pack, unfinished
-from hvdkit.data.arrays import Arrays
-from hvdkit.data.demo import scenes
+from hvdkit.data import pack, scenes
 from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
+from hvdkit.data.source import Arrays
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +168,7 @@ def test_a_set_is_written_whole_or_not_at_all(
             command(*flags, f"--out={tmp_path / 'b'}", f"--as={name}")
         assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
-    with unfinished.folder(out, "other"):
+    with pack.hidden_folder(out, "other"):
         another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731
         readers.fails(another, out / "other", "is being written by another process")
     monkeypatch.setattr(pack, "_verify", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hvdkit.data import shipped
-from hvdkit.data.demo import scenes
-from hvdkit.data.readers import folders
+from hvdkit.data import scenes, shipped
+from hvdkit.data.readers import pairs
 from ranks import PROJECT
 
 SMALL = scenes.Settings(train=12, val=6)
@@ -136,14 +135,14 @@ def test_overlap_is_limited():
 
 def test_the_reader_for_folders_reads_it(demo: Path):
     for split, count in (("train", 12), ("val", 6)):
-        source = folders.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE)
+        source = pairs.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE)
         assert len(source) == count
         assert [source.explain(index) for index in range(count)] == [None] * count
 
 
 def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
-    program = "import sys; from hvdkit.data.demo import scenes; scenes.main(sys.argv);"
+    program = "import sys; from hvdkit.data import scenes; scenes.main(sys.argv);"
     program += "assert not scenes.shipped.digits.cache_info().misses"
     flags = [str(demo), "--train", "12", "--val", "6"]
     subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
@@ -186,7 +185,7 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
     # Started in the background of a shell, a process ignores SIGINT unless told otherwise.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from hvdkit.data.demo import scenes; scenes.main(sys.argv)"
+        "from hvdkit.data import scenes; scenes.main(sys.argv)"
     )
     making = subprocess.Popen(
         [sys.executable, "-c", program, str(root)], cwd=PROJECT, stderr=subprocess.DEVNULL

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data.demo.scenes import MARKER
+from hvdkit.data.scenes import MARKER
 from hvdkit.settings import Settings
 from tasks import segmentation
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import readers
 
-from hvdkit.data import unfinished
+from hvdkit.data import pack
 from ranks import PROJECT
 
 _KILLED = """
 import os, pathlib, signal, sys
-from hvdkit.data import unfinished
-with unfinished.folder(pathlib.Path(sys.argv[1]), "train") as work:
+from hvdkit.data import pack
+with pack.hidden_folder(pathlib.Path(sys.argv[1]), "train") as work:
     (work / "shard").write_bytes(bytes(1000))
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -28,7 +28,7 @@ def test_what_a_kill_left_goes_at_the_next_start(tmp_path: Path):
     project = PROJECT
     assert subprocess.run(command, cwd=project).returncode == -9
     assert list(tmp_path.rglob("shard"))
-    with unfinished.folder(tmp_path, "train") as work:
+    with pack.hidden_folder(tmp_path, "train") as work:
         assert not list(work.iterdir())
         (work / "shard").write_bytes(b"")
     assert not list(tmp_path.iterdir())
@@ -36,18 +36,18 @@ def test_what_a_kill_left_goes_at_the_next_start(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "train.packing-2", ".packing"])
 def test_names_that_no_pack_can_have(name: str):
-    readers.fails(lambda: unfinished.check_name(name), repr(name), "--as")
+    readers.fails(lambda: pack._check_name(name), repr(name), "--as")
 
 
 def test_one_at_a_time_and_two_of_two_names(tmp_path: Path):
     def second() -> None:
-        with unfinished.folder(tmp_path, "train"):
+        with pack.hidden_folder(tmp_path, "train"):
             pass
 
-    with unfinished.folder(tmp_path, "train") as train:
+    with pack.hidden_folder(tmp_path, "train") as train:
         (train / "shard").write_bytes(b"")
         readers.fails(second, tmp_path / "train", "is being written by another process", "--as")
-        with unfinished.folder(tmp_path, "val"):  # which leaves the other's alone
+        with pack.hidden_folder(tmp_path, "val"):  # which leaves the other's alone
             pass
         assert (train / "shard").exists()
     second()
@@ -59,11 +59,11 @@ def test_links_are_not_followed(tmp_path: Path):
     (mine / "inner").mkdir(parents=True)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".train.packing").symlink_to(mine)
-    with pytest.raises(OSError), unfinished.folder(tmp_path / "out", "train"):
+    with pytest.raises(OSError), pack.hidden_folder(tmp_path / "out", "train"):
         pass
     (tmp_path / "out" / ".val.packing").mkdir()
     (tmp_path / "out" / ".val.packing" / "link").symlink_to(mine)
-    with unfinished.folder(tmp_path / "out", "val"):
+    with pack.hidden_folder(tmp_path / "out", "val"):
         pass
     assert (mine / "inner").is_dir()
 
@@ -73,5 +73,5 @@ def test_a_disk_without_locks_will_do(tmp_path: Path, monkeypatch):
         raise OSError("no locks here")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with unfinished.folder(tmp_path, "train") as work:
+    with pack.hidden_folder(tmp_path, "train") as work:
         assert os.listdir(tmp_path) == [work.name]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data.arrays import Arrays
 from hvdkit.data.pipeline import EvaluationFeed, reader
+from hvdkit.data.source import Arrays
 from hvdkit.evaluate.evaluator import make_step, stopped_improving
 
 

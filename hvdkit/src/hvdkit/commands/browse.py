@@ -19,7 +19,7 @@ import tensorflow as tf
 from PIL import Image, ImageDraw
 
 from hvdkit import settings as settings_lib
-from hvdkit.data.palette import COLOURS
+from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.logs import complain

@@ -24,7 +24,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps
 
 from hvdkit import logs, whole_files
-from hvdkit.data.palette import COLOURS
+from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.evaluate import metrics

@@ -1,4 +1,10 @@
-"""What labels mean, the same for every reader, the augmentation and the tasks."""
+"""What labels mean, the same for readers, augmentation and tasks; colours to show them."""
+
+from __future__ import annotations
+
+import colorsys
+
+import numpy as np
 
 IGNORE = 255  # in a label picture: a pixel that loss and metrics leave out
 
@@ -9,3 +15,14 @@ def one_class(folder: object) -> str:
         f"{folder} holds one class only, which cannot be told apart from anything: is --data_dir "
         "one level too deep, or too high? A split holds a folder for each class"
     )
+
+
+def _colours() -> np.ndarray:
+    """A colour a class, uint8 [256, 3]: background grey, neighbours far apart in hue."""
+    turns = (np.arange(256) * 0.618034) % 1.0
+    colours = [colorsys.hsv_to_rgb(t, 0.75, 1.0 - 0.35 * (i % 2)) for i, t in enumerate(turns)]
+    colours[0], colours[IGNORE] = (0.25, 0.25, 0.25), (1.0, 1.0, 1.0)
+    return (np.array(colours) * 255).astype(np.uint8)
+
+
+COLOURS = _colours()

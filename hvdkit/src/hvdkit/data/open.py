@@ -8,12 +8,10 @@ from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.folders import ImageLabelFolder
-from hvdkit.data.readers.pairs import PicturePairs
+from hvdkit.data.readers.pairs import ImageLabelFolder, PicturePairs
 from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
-from hvdkit.data.source import Source, unshared_classes
-from hvdkit.data.synthetic import Synthetic
+from hvdkit.data.source import Source, Synthetic, unshared_classes
 from hvdkit.logs import join
 from hvdkit.settings import Settings
 
@@ -103,7 +101,7 @@ def _open(name: str, config: Settings, split: str) -> Source:
     if name == "folders":
         return ImageLabelFolder(root, split, config.num_classes)
     if name == "digits":
-        from hvdkit.data.readers.digits import (
+        from hvdkit.data.shipped import (
             Digits,  # here: a fork without that task goes without it
         )
 

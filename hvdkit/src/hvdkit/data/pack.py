@@ -11,9 +11,14 @@ If packing is killed, the next pack of that split into OUT removes the leftovers
 verifies a pack.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -27,16 +32,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
-from hvdkit.data import pipeline, unfinished
+from hvdkit.data import image_ops, pipeline
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.readers import records
+from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.folders import ImageLabelFolder
+from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
-from hvdkit.data.smaller import Smaller
-from hvdkit.data.source import Source
+from hvdkit.data.source import Source, digest
 
 READERS: dict[str, Callable[[Path, str], Source]] = {
     "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
@@ -69,9 +73,9 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
     """
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
-    unfinished.check_name(split)
+    _check_name(split)
     out.mkdir(parents=True, exist_ok=True)
-    with unfinished.folder(out, split) as work:
+    with hidden_folder(out, split) as work:
         if (out / split).exists():
             raise ValueError(f"{out / split} is there already; remove it, or give another --out")
         folder = work / split
@@ -189,6 +193,104 @@ def _feature(value: bytes | int) -> tf.train.Feature:
     if isinstance(value, int):
         return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+
+class Smaller:
+    """Another source's samples, with the shorter side of pictures at most `short_side` pixels.
+
+    Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
+    of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids.
+    """
+
+    def __init__(self, larger: Source, short_side: int, quality: int) -> None:
+        """Raises ValueError for an invalid side or quality."""
+        if short_side < 1 or not 1 <= quality <= 100:
+            raise ValueError(
+                f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
+                "quality of 1 to 100"
+            )
+        self._source, self._side, self._quality = larger, short_side, quality
+        self.class_names = getattr(larger, "class_names", [])
+        self.is_demo = getattr(larger, "is_demo", False)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Reads {"image": uint8 [h, w, 3], "label": as the source has it, "file": bytes}."""
+        sample = self._source.read(index)
+        image, label = sample["image"], sample["label"]
+        shape = tf.shape(image)[:2]
+        shorter = tf.reduce_min(shape)
+        # Integer arithmetic, so that the shorter side is exact.
+        scaled = tf.maximum((2 * shape * self._side + shorter) // (2 * shorter), 1)
+
+        def encoded() -> tf.Tensor:
+            small = tf.image.resize(image, scaled, antialias=True)
+            return tf.io.encode_jpeg(tf.cast(small + 0.5, tf.uint8), quality=self._quality)
+
+        def as_it_was() -> tf.Tensor:
+            return sample["file"] if "file" in sample else tf.io.encode_png(image)
+
+        file = tf.cond(shorter > self._side, encoded, as_it_was)
+        if label.shape.rank == 3:
+            label = image_ops.nearest(label, tf.where(shorter > self._side, scaled, shape))
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
+
+    def explain(self, index: int) -> str | None:
+        """What is wrong with sample `index`, or None when it reads well."""
+        return self._source.explain(index)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the source's and the settings."""
+        return digest([(self._source.fingerprint(), self._side), ("", self._quality)])
+
+
+_ENDING = ".packing"
+
+
+@contextlib.contextmanager
+def hidden_folder(out: Path, name: str) -> Iterator[Path]:
+    """An empty folder in `out` for what becomes OUT/NAME; removed at the end.
+
+    Leftovers of a killed process are removed at the start.
+
+    Raises ValueError if another process is writing OUT/NAME.
+    """
+    work = out / f".{name}{_ENDING}"  # in the same folder: only then a rename is atomic
+    work.mkdir(exist_ok=True)
+    lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{out / name} is being written by another process: wait for its end, or give "
+                    "another --as"
+                ) from None
+        _clear(work)
+        try:
+            yield work
+        finally:
+            _clear(work)
+            work.rmdir()
+    finally:
+        os.close(lock)
+
+
+def _check_name(name: str) -> None:
+    """Raises ValueError for an invalid name of a folder, or one like the hidden names used here."""
+    if name in ("", ".", "..") or "/" in name or _ENDING in name:
+        raise ValueError(
+            f"{name!r} cannot be the name of a packed split: it must be a folder's name, without "
+            f"'/' and {_ENDING!r}; give another --as"
+        )
+
+
+def _clear(work: Path) -> None:
+    for path in work.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def main(argv: list[str]) -> int:

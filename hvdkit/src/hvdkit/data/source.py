@@ -1,10 +1,13 @@
-"""What the input pipeline needs of a data set; readers/folders.py is an example to copy."""
+"""What the input pipeline needs of a data set, and sources without files."""
+
+from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -55,3 +58,73 @@ def digest(listing: Iterable[tuple[str, int]]) -> str:
     for name, size in listing:
         sha.update(os.fsencode(f"{name}\0{size}\n"))  # names may not be UTF-8
     return sha.hexdigest()
+
+
+class Arrays:
+    """A Source of arrays of equal length: sample i is entry i of each.
+
+    `Arrays(image=images, label=labels)` reads {"image": images[i], "label": labels[i]}. They
+    become constants of the input pipeline, so they should stay below some hundred MB.
+
+    Raises:
+      ValueError: there is no array, none has a sample, their lengths differ, or one is of objects.
+    """
+
+    def __init__(self, **arrays: np.ndarray) -> None:
+        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        # An array of objects holds addresses, which differ between ranks.
+        objects = {n: a.tolist() for n, a in self._arrays.items() if a.dtype == object}
+        for name, values in objects.items():
+            if not all(isinstance(value, (str, bytes)) for value in values):
+                raise ValueError(f"array {name} is of Python objects: make it numbers or strings")
+            self._arrays[name] = np.asarray(values)
+        lengths = {name: len(array) for name, array in self._arrays.items()}
+        if len(set(lengths.values())) != 1 or 0 in lengths.values():
+            raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Tensors of the arrays' own dtypes, by name."""
+        return {name: tf.gather(array, index) for name, array in self._arrays.items()}
+
+    def explain(self, index: int) -> str | None:
+        return None
+
+    def fingerprint(self) -> str:
+        sha = hashlib.sha256()
+        for name, array in self._arrays.items():
+            sha.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            sha.update(np.ascontiguousarray(array).tobytes())
+        return sha.hexdigest()
+
+
+class Synthetic:
+    """A Source of `count` random samples, to measure speed or to run without data.
+
+    Sample i is the same everywhere.
+
+    Args:
+      form: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
+    """
+
+    def __init__(self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]) -> None:
+        self._count, self._form = count, form
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        sample = {}
+        for number, (name, (shape, dtype, end)) in enumerate(self._form.items()):
+            key = tf.stack([tf.cast(index, tf.int32), number])
+            draws = tf.random.stateless_uniform(shape, key, 0, end, tf.int32, alg="philox")
+            sample[name] = tf.cast(draws, dtype)
+        return sample
+
+    def explain(self, index: int) -> str | None:
+        return None
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr((self._count, self._form)).encode()).hexdigest()

@@ -19,7 +19,7 @@ import hvdkit.ranks.quiet  # noqa: F401
 # isort: split
 import numpy as np
 
-from hvdkit.data.palette import COLOURS
+from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
 from hvdkit.logs import complain
 from hvdkit.observe import pages, records

@@ -61,7 +61,7 @@ class Task(Protocol):
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """One augmented example from what the source read. TensorFlow ops only.
 
-        For pictures, hvdkit.data.crops and hvdkit.data.augment take the sample and return whole
+        For pictures, hvdkit.data.augment and hvdkit.data.augment take the sample and return whole
         numbers, uint8: a quarter of float32's bytes on the way to the model, whose first layer
         scales them (hvdkit/train/preprocessing.py).
 

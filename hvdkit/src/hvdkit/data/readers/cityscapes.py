@@ -14,8 +14,8 @@ import numpy as np
 
 from hvdkit.data import shared_listing
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.packed_strings import Names
 from hvdkit.data.readers import listing
+from hvdkit.data.readers.listing import Names
 from hvdkit.data.readers.pairs import PicturePairs, listed
 from hvdkit.logs import join
 

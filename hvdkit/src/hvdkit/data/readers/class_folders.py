@@ -15,9 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data import shared_listing, source
-from hvdkit.data.packed_strings import Names, packed
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
+from hvdkit.data.readers.listing import Names, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
 

@@ -73,7 +73,7 @@ class Records:
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
-        self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/demo/scenes.py's
+        self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         listed = _shards(self.folder, meta)

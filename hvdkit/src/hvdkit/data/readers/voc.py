@@ -14,8 +14,8 @@ Lists of them exist in both forms; a pair names its label file itself.
 from pathlib import Path
 
 from hvdkit.data import shared_listing
-from hvdkit.data.packed_strings import Names
 from hvdkit.data.readers import listing
+from hvdkit.data.readers.listing import Names
 from hvdkit.data.readers.pairs import PicturePairs, listed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 

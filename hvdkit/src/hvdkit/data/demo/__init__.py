@@ -1,1 +1,0 @@
-"""The demo data set, made on first use from hvdkit/data/shipped."""
