@@ -95,7 +95,7 @@ def _run(config, world):
     for _ in range(config.num_steps - 1):
         result = step(feed.next(), votes.votes())
     seconds = (time.monotonic() - start) / (config.num_steps - 1)
-    batch_norm.make_sync(model, config.bn_sync, order.weight)()
+    batch_norm.make_sync(model, config.bn_sync, weight=order.weight)()
     assert int(state.step) == config.num_steps and int(state.skipped) == 0
     assert float(tf.reduce_max(result["votes"])) == 0
     weights = {f"{i:03d}": v.value.numpy() for i, v in enumerate(model.variables)}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import horovod.tensorflow as hvd
 
 import train
+from hvdkit.ranks.world import raw
 from hvdkit.train import reduction
 from hvdkit.train.step import Step
 
@@ -27,8 +28,10 @@ def make_train_step(settings, world, task, *, state, spec):
     return train.make_step(run)
 
 
-def distribute(tape, settings, variables):
-    """The tape that sums over ranks with these settings, as a run's step has it."""
+def rank_sums(tape, loss, settings, variables):
+    """The gradients of `loss` summed over ranks, as a run's step has them with these settings."""
+    raws = [raw(v) for v in variables]
     if reduction.has_own_messages(settings):
-        return reduction.RankSumTape(tape, settings, variables)
-    return hvd.DistributedGradientTape(tape, op=hvd.Sum, **reduction.arguments(settings))
+        return reduction.rank_sums(tape.gradient(loss, raws), settings, variables)
+    tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **reduction.arguments(settings))
+    return tape.gradient(loss, raws, use_generic_names=True)

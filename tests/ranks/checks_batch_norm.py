@@ -98,7 +98,7 @@ def moving(world, mode, every_step, steps=6, weight=None):
     """Moving mean and variance after `steps` local batches, synced each step or at the end."""
     layer = keras.layers.BatchNormalization(momentum=0.7)
     model = keras.Sequential([keras.Input((4, 4, 3)), layer])
-    sync = batch_norm.make_sync(model, mode, weight)
+    sync = batch_norm.make_sync(model, mode, weight=weight)
     for step in range(steps):
         whole, rows = uneven(world, seed=step)
         model(whole[rows], training=True)

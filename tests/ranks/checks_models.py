@@ -157,18 +157,20 @@ def feed(model, inputs, rows):
 
 def trained(model, inputs, rows, steps):
     """Gradients of a sum over `steps` micro-batches, by variable; moving statistics after it."""
-    variables = model.trainable_variables
+    weights = [raw(v) for v in model.trainable_variables]
 
     def forward(x):
         y = model(x, training=True)
-        weights = tf.range(1, y.shape[-1] + 1, dtype=y.dtype)
-        return [tf.reduce_sum(tf.sin(y) * weights)], tf.zeros([], y.dtype)
+        factors = tf.range(1, y.shape[-1] + 1, dtype=y.dtype)
+        return [tf.reduce_sum(tf.sin(y) * factors)], tf.zeros([], y.dtype)
 
     @tf.function(autograph=False)
     def step(batch):
         with tf.GradientTape() as tape:
-            (target,), _ = gradients.accumulate(forward, batch, steps, variables, None)
-        return tape.gradient(target, [raw(v) for v in variables])
+            (target,), _ = gradients.accumulate(
+                forward, batch, steps, weights=weights, compiled=None
+            )
+        return tape.gradient(target, weights)
 
     batch = tf.nest.map_structure(lambda x: tf.stack([x] * steps), feed(model, inputs, rows))
     grads = step(batch)
@@ -221,12 +223,12 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
     batch_norm.synchronize(Net(Own(name="odd", trainable=False)))
     late = batch_norm.synchronize(Net(Block()))
     late(tf.zeros([2, 3]))
-    refused(lambda: batch_norm.make_sync(late, "full", 1.0), "bn", "made after")
+    refused(lambda: batch_norm.make_sync(late, "full", weight=1.0), "bn", "made after")
     if world.size == 1:
         return
     own = Net(layers.BatchNormalization(name="own", synchronized=True))
     for mode in ("mean", "moments", "none"):
-        refused(lambda m=mode: batch_norm.make_sync(own, m, 1.0), "own", "--bn_sync=full")
+        refused(lambda m=mode: batch_norm.make_sync(own, m, weight=1.0), "own", "--bn_sync=full")
 
     class Branch(keras.Model):
         def __init__(self):
@@ -278,7 +280,7 @@ def check_a_model_without_batch_norm_passes(world):
     model(tf.zeros([2, 3]))
     assert batch_norm.synchronize(model) is model
     for mode in ("mean", "moments", "full", "none"):
-        batch_norm.make_sync(model, mode, 1.0 / world.size)()
+        batch_norm.make_sync(model, mode, weight=1.0 / world.size)()
 
 
 class Own(layers.BatchNormalization):
@@ -306,7 +308,7 @@ def check_moving_statistics_are_found_by_layer_at_any_depth(world):
         variable.assign(tf.fill(variable.shape, float(world.rank)))
     means, variances = batch_norm.moving_statistics(model)
     assert len(means) == len(variances) == len(norms) == 3
-    batch_norm.make_sync(model, "mean", 1.0 / world.size)()
+    batch_norm.make_sync(model, "mean", weight=1.0 / world.size)()
     for variable in [*means, *variances]:
         np.testing.assert_allclose(variable, (world.size - 1) / 2, rtol=1e-6)
     np.testing.assert_array_equal(decoy.kept, [world.rank])
@@ -318,6 +320,6 @@ def check_moments_of_statistics_far_from_zero_do_not_cancel(world):
     layer = model.layers[1]
     layer.moving_mean.assign([1000.0 + 0.125 * world.rank] * 2)
     layer.moving_variance.assign([0.01] * 2)
-    batch_norm.make_sync(model, "moments", 1.0 / world.size)()
+    batch_norm.make_sync(model, "moments", weight=1.0 / world.size)()
     means = 1000 + 0.125 * np.arange(world.size)
     np.testing.assert_allclose(layer.moving_variance, 0.01 + means.var(), rtol=1e-5)

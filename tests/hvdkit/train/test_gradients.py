@@ -19,7 +19,7 @@ def variables() -> list[keras.Variable]:
 def finished(l2: float, clip_norm: float) -> tuple[list[list[float]], float]:
     """Of gradients (0, 4) of the kernel and (0) of gamma."""
     grads = [tf.constant([0.0, 4.0]), tf.constant([0.0])]
-    grads, norm = gradients.finish(grads, variables(), l2, clip_norm)
+    grads, norm = gradients.finish(grads, variables(), l2=l2, clip_norm=clip_norm)
     return [g.numpy().tolist() for g in grads], float(norm)
 
 

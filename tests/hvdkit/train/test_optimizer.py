@@ -63,7 +63,7 @@ def train(config: Settings, model: keras.Model, slope: list) -> keras.optimizers
     @tf.function(autograph=False)
     def step(number, applied, grads):
         known = [g if i != UNUSED else None for i, g in enumerate(grads)]
-        known, _ = gradients.finish(known, variables, optimizer.l2_weight(config), 0.0)
+        known, _ = gradients.finish(known, variables, l2=optimizer.l2_weight(config), clip_norm=0.0)
         rule.learning_rate.assign(tf.cast(rate(number), rule.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(known, variables) if g is not None]
         tf.cond(applied, lambda: rule.apply(*zip(*pairs)), lambda: None)

@@ -107,7 +107,10 @@ class Run:
                 int(self.state.passed_over),
             )
             self.sync = batch_norm.make_sync(
-                self.model, settings.bn_sync, self.sampler.weight, settings.virtual_ranks
+                self.model,
+                settings.bn_sync,
+                weight=self.sampler.weight,
+                virtual_ranks=settings.virtual_ranks,
             )
         workers = world_lib.data_workers(world, settings)
         self.feed = TrainingFeed(

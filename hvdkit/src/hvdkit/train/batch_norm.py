@@ -1,9 +1,8 @@
-"""Batch norm across ranks: moving statistics brought together, or batch statistics shared.
+"""Batch norm across ranks: moving statistics averaged, or batch statistics shared.
 
 By default each rank normalizes with its own batch and keeps its own moving mean and variance.
-Before they are read (evaluation, checkpoint, export) they are brought together. In `mean` mode
-that gives the same values as doing it every step, because a moving average is linear in what it
-averages: the mean over ranks of moving averages is the moving average of the means over ranks.
+They are averaged over ranks before they are read (evaluation, checkpoint, export). In `mean` mode
+that equals averaging at every step, because a moving average is linear.
 
 With `SyncBatchNormalization` every rank normalizes with the global batch's statistics, so that
 N ranks compute what one would.
@@ -35,19 +34,19 @@ def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Va
 
 
 def make_sync(
-    model: keras.Model, mode: str, weight: float, virtual_ranks: int = 0
+    model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
 ) -> Callable[[], None]:
-    """Returns the function that brings the moving statistics together; all ranks must call it.
+    """Returns the function that averages the moving statistics; all ranks must call it.
 
     One allreduce carries the statistics of all layers.
 
     Args:
       model: built, and synchronized for full.
       mode: mean: mean over ranks of the moving means and of the moving variances.
-        moments: means weighted by share of the batch; to the variances the variance between
-        the ranks' means is added (law of total variance). full and none: nothing to do.
+        moments: means weighted by share of the batch; the variance between the ranks' means is
+        added to the variances (law of total variance). full and none: nothing to do.
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
-      virtual_ranks: with any, the step itself brings them together.
+      virtual_ranks: with any, the step itself averages them.
     Raises:
       ValueError: a batch norm would not do what `mode` says; the message names it.
     """
@@ -85,11 +84,10 @@ def synchronize(model: keras.Model) -> keras.Model:
     Raises:
       ValueError: a layer is of a class derived from Keras's batch norm; the message names it.
     """
-    derived = [
-        f"{_name(layer)} ({type(layer).__name__})"
-        for layer in _batch_norms(model)
-        if not _is_exchangeable(layer)
-    ]
+    plain = (keras.layers.BatchNormalization, SyncBatchNormalization)
+    # Frozen ones normalize with their moving statistics, which are the same everywhere.
+    derived = [x for x in _batch_norms(model) if x.trainable and type(x) not in plain]
+    derived = [f"{_name(x)} ({type(x).__name__})" for x in derived if not isinstance(x, plain[1])]
     if derived:
         raise ValueError(
             f"--bn_sync=full cannot synchronize {join(derived)}, which may compute batch "
@@ -109,7 +107,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     Equal to one process that holds the whole global batch, also when the ranks' shares differ in
     size; on one rank it is Keras's layer. One small allreduce forward and one backward for each
-    call. Every rank must make the same calls in training, on inputs of any batch size but zero.
+    call. Every rank must make the same calls in training, with at least one sample.
     """
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -152,12 +150,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """The name of a call's collective, the same on every rank.
 
         A layer may be called more than once in a step, and paths repeat in subclassed models:
-        TensorFlow numbers equal names in a graph, and puts the caller's name before those in a
-        function. What runs many times at once under one name is refused.
+        TensorFlow numbers equal names in a graph, and prefixes those in a function with its
+        caller's name. What runs many times at once under one name is refused.
         """
         # vectorized_map runs its body under this scope, for all its elements at once.
-        together = "loop_body" in tf.get_current_name_scope().split("/")
-        if together or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in _graphs()):
+        vectorized = "loop_body" in tf.get_current_name_scope().split("/")
+        if vectorized or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in _graphs()):
             error = ValueError(
                 f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
                 "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
@@ -206,12 +204,6 @@ def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 
 def _name(layer: keras.layers.Layer) -> str:
     return layer.path or layer.name  # a layer has its path once it is built
-
-
-def _is_exchangeable(layer: keras.layers.BatchNormalization) -> bool:
-    plain = type(layer) is keras.layers.BatchNormalization
-    # Frozen ones normalize with their moving statistics, which are the same everywhere.
-    return plain or isinstance(layer, SyncBatchNormalization) or not layer.trainable
 
 
 def _graphs() -> list[tf.Graph]:

@@ -26,8 +26,8 @@ def make_step(run):
 def check_plain(make: Callable, settings: Settings) -> None:
     """Raises ValueError where `make` is another step than the template's.
 
-    Virtual ranks and messages of their own bring the engine's step, which would leave out what
-    somebody wrote into theirs, in silence. Comments, docstrings and annotations may differ.
+    Virtual ranks and messages of their own need the engine's step, which would silently ignore
+    changes to train.py's. Comments, docstrings and annotations may differ.
     """
     try:
         if _form(inspect.getsource(make)) == _form(PLAIN):

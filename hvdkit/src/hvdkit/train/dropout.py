@@ -15,8 +15,8 @@ class RankSeedGenerator(keras.random.SeedGenerator):
     """Keras's generator with draws that differ between ranks.
 
     Its state stays the same on every rank, so that it is saved and restored like other variables.
-    Keras's own would give the samples at one place of every rank's share the same draws, and N
-    ranks N times fewer of them. Rank 0 draws what it would draw alone.
+    With Keras's own, samples at the same place of every rank's share would get the same draws.
+    Rank 0 draws what it would draw alone.
     """
 
     def next(self, ordered: bool = True) -> tf.Tensor:
@@ -34,35 +34,35 @@ def draw_by_rank(model: keras.Model) -> None:
 
 def drawing_layers(model: keras.Model) -> list[str]:
     """Names of the layers that draw by rank: with them weights depend on the number of ranks."""
-    return [x.path or x.name for x in model._flatten_layers() if x._seed_generators and _draws(x)]
 
+    def draws(layer: keras.Layer) -> bool:
+        # Recurrent cells have a generator whether they drop anything or not.
+        rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+        return bool(layer._seed_generators) and (None in rates or any(rates))
 
-def _draws(layer: keras.Layer) -> bool:
-    # Recurrent cells have a generator whether they drop anything or not.
-    rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
-    return None in rates or any(rates)
+    return [layer.path or layer.name for layer in model._flatten_layers() if draws(layer)]
 
 
 class Seeds:
     """The states of a model's seed generators, drawn anew for every virtual rank and step.
 
-    So draws of two virtual ranks, steps or generators have nothing in common, and are the same
-    whoever makes them and however often the run was interrupted.
+    Draws of two virtual ranks, steps or generators are independent, and they are the same on any
+    number of real ranks and after any interruption.
     """
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
         layers = model._flatten_layers()
         found = {id(g): g for layer in layers for g in layer._seed_generators}
         self.variables = [raw(generator.state) for generator in found.values()]
-        # Samples' keys are philox's words under the key `seed`: these bits make it other keys.
+        # Samples' keys are philox's words under the key `seed`: these bits give other keys.
         self._key = seed | 1 << 63 | int(evaluating) << 62
 
     def assign(self, step: tf.Tensor, number: tf.Tensor) -> None:
         """Args: step and number of the virtual rank (of the batch, evaluating), int64 scalars."""
         if not self.variables:
             return
-        # Philox counts on from the counter for every four words: the step stands beside, and
-        # 2**32 lie between two virtual ranks.
+        # Philox increments the counter's first word for every four words: 2**32 lie between two
+        # virtual ranks.
         counter = tf.cast(tf.stack([number * 2**32, step]), tf.uint64)
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[len(self.variables), 2],
@@ -80,9 +80,9 @@ class Seeds:
 class SampleDropout(keras.layers.Layer):
     """Dropout (Srivastava et al. 2014) with a key for every sample.
 
-    Called as layer([features, keys]) with keys int32 [batch, 2] of seed and position in the run:
-    the ones that a task's `training_example` is given. The same sample at the same step then loses
-    the same features on any number of ranks. Keras's own Dropout draws by rank.
+    Called as layer([features, keys]) with keys int32 [batch, 2], those that a task's
+    `training_example` is given. The same sample at the same step then loses the same features on
+    any number of ranks. Keras's own Dropout draws by rank.
     """
 
     def __init__(self, rate: float, **kwargs) -> None:

@@ -1,15 +1,14 @@
-"""Sums that do not depend on their order: floats as whole numbers (int64) of a power of two.
+"""Sums that do not depend on their order: floats as int64 multiples of a power of two.
 
 Integer addition is exact, so neither the number of ranks nor fusion, ring, tree or backend changes
 a bit of a sum. docs/same-weights.md has the analysis of the grids.
 
-What is done to each gradient of a step is compiled by XLA: one loop that reads and writes each
-number once. TensorFlow's own operations would go over the memory a dozen times.
+XLA compiles what is done to each gradient into one loop over memory; TensorFlow's own operations
+would make a dozen passes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -30,10 +29,8 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def judge(flat: tf.Tensor, addends: int, scale: tf.Tensor | float) -> list[tf.Tensor]:
-    """Whether all elements are finite; whether all of them / `scale` fit as gradients.
-
-    And whether the largest keeps some of its bits, or all are 0. Bool scalars.
-    """
+    """Bool scalars: all elements are finite; all / `scale` fit as gradients; the largest keeps
+    some of its bits (or all are 0)."""
     scale = tf.cast(scale, tf.float64)
     finite, largest = _size(flat)
     kept = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
@@ -56,20 +53,16 @@ def _size(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def to_fixed(
-    values: tf.Tensor, bits: int, addends: int, scale: tf.Tensor | float = 1.0
+    values: tf.Tensor, bits: int, addends: int, *, scale: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """`values / scale` in units of 2**-bits, such that `addends` of them cannot wrap when added.
+    """`values / scale` in units of 2**-bits, int64; a sum of `addends` of them cannot overflow.
 
-    Args:
-      values: floats of any shape.
-      scale: a power of two, so that dividing by it is exact.
-    Returns:
-      int64 like `values`; 0 for what does not fit: NaN, infinity, and what is larger than
-      2**(62 - bits) / addends.
+    What does not fit becomes 0: NaN, infinity, and what is larger than 2**(62 - bits) / addends.
+    `scale` is a power of two, so that dividing by it is exact.
     """
     scaled = tf.cast(values, tf.float64) * (2.0**bits / tf.cast(scale, tf.float64))
     fits = tf.abs(scaled) <= 2.0**62 / addends  # False for NaN
-    # A cast of what does not fit would give any number, without a word.
+    # A cast of what does not fit would give any number.
     return tf.cast(tf.round(tf.where(fits, scaled, tf.zeros_like(scaled))), tf.int64)
 
 
@@ -78,27 +71,17 @@ def from_fixed(total: tf.Tensor, bits: int) -> tf.Tensor:
     return tf.cast(total, tf.float64) * 2.0**-bits
 
 
+@tf.function(autograph=False, jit_compile=True)
 def add_gradients(
-    total: tf.Tensor | None, flat: tf.Tensor, addends: int, scale: tf.Tensor
+    total: tf.Tensor | None, flat: tf.Tensor, *, addends: int, scale: tf.Tensor
 ) -> tf.Tensor:
     """`total + to_fixed(flat)`, on the grid of gradients; None: nothing was added yet."""
-    if total is None:
-        return _gradients(flat, scale, addends=addends)
-    return _more_gradients(total, flat, scale, addends=addends)
-
-
-@tf.function(autograph=False, jit_compile=True)
-def _gradients(flat, scale, addends):
-    return to_fixed(flat, GRADIENT_BITS, addends, scale)
-
-
-@tf.function(autograph=False, jit_compile=True)
-def _more_gradients(total, flat, scale, addends):
-    return total + to_fixed(flat, GRADIENT_BITS, addends, scale)
+    found = to_fixed(flat, GRADIENT_BITS, addends, scale=scale)
+    return found if total is None else total + found
 
 
 def unpack_gradients(
-    total: tf.Tensor, factor: tf.Tensor, shapes: Sequence[tf.TensorShape], dtype: tf.DType
+    total: tf.Tensor, factor: tf.Tensor, *, shapes: Sequence[tf.TensorShape], dtype: tf.DType
 ) -> list[tf.Tensor]:
     """Sums of packed gradients times `factor`, float64 scalar, rounded once to `dtype`."""
     sizes = [shape.num_elements() for shape in shapes]
@@ -106,7 +89,7 @@ def unpack_gradients(
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes)]
 
 
-@functools.partial(tf.function, autograph=False, jit_compile=True)
+@tf.function(autograph=False, jit_compile=True)
 def _from_gradients(total, factor, dtype):
     return tf.cast(from_fixed(total, GRADIENT_BITS) * factor, dtype)
 

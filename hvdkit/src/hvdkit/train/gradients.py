@@ -1,10 +1,4 @@
-"""From a loss to the gradients every rank applies: accumulate, reduce, unscale, judge, clip.
-
-The order of a step is: forward and backward on this rank's share (micro-batch by micro-batch),
-one reduction over the ranks, division by what was summed, a verdict on finiteness that is the
-same on every rank, L2, clipping by the global norm. The optimizer comes after and is not known
-here.
-"""
+"""From a loss to the gradients every rank applies: accumulate, unscale, L2, clip; loss scale."""
 
 from __future__ import annotations
 
@@ -31,9 +25,8 @@ class Reduced(NamedTuple):
     adds_losses: bool  # whether the model adds any
     votes: tf.Tensor
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
-    ready: (
-        tf.Tensor
-    )  # float64 scalar: when this rank's own sums were there (hvdkit/observe/stragglers.py)
+    # float64 scalar: when this rank's own sums were there (hvdkit/observe/stragglers.py)
+    ready: tf.Tensor
     faults: tf.Tensor | None = None  # see virtual.fault
 
 
@@ -41,7 +34,8 @@ def accumulate(
     forward: Forward,
     batch: Any,
     steps: int,
-    variables: Sequence[keras.Variable],
+    *,
+    weights: Sequence[tf.Variable],
     compiled: Compiled | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
@@ -49,16 +43,13 @@ def accumulate(
     Only one micro-batch's activations are alive at a time. The gradients are summed here, on
     this rank; the tape around the call receives the sums, so that it reduces once a step.
 
-    Args:
-      batch: nested tensors [steps, micro-batch, ...].
-      compiled: as in `with_gradients`.
+    Args: as of `with_gradients`.
     Returns:
       The same as `forward`: scalars to differentiate, vector of sums; both summed over steps.
     """
     if steps == 1 and compiled is None:
         return forward(tf.nest.map_structure(lambda t: t[0], batch))
-    values = [raw(v) for v in variables]
-    targets, sums, grads = with_gradients(forward, batch, steps, variables, compiled)
+    targets, sums, grads = with_gradients(forward, batch, steps, weights=weights, compiled=compiled)
 
     # The loop's own gradient would run it backwards and keep every micro-batch's activations:
     # what a target's gradients are is known already, so they are attached to it.
@@ -74,32 +65,33 @@ def accumulate(
 
         return [tf.identity(target) for target in targets], backward
 
-    return list(attach(*[tf.convert_to_tensor(v) for v in values])), sums
+    return list(attach(*[tf.convert_to_tensor(v) for v in weights])), sums
 
 
 def with_gradients(
     forward: Forward,
     batch: Any,
     steps: int,
-    variables: Sequence[keras.Variable],
+    *,
+    weights: Sequence[tf.Variable],
     compiled: Compiled | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
     """`forward` over a batch of `steps` micro-batches, one after the other, and its gradients.
 
     Args:
-      compiled: None, or where XLA is to compile both: what it compiles is appended.
+      batch: nested tensors [steps, micro-batch, ...].
+      compiled: None, or a list where XLA is to compile both: what it compiles is appended.
     Returns:
-      What `forward` gives, and by target the dense gradients of the variables it depends on, by
+      What `forward` gives, and by target the dense gradients of the weights it depends on, by
       their place; all summed over steps.
     """
-    values = [raw(v) for v in variables]
-    connected: list[list[int]] = []  # by target: positions of the variables with a gradient
+    connected: list[list[int]] = []  # by target: places of the weights with a gradient
 
     @tf.function(autograph=False, jit_compile=None if compiled is None else True)
     def passes(micro: Any):
         with tf.GradientTape(persistent=True) as tape:
             targets, sums = forward(micro)
-        grads = [tape.gradient(target, values) for target in targets]
+        grads = [tape.gradient(target, weights) for target in targets]
         connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
         there = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
         return targets, sums, there
@@ -145,6 +137,7 @@ def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
 def finish(
     grads: Sequence[tf.Tensor | None],
     variables: Sequence[keras.Variable],
+    *,
     l2: float,
     clip_norm: float,
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
@@ -181,10 +174,9 @@ def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
 
 
 def is_kernel(variable: keras.Variable) -> bool:
-    """Kernels are decayed: variables whose name ends with "kernel", as all Keras layers call them.
+    """Whether weight decay applies: the name ends with "kernel" (also depthwise_kernel, ...).
 
-    So are depthwise_kernel, pointwise_kernel and recurrent_kernel. Biases, gamma, beta, embeddings
-    and a weight that a layer of one's own calls otherwise are not.
+    Biases, gamma, beta, embeddings and weights with other names of their own do not decay.
     """
     return variable.name.endswith("kernel")
 

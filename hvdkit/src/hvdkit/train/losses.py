@@ -17,10 +17,11 @@ import tensorflow as tf
 
 
 def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = None) -> tf.Tensor:
-    """The labels as they are; use it where examples are made, so that bad ones are told by value.
+    """Returns the labels unchanged; use it where examples are made, to name bad labels by value.
 
     Args:
-      labels: integers of any shape; `ignored`: a value beside the classes that is allowed.
+      labels: integers of any shape.
+      ignored: one more value that is allowed.
     Raises:
       tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
     """
@@ -29,14 +30,9 @@ def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = N
     if ignored is not None:
         known |= wide == ignored
     wrong = tf.boolean_mask(wide, ~known)
-    first = tf.strings.as_string(wrong[:1])
-    text = tf.strings.join(
-        [
-            "label ",
-            tf.strings.reduce_join(first),
-            f" is no class: classes are 0 to {num_classes - 1}",
-        ]
-    )
+    first = tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))
+    rest = f" is no class: classes are 0 to {num_classes - 1}"
+    text = tf.strings.join(["label ", first, rest])
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(known), [text])]):
         return tf.identity(labels)
 
@@ -51,10 +47,8 @@ def cross_entropy(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Losses and weights, both of the labels' shape, in float32 (float64 for logits of float64).
 
-    A label that is no class makes the loss NaN, and so ends the run.
-
-    What a task's `loss` returns: the run's loss is sum(losses * weights) / sum(weights), so a
-    class of weight 2 counts as if each of its positions were there twice.
+    A task's `loss` returns them: the run's loss is sum(losses * weights) / sum(weights). A label
+    that is no class makes the loss NaN, which ends the run.
 
     Args:
       logits: float [..., classes].
@@ -68,7 +62,7 @@ def cross_entropy(
     labels = tf.cast(labels, tf.int64)
     if valid is not None:
         labels = tf.where(valid, labels, 0)
-    # Said here: on a GPU TensorFlow would give NaN, on a CPU end one rank in mid-step.
+    # TensorFlow would give NaN on a GPU, and end one rank in mid-step on a CPU.
     known = (labels >= 0) & (labels < logits.shape[-1])
     labels = tf.where(known, labels, 0)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
@@ -87,10 +81,10 @@ def cross_entropy(
 
 @contextlib.contextmanager
 def mean_activity_losses(model: keras.Model, samples: int) -> Iterator[None]:
-    """Calls of the model inside: activity regularizers give means over the batch's `samples`.
+    """Inside, the model's activity regularizers give means over the batch's `samples`.
 
     Keras documents that their value is divided by the batch's size; Keras 3.12 adds up the whole
-    batch. The exchange is undone at the end, so that a saved model is as it was made.
+    batch.
     """
     layers = [x for x in model._flatten_layers() if getattr(x, "activity_regularizer", None)]
     own = [layer.activity_regularizer for layer in layers]

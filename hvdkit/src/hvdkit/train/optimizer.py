@@ -15,10 +15,9 @@ from hvdkit.train.gradients import is_kernel
 
 @keras.saving.register_keras_serializable(package="engine")
 class SGD(keras.optimizers.SGD):
-    """u = momentum * u - rate * g; w += u, to the bit what Keras computes (Polyak 1964).
+    """u = momentum * u - rate * g; w += u, the same bits as Keras's (Polyak 1964).
 
-    Keras composes it of five operations, each a pass of its own over weights or gradients; here it
-    is one of TensorFlow's.
+    One TensorFlow operation instead of Keras's five, each a pass over weights or gradients.
     """
 
     def update_step(
@@ -131,7 +130,7 @@ def build(
 def _own(
     config: Settings, make: Callable, variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
-    """What the task makes, with its slots; flags of a rule that does not run are refused."""
+    """The task's optimizer with its slots; flags that it does not read are refused."""
     for name in ("optimizer", "momentum", "ema_decay"):
         if getattr(config, name) != getattr(Settings, name):
             raise ValueError(
@@ -168,10 +167,9 @@ def l2_weight(config: Settings) -> float:
 
 
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
-    """Paths of the weights that a person may expect to decay, and that do not.
+    """Paths of weights that surprisingly do not decay, for a note at the start of a run.
 
-    All but kernels, biases and norms' gamma and beta: embeddings, and what a layer of one's own
-    calls otherwise. For a note at the start of a run with --weight_decay.
+    All but kernels, biases and norms' gamma and beta: embeddings, and weights with other names.
     """
     plain = ("bias", "gamma", "beta")
     return [v.path for v in variables if not is_kernel(v) and not v.name.endswith(plain)]
@@ -180,7 +178,7 @@ def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
     """Raises ValueError when other weights are trainable than those the optimizer was built for.
 
-    A step goes on updating the latter: freezing or unfreezing a layer in mid-run does nothing.
+    A step would still update the latter: freezing or unfreezing a layer in mid-run does nothing.
     """
     built = {id(v): v for v in optimizer._trainable_variables}
     now = {id(v): v for v in model.trainable_variables}

@@ -34,7 +34,7 @@ def wide() -> str:
 
 
 def scaled(image):
-    """A model's pictures, 0 to 255, as [-1, 1]; on the device, where this joins what follows."""
+    """A model's pictures, 0 to 255, as [-1, 1]; computed on the device."""
     # In float16 a pixel of 150 would be rounded by up to 0.06.
     return keras.layers.Rescaling(1.0 / 127.5, -1.0, dtype=wide(), name="scaled")(image)
 
@@ -43,8 +43,8 @@ def scaled(image):
 class Preprocess(keras.layers.Layer):
     """RGB in [0, 255], [..., 3] -> what the layers behind it were trained on, float32 at least.
 
-    The mode is a variable, so that it goes wherever the weights go: into checkpoints, into
-    .keras files and to the other ranks. As made it is tf, which is what `scaled` does.
+    The mode is a variable, which goes with the weights into checkpoints, .keras files and to other
+    ranks. At first it is tf, which is what `scaled` does.
     """
 
     def __init__(self, **kwargs) -> None:
@@ -71,10 +71,7 @@ def find(model: keras.Model) -> Preprocess | None:
 
 
 def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
-    """Whether pictures of 0 to 255 (nested uint8 [batch, h, w, 3]) meet no layer that scales them.
-
-    Known are Keras's two for it and `Preprocess`; a layer of a project's own may do it too.
-    """
+    """Whether pictures of 0 to 255 (nested uint8 [batch, h, w, 3]) meet no known scaling layer."""
     known = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
     parts = tf.nest.flatten(inputs)
     pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)

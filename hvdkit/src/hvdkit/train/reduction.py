@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 
-_MIB = 1 << 20
-_BUFFER = 128 * _MIB  # of gradients that travel as bfloat16, as Horovod's own for others
-_CACHED = 8192  # tensors; Horovod's 1,024 are too few for some models: each is negotiated anew
+_BUFFER = 128 << 20  # bytes of gradients that travel as bfloat16, as Horovod's own for others
+_CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+
+Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
 
 def environment(config: Settings) -> dict[str, str]:
@@ -27,7 +28,7 @@ def environment(config: Settings) -> dict[str, str]:
     knobs = {}
     if "HOROVOD_CACHE_CAPACITY" not in os.environ:
         knobs["HOROVOD_CACHE_CAPACITY"] = str(_CACHED)
-    # horovodrun says 0 where nobody told it.
+    # horovodrun sets 0 by default.
     if config.stall_shutdown_s and os.environ.get(_STALL_SHUTDOWN, "0") == "0":
         knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
         if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
@@ -94,71 +95,26 @@ def has_own_messages(config: Settings) -> str:
     return next((n for n in ("pack_bytes", "gradient_groups") if getattr(config, n)), "")
 
 
-class RankSumTape:
-    """Gradients of all ranks summed by hvd.DistributedGradientTape, grouped as flags say.
+def rank_sums(
+    own: Gradients, config: Settings, variables: Sequence[keras.Variable]
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """This rank's gradients `own` of `variables` summed over ranks, in messages as flags say.
 
-    The rank's own gradients are taken first and handed to Horovod's tape: only then is it known
-    which variables have one, and Horovod fails on a group without any.
-
-    Attributes:
-      connected: for each variable, whether it has a gradient on this rank; after `gradient`.
+    They are known before Horovod's tape is made: only then is it clear which variables have one,
+    and Horovod fails on a group without any.
     """
+    sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
+    connected = [i for i, g in enumerate(own) if g is not None]
+    if config.compression == "bf16":
+        return _sums_as_bfloat16(own, connected, sizes)
+    if config.deterministic:
+        groups = 1
+    elif config.pack_bytes:
+        packs = pack([sizes[i] for i in connected], config.pack_bytes, config.pack_count)
+        groups = [[_Place(connected[i]) for i in members] for members in packs]
+    else:
+        groups = min(config.gradient_groups, len(connected)) or None
 
-    def __init__(
-        self, tape: tf.GradientTape, config: Settings, variables: Sequence[keras.Variable]
-    ) -> None:
-        self._tape, self._config = tape, config
-        self._sizes = [_bytes(v) for v in variables]
-        self.connected: list[bool] = []
-
-    def gradient(
-        self, target: tf.Tensor, sources: Sequence[tf.Variable], use_generic_names: bool = True
-    ) -> list[tf.Tensor | tf.IndexedSlices | None]:
-        """The sums, None where a variable has no gradient. `sources` are the raw variables."""
-        own = self._tape.gradient(target, sources)
-        self.connected = [g is not None for g in own]
-        if self._config.compression == "bf16":
-            return self._sums_as_bfloat16(own)
-        tape = _horovod_tape(own, self._config, self._groups())
-        places = [_Place(i) for i in range(len(own))]
-        return tape.gradient(target, places, use_generic_names=use_generic_names)
-
-    def _sums_as_bfloat16(self, own: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list:
-        """In few large messages: Horovod does not put what goes all to all into one by itself."""
-        if hvd.size() == 1:
-            return [g if g is None else tf.convert_to_tensor(g) for g in own]
-        sums: list[tf.Tensor | None] = [None] * len(own)
-        there = [i for i, connected in enumerate(self.connected) if connected]
-        there.reverse()  # as the backward pass gives them
-        for number, places in enumerate(buffers([self._sizes[i] for i in there], _BUFFER)):
-            members = [there[place] for place in places]
-            dense = [tf.convert_to_tensor(own[i]) for i in members]
-            flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
-            parts = tf.split(
-                _sum_as_bfloat16(flat, f"grad_{number}"), [g.shape.num_elements() for g in dense]
-            )
-            for i, gradient, part in zip(members, dense, parts):
-                sums[i] = tf.reshape(tf.cast(part, gradient.dtype), gradient.shape)
-        return sums
-
-    def _groups(self) -> int | list[list[_Place]] | None:
-        """What Horovod's tape takes: a number of messages, or the places that share one."""
-        there = [i for i, connected in enumerate(self.connected) if connected]
-        if self._config.deterministic:
-            return 1
-        if self._config.pack_bytes:
-            packs = pack(
-                [self._sizes[i] for i in there], self._config.pack_bytes, self._config.pack_count
-            )
-            return [[_Place(there[i]) for i in members] for members in packs]
-        return min(self._config.gradient_groups, len(there)) or None
-
-
-def _horovod_tape(
-    own: Sequence[tf.Tensor | tf.IndexedSlices | None],
-    config: Settings,
-    groups: int | list[list[_Place]] | None,
-) -> tf.GradientTape:
     class Known(tf.GradientTape):
         """Horovod derives its tape from this class: it reduces what this `gradient` returns."""
 
@@ -166,7 +122,26 @@ def _horovod_tape(
             return own
 
     own_groups = {"groups": groups, "sparse_as_dense": groups is not None}
-    return hvd.DistributedGradientTape(Known(), op=hvd.Sum, **arguments(config) | own_groups)
+    tape = hvd.DistributedGradientTape(Known(), op=hvd.Sum, **arguments(config) | own_groups)
+    places = [_Place(i) for i in range(len(own))]
+    return tape.gradient(None, places, use_generic_names=True)
+
+
+def _sums_as_bfloat16(own: Gradients, connected: list[int], sizes: Sequence[int]) -> list:
+    """In few large messages: Horovod does not fuse alltoall by itself."""
+    if hvd.size() == 1:
+        return [g if g is None else tf.convert_to_tensor(g) for g in own]
+    sums: list[tf.Tensor | None] = [None] * len(own)
+    there = connected[::-1]  # as the backward pass gives them
+    for number, places in enumerate(buffers([sizes[i] for i in there], _BUFFER)):
+        members = [there[place] for place in places]
+        dense = [tf.convert_to_tensor(own[i]) for i in members]
+        flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
+        total = _sum_as_bfloat16(flat, f"grad_{number}")
+        parts = tf.split(total, [g.shape.num_elements() for g in dense])
+        for i, gradient, part in zip(members, dense, parts):
+            sums[i] = tf.reshape(tf.cast(part, gradient.dtype), gradient.shape)
+    return sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +203,3 @@ def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]
     """
     small = [i for i, size in enumerate(sizes) if size <= max_bytes]
     return [small[i : i + max_count] for i in range(0, len(small), max_count)]
-
-
-def _bytes(variable: keras.Variable) -> int:
-    return variable.value.shape.num_elements() * variable.value.dtype.size

@@ -1,4 +1,4 @@
-"""All that a run is at one moment: model, optimizer, step, loss scale; averaged weights."""
+"""The state of a run: model, optimizer, step, loss scale; averaged weights for evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class State:
 
     `step` is the one counter of the run: it picks the batch and the learning rate and says when
     the run ends. It counts global batches; `skipped` of them changed no weights because their
-    gradients were not finite. `passed_over` batches were left out of the data (ending.go_back).
+    gradients were not finite. `passed_over` batches were left out when the run went back.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class State:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.loss_scale = LossScale(precision)
-        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
-        self.skipped = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped")
-        self.passed_over = tf.Variable(0, dtype=tf.int64, trainable=False, name="passed_over")
+        self.step, self.skipped, self.passed_over = (
+            tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
+            for name in ("step", "skipped", "passed_over")
+        )
 
     @property
     def variables(self) -> dict[str, keras.Variable | tf.Variable]:
@@ -67,9 +68,10 @@ class State:
 
 
 def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The averages, one a trainable variable of the model, in their order; empty without EMA.
+    """Averages of the model's trainable weights (Polyak and Juditsky 1992); empty without EMA.
 
-    They are zeros until the first applied step.
+    Keras's optimizer updates them at every step that it applies and keeps them among its
+    variables. They are zeros until the first applied step.
     """
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
@@ -78,9 +80,8 @@ def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Inside, the model's trainable weights are their averages; afterwards its own again.
 
-    It takes the memory of a second copy of the weights. Batch norm's moving statistics are those
-    of the weights as trained. Nothing happens where the optimizer keeps no average, or has not
-    made a step.
+    It takes the memory of a second copy of the weights. Batch norm's moving statistics stay as
+    they are. Without averages or before the first step nothing happens.
 
     Raises:
       ValueError: `trainable` of a layer changed since the optimizer was built.

@@ -2,19 +2,17 @@
 
 train.py writes the step with its own tape (custom_step.PLAIN is its text); `Step` has its parts.
 
-The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The second
-sum is known only when the ranks have added up their parts, which can go on beside the backward
-pass. So each number is divided where it is known:
+The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The ranks
+add up the second sum while the backward pass runs. So each number is divided where it is known:
 
   backward pass, on each rank:  gradient of  loss_sum * scale / positions
   reduction:                    sum over ranks
   after it:                     * positions / (count * scale)
 
 with `loss_sum` and `count` the sums of losses * weights and of weights, `positions` the size of
-`losses` in the global batch (by its shape, known to all ranks beforehand; it only keeps the numbers
-of the backward pass small, for float16) and `scale` the loss scale, 1 but for float16. What is left
-is the gradient of sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights
-are constants in it.
+`losses` in the global batch (by its shape; it keeps the numbers of the backward pass small, for
+float16) and `scale` the loss scale, 1 but for float16. The result is the gradient of
+sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights are constants in it.
 
 Losses that the model adds by itself are not divided by `count`. Where there are any, the backward
 pass waits for the sums of all ranks and takes the whole loss at once.
@@ -96,9 +94,9 @@ class Step:
     def loss(self, batch: Example, losses: Losses | None = None) -> tf.Tensor:
         """This rank's part of the loss, times a factor that `update` takes out; scalar.
 
-        Call it once a step, inside the tape. It holds accumulation, loss scale and the division by
-        positions: take its gradient and nothing else; do not log it or add to it. A penalty goes
-        into `losses`.
+        Call it once a step, inside the tape. It includes accumulation, loss scale and the division
+        by positions: take only its gradient; do not log it or add to it. A penalty goes into
+        `losses`.
 
         Args:
           batch: nested tensors [micro-batches, samples, ...].
@@ -106,12 +104,12 @@ class Step:
             task's, of the model called in training.
         """
         step, settings = self._step("run.loss"), self._settings
-
-        def forward(micro: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
-            return self._forward(micro, losses)
-
         targets, sums = gradients_lib.accumulate(
-            forward, batch, settings.accumulation_steps, self._variables, self._compiled
+            lambda micro: self._forward(micro, losses),
+            batch,
+            settings.accumulation_steps,
+            weights=self.weights,
+            compiled=self._compiled,
         )
         step.ready = moment(sums)
         step.own_loss = tf.math.divide_no_nan(sums[0], sums[1])[None]
@@ -154,8 +152,8 @@ class Step:
         loss_sum, count, _, added = tf.unstack(found.sums)
         self._connected = found.had
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
-        l2 = optimizers.l2_weight(settings)
-        grads, norm = gradients_lib.finish(found.grads, self._variables, l2, settings.clip_norm)
+        l2, clip_norm = optimizers.l2_weight(settings), settings.clip_norm
+        grads, norm = gradients_lib.finish(found.grads, self._variables, l2=l2, clip_norm=clip_norm)
         rate = self._rate(state.step)
         finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
         readable = found.votes[votes.DATA_FAILED] == 0
@@ -194,13 +192,10 @@ class Step:
     # ---- the step as one graph --------------------------------------------------------------
 
     def trace(self, function: Callable[[Example], Result]) -> Callable[..., Result]:
-        """`function` as one graph of (batch, votes), traced at once and never again.
-
-        Every rank must call it: the ranks' graphs must hold the same collectives.
+        """`function` as one graph of (batch, votes), traced once; every rank must call it.
 
         Raises:
-          Stop: on all ranks, when the step cannot be made, or their steps would run other
-            collectives.
+          Stop: on all ranks, when the step cannot be made, or its collectives differ.
         """
         signature = [self._spec, tf.TensorSpec([votes.NUM_VOTES], tf.float64)]
 
@@ -225,14 +220,15 @@ class Step:
         return train_step
 
     def own_step(self) -> Callable[[Example], Result] | None:
-        """The engine's step where settings ask for another reduction than the tape's, else None.
-
-        Virtual ranks, packed gradients and bfloat16 on the wire reduce in messages of their own.
-        """
+        """The engine's step, for virtual ranks, packed or bfloat16 gradients; else None."""
         settings = self._settings
         if settings.virtual_ranks:
             passes = virtual.Passes(
-                settings, self._world, self._forward, self._state, self._compiled
+                settings,
+                self._world,
+                forward=self._forward,
+                state=self._state,
+                compiled=self._compiled,
             )
             return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
         if not reduction.has_own_messages(settings):
@@ -241,8 +237,8 @@ class Step:
         def step(batch: Example) -> Result:
             with tf.GradientTape() as tape:
                 loss = self.loss(batch)
-            sums = reduction.RankSumTape(tape, settings, self._variables)
-            return self.update(sums.gradient(loss, self.weights))
+            own = tape.gradient(loss, self.weights)
+            return self.update(reduction.rank_sums(own, settings, self._variables))
 
         return step
 
@@ -263,7 +259,9 @@ class Step:
                 with losses_lib.mean_activity_losses(model, samples), told:
                     outputs = model(micro["inputs"], training=True)
                 added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
-                each, weights = task_checks.loss(self._task, outputs, micro["targets"], samples)
+                each, weights = task_checks.loss(
+                    self._task, outputs, micro["targets"], samples=samples
+                )
         graph_checks.check_weights(tape, weights, self.weights)
         # Weight 0 leaves a position out of the sum, also one whose loss is no number.
         loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
@@ -280,7 +278,8 @@ class Step:
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     def _check(self, graph: tf.Graph) -> None:
-        task_checks.check_variables(self._state.model, self._variables, self._untrained)
+        task_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
+        optimizers.check_trainable(self._state.optimizer, self._state.model)
         graph_checks.check_state(graph, self._state.variables.values(), self._task)
         graph_checks.check_draws(
             graph,

@@ -1,12 +1,8 @@
-"""What a task is: the model, its data, loss and metrics. Everything a fork changes is behind this.
-
-A task is a file in tasks/ with a class `Task`; `--task=NAME` picks tasks/NAME.py.
-"""
+"""What a task is: the model, its data, loss and metrics; a file in tasks/ with a class `Task`."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -23,8 +19,8 @@ from hvdkit.train import schedule
 # Settings that only some tasks read; a task says which in `uses`.
 _OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
-_OPTIONAL = ("prepare", "predict", "picture_inputs", "notes", "draw", "actions", "schedule")
-_OPTIONAL += ("optimizer",)
+_REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
+_REQUIRED += ("loss", "sums", "metrics")
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
@@ -51,25 +47,24 @@ class Task(Protocol):
     def sources(self) -> tuple[Source, Source]:
         """Training and validation samples.
 
-        Readers of files look at the disk on rank 0 only. On other ranks this may therefore be
-        called twice: it ends at the first listing, and begins again when rank 0's is there.
+        Readers list files on rank 0 only. On other ranks this may therefore be called twice: it
+        ends at the first listing, and starts again when rank 0's has arrived.
 
-        Raises: ValueError or OSError naming what is wrong with the data and the way out.
+        Raises: ValueError or OSError: what is wrong with the data and how to fix it.
         """
         ...
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """One augmented example from what the source read. TensorFlow ops only.
 
-        For pictures, hvdkit.data.augment and hvdkit.data.augment take the sample and return whole
-        numbers, uint8: a quarter of float32's bytes on the way to the model, whose first layer
-        scales them (hvdkit/train/preprocessing.py).
+        For pictures, hvdkit.data.augment takes the sample and returns uint8, a quarter of float32's
+        bytes; the model's first layer scales them (hvdkit/train/preprocessing.py).
 
-        `if` and `for` do not take tensors here, nor in `loss` and `sums`: tf.where and tf.cond do,
+        `if` and `for` do not take tensors here, nor in `loss` and `sums`: use tf.where, tf.cond
         or @tf.function on the function that needs it (it costs seconds at start-up).
 
         Args:
-          key: int32 [2]; use it for every random draw (tf.random.stateless_*), and nothing else,
+          key: int32 [2]; use it, and nothing else, for every random draw (tf.random.stateless_*),
             so that the example does not depend on which rank reads it.
         """
         ...
@@ -77,7 +72,7 @@ class Task(Protocol):
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         """One example without random changes. TensorFlow ops only.
 
-        Where its shapes are not fixed (pictures at their own size), it is evaluated by itself.
+        Examples without fixed shapes (pictures at their own size) are evaluated one by one.
         """
         ...
 
@@ -93,28 +88,27 @@ class Task(Protocol):
         ...
 
     def picture_inputs(self, image: tf.Tensor) -> Any:
-        """What `evaluation_example` has as "inputs", of a picture alone, uint8 [H, W, 3]. Optional.
+        """The "inputs" of `evaluation_example` for a picture, uint8 [H, W, 3]. Optional.
 
-        It is what predict.py and export.py need; TensorFlow ops only.
+        `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
         """
         ...
 
     def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Losses and weights, float tensors of one shape [batch, ...].
 
-        A loss for each example (or pixel, or word), not their mean: the run takes that.
-
-        The run's loss is sum(losses * weights) / sum(weights) over the global batch, whatever
-        rank they are on. Weight 0 leaves a position out (an ignored pixel, padding). Weights do not
-        depend on the outputs, unless through tf.stop_gradient.
+        A loss for each example (or pixel, or word), not their mean: the run's loss is
+        sum(losses * weights) / sum(weights) over the global batch of all ranks. Weight 0 leaves a
+        position out (an ignored pixel, padding). Weights do not depend on the outputs, unless
+        through tf.stop_gradient.
         """
         ...
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch; they are added over batches and ranks.
 
-        Their shapes are fixed, whatever the batch's size. Any names but
-        "loss" and "weight", which hold the sums of the loss.
+        Their shapes do not depend on the batch's size. Any names but "loss" and "weight", which
+        hold the sums of the loss.
         """
         ...
 
@@ -123,25 +117,24 @@ class Task(Protocol):
         ...
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
-        """Sentences that a person should read with the figures; each is said once. Optional."""
+        """Sentences to print with the figures, each once. Optional."""
         ...
 
     def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
-        """Pictures for a person, uint8 [n, height, width, 3], from an evaluation batch.
+        """Pictures to look at, uint8 [n, height, width, 3], from an evaluation batch. Optional.
 
-        Optional: a task without it is complete, and draws nothing. Examples that are evaluated
-        one by one are drawn so; their pictures must be of one size.
+        Examples that are evaluated one by one are drawn so; their pictures must be of one size.
         """
         ...
 
     def actions(self, run: Any) -> list[Any]:
         """More to do after a step, in this order, before it is saved and evaluated. Optional.
 
-        Each is what actions.py calls an Action: `due(step)` says when, `settles = True` that it
-        looks at weights, and action(step, result) does it. `run` (run.py) holds model, world,
-        config. What an action changes is in the checkpoint of its step; one that raises ends the
-        run, and the step is not saved. Every rank calls them; what writes a file asks
-        `run.world.is_chief` first. For example, a job every 100 steps:
+        Each is an Action (hvdkit/run/actions.py): `due(step)` says when, `settles = True` that it
+        reads weights, and action(step, result) does it. `run` holds model, world, config. What an
+        action changes is in the checkpoint of its step; one that raises ends the run, and the step
+        is not saved. Every rank calls them; check `run.world.is_chief` before writing a file. For
+        example, a job every 100 steps:
 
             class Histogram:
                 settles = True
@@ -152,15 +145,15 @@ class Task(Protocol):
         ...
 
     def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:
-        """A learning-rate policy of one's own in place of --lr_policy. Optional.
+        """A learning-rate policy in place of --lr_policy. Optional.
 
-        Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; it is multiplied
-        by what --lr_scaling says.
+        Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; --lr_scaling
+        multiplies it.
         """
         ...
 
     def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
-        """An update rule of one's own in place of --optimizer. Optional.
+        """An update rule in place of --optimizer. Optional.
 
         The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
         """
@@ -171,8 +164,8 @@ def load(config: Settings) -> Task:
     """The task that --task names, complete.
 
     Raises:
-      ValueError: there is no such file (the message lists those there are), or its `Task` lacks
-        something; the message names what.
+      ValueError: there is no such task (the message lists those there are), its `Task` lacks
+        something, or a setting is given that it does not read.
     """
     names = available()
     if config.task not in names:
@@ -187,7 +180,8 @@ def load(config: Settings) -> Task:
                 f'"{name}" in the `uses` of its class Task): leave it out'
             )
     # A class that inherits from the protocol has its empty functions: they count as missing.
-    missing = [n for n, empty in _functions().items() if getattr(task_class, n, empty) is empty]
+    empty = vars(Task)
+    missing = [n for n in _REQUIRED if getattr(task_class, n, empty[n]) is empty[n]]
     if missing:
         raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
     task = task_class(config)
@@ -225,10 +219,3 @@ def available() -> list[str]:
     files = [p for p in (project.folder() / "tasks").glob("*.py") if p.is_file()]
     found = re.compile(rb"^class Task\b", re.MULTILINE)
     return sorted(p.stem for p in files if found.search(p.read_bytes()))
-
-
-def _functions() -> dict[str, Callable]:
-    """The functions that a task must have."""
-    members = vars(Task).items()
-    named = {n: f for n, f in members if inspect.isfunction(f) and not n.startswith("_")}
-    return {n: f for n, f in named.items() if n not in _OPTIONAL}

@@ -1,4 +1,4 @@
-"""A task's mistakes, told in a sentence before the first step rather than as a trace after it."""
+"""A task's mistakes as one sentence before the first step, not a traceback after it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hvdkit.train.task import Example, Task, optional
 
 @contextlib.contextmanager
 def user_code_errors(what: str) -> Iterator[None]:
-    """Turns whatever a task's code raises inside into a ValueError: what failed, where and why.
+    """Re-raises errors of user code as one-line ValueErrors: what failed, where and why.
 
-    A ValueError or OSError that the project's own code raised says so itself and stays as it is.
+    A ValueError or OSError that the project's own code raised itself stays as it is.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
     """How a feed gets examples from the source.
 
     Raises:
-      ValueError: the task makes something else of a sample than an example.
+      ValueError: the task does not make an example of a sample.
     """
     name = _function(training)
     with user_code_errors(name):
@@ -90,11 +90,7 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
 
 
 def read_example(made: Reader, source: Source, training: bool) -> Example:
-    """The source's first sample as an example, its tensors with a batch dimension of 1.
-
-    Raises:
-      ValueError: it cannot be read.
-    """
+    """The source's first sample as an example, its tensors with a batch dimension of 1."""
     key = [tf.zeros([2], tf.int32)] * training
     with user_code_errors(_function(training)), unoptimized():
         try:
@@ -189,60 +185,43 @@ def _check_input_names(model: keras.Model, inputs: Any) -> None:
         )
 
 
-def check_variables(
-    model: keras.Model, trained: Sequence[keras.Variable], untrained: Sequence[tf.Variable]
-) -> None:
-    """Raises ValueError where the traced step found other variables than the model had before."""
-    now = model.trainable_variables
-    made = {id(v): v for v in [*now, *model.non_trainable_variables]}
-    known = {id(v) for v in trained}
-    raws = {id(v) for v in untrained}
-    new = [v.path for i, v in made.items() if i not in known and id(raw(v)) not in raws]
-    changed = [v.path for v in trained if id(v) not in {id(x) for x in now}]
-    changed += [v.path for v in now if id(v) not in known and v.path not in new]
-    if new:
+def check_variables(model: keras.Model, known: Sequence[tf.Variable]) -> None:
+    """Raises ValueError where the traced step made variables that are not among `known`."""
+    before = {id(v) for v in known}
+    now = [*model.trainable_variables, *model.non_trainable_variables]
+    if new := [v.path for v in now if id(raw(v)) not in before]:
         raise ValueError(
             f"the model makes variables only when it trains: {join(new)}. Make them in its "
             "__init__ or build, so that they are trained, saved and the same on every rank"
         )
-    if changed:
-        raise ValueError(
-            f"`trainable` was changed after the model was built, of {join(changed)}: set it in "
-            "build_model"
-        )
 
 
 def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
-    """What the task, or else the model, makes of a batch that is not trained on."""
+    """The outputs for a batch that is not trained on: the task's `predict`, or the model's."""
     predict = optional(task, "predict")
     with user_code_errors("predict" if predict else "the model, called in evaluation,"):
         return predict(model, inputs) if predict else model(inputs, training=False)
 
 
 def loss(
-    task: Task, outputs: Any, targets: Any, samples: int | None = None
+    task: Task, outputs: Any, targets: Any, *, samples: int | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What the task's loss gives for `samples` examples (None: any number), in float32 at least.
-
-    Raises:
-      ValueError: it is not a pair of float tensors of one shape, samples first.
-    """
+    """Losses and weights of the task for `samples` examples (None: any number)."""
     with user_code_errors("the task's loss"):
         pair = task.loss(outputs, targets)
     losses, weights = losses_and_weights(pair, samples)
     if samples:
-        _check_apart(task, outputs, targets, losses.shape)
+        _check_independent(task, outputs, targets, shape=losses.shape)
     return losses, weights
 
 
-def losses_and_weights(
-    pair: Any, samples: int | None, what: str = "the task's loss"
-) -> tuple[tf.Tensor, tf.Tensor]:
+def losses_and_weights(pair: Any, samples: int | None) -> tuple[tf.Tensor, tf.Tensor]:
     """A loss and a weight for each of `samples` examples, in float32 at least.
 
     Raises:
       ValueError: it is not a pair of float tensors of one shape, samples first.
     """
+    what = "the task's loss"
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
             f"{what} must return two tensors, a loss and a weight for each example; it "
@@ -264,7 +243,7 @@ def losses_and_weights(
     return losses, tf.cast(weights, losses.dtype)
 
 
-def _check_apart(task: Task, outputs: Any, targets: Any, shape: tf.TensorShape) -> None:
+def _check_independent(task: Task, outputs: Any, targets: Any, *, shape: tf.TensorShape) -> None:
     """Raises ValueError where one example's losses depend on how many examples there are.
 
     Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
@@ -290,7 +269,7 @@ def _check_apart(task: Task, outputs: Any, targets: Any, shape: tf.TensorShape) 
 
 
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
-    """What the task's `sums` gives, as int64 and float64: totals outgrow smaller numbers.
+    """The task's `sums` as int64 and float64: totals outgrow smaller types.
 
     Raises:
       ValueError: they are not numbers by name, or have the names of the loss's own sums.

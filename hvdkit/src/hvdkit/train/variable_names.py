@@ -39,7 +39,8 @@ def of_optimizer(
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:
-        owners.setdefault(_flat(variable), []).append(model_names[id(variable)])
+        start = variable.path.replace("/", "_")  # of a slot's name
+        owners.setdefault(start, []).append(model_names[id(variable)])
     seen: Counter = Counter()
     return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
 
@@ -76,11 +77,6 @@ def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
             counts[match[1]] += 1
             return f"{match[1]}_{number}" if number else match[1]
     return named.name
-
-
-def _flat(variable: keras.Variable) -> str:
-    """What Keras begins a slot's name with."""
-    return variable.path.replace("/", "_")
 
 
 def _slot(name: str, owners: Mapping[str, list[str]], seen: Counter) -> str:

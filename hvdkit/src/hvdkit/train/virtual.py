@@ -1,12 +1,12 @@
-"""Virtual ranks: a step computed as V shares, whoever holds them, and added up as integers.
+"""Virtual ranks: a step is computed as V shares and summed as integers, on any number of ranks.
 
-The global batch is dealt to V virtual ranks, the same for any number N <= V of real ones. A real
-rank computes those it holds one after the other, each from the state that the step began with. What
-they give is added up without rounding, so that neither N nor the order of the sums changes a bit:
+The global batch is split over V virtual ranks, the same for any number N <= V of real ones. A real
+rank computes those it holds one after the other, each from the state at the start of the step.
+The sums are exact, so neither N nor their order changes a bit:
 
   gradients          fixed point, one int64 each
   moving statistics  fixed point, two int64 each
-  totals of the log  each virtual rank's in a place of its own, to which others add zeros
+  totals of the log  one row for each virtual rank, to which others add zeros
 
 fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch, in
 a run time of its own.)
@@ -49,7 +49,7 @@ class Share(NamedTuple):
     size: int
 
 
-def shares(micro_batch: int, virtual_ranks: int, rank: int, size: int) -> list[Share]:
+def shares(micro_batch: int, virtual_ranks: int, *, rank: int, size: int) -> list[Share]:
     """The virtual ranks that real rank `rank` of `size` holds, and their samples."""
     first, last = share(virtual_ranks, rank, size)
     parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
@@ -82,13 +82,14 @@ class Passes:
         self,
         config: Settings,
         world: World,
+        *,
         forward: Forward,
         state: State,
         compiled: Compiled | None,
     ) -> None:
-        self._count, self._micro_batches = config.virtual_ranks, config.accumulation_steps
+        self._count, self._steps = config.virtual_ranks, config.accumulation_steps
         micro = config.global_batch_size // config.accumulation_steps
-        self._own = shares(micro, self._count, world.rank, world.size)
+        self._own = shares(micro, self._count, rank=world.rank, size=world.size)
         self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
         self._forward, self._state, self._compiled = forward, state, compiled
         self._variables = state.model.trainable_variables
@@ -114,7 +115,7 @@ class Passes:
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         totals = self._over_own(batch, start)
-        # Others add zeros to a row, which changes no bit; the rows are added here, in their order.
+        # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
         ready = moment(totals.table)
         parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
@@ -141,11 +142,11 @@ class Passes:
         total = None
         for size in sorted({part.size for part in self._own}):
             group = [part for part in self._own if part.size == size]
-            total = self._over(total, batch, start, group)
+            total = self._over(group, total, batch=batch, start=start)
         return total
 
     def _over(
-        self, total: _Totals | None, batch: Any, start: _Values, group: list[Share]
+        self, group: list[Share], total: _Totals | None, *, batch: Any, start: _Values
     ) -> _Totals:
         """Shares of one size, one after the other, added to `total`."""
         size = group[0].size
@@ -170,14 +171,14 @@ class Passes:
             lambda index, _: index < len(group),
             lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i]))),
             (tf.constant(begun), total),
-            parallel_iterations=1,  # one share's memory; and all of them set the same state
+            parallel_iterations=1,  # one share's memory; and they all set the same state
         )[1]
 
     def _add(self, total: _Totals | None, found: _Pass) -> _Totals:
         # float16's loss scale is taken out first: the grid is that of the true gradients.
         scale = self._state.loss_scale.value
         grads = [
-            fixed_point.add_gradients(known, flat, self._count, scale)
+            fixed_point.add_gradients(known, flat, addends=self._count, scale=scale)
             for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
         ]
         if total is None:
@@ -195,8 +196,9 @@ class Passes:
         for variable, value in start:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
+        weights = [raw(v) for v in self._variables]
         _, sums, grads = gradients.with_gradients(
-            self._watched, part, self._micro_batches, self._variables, self._compiled
+            self._watched, part, self._steps, weights=weights, compiled=self._compiled
         )
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
@@ -232,8 +234,8 @@ class Passes:
         no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
         if no_numbers:
             raise ValueError(
-                f"the forward pass changes {join(no_numbers)}, which --virtual_ranks cannot bring "
-                "together: its type must be float or integer"
+                f"the forward pass changes {join(no_numbers)}, which --virtual_ranks cannot "
+                "combine: its type must be float or integer"
             )
         return found
 
@@ -258,16 +260,13 @@ class Passes:
                 continue
             total = self._sum(total, f"virtual.gradients.{target}")
             shapes = [self._variables[place].shape for place in places]
-            parts = fixed_point.unpack_gradients(total, factors[target], shapes, wide)
+            parts = fixed_point.unpack_gradients(total, factors[target], shapes=shapes, dtype=wide)
             for place, part in zip(places, parts):
                 means[place] = part if means[place] is None else means[place] + part
         return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
 
     def _set_state(self, totals: _Totals) -> tf.Tensor:
-        """State after the step: means of floats; what else there is must be the same for all.
-
-        Returns whether it is not, bool scalar.
-        """
+        """Sets floats to their means; returns whether other state differs, which it must not."""
         if self._floats:
             mean = (
                 fixed_point.state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
@@ -288,7 +287,7 @@ class Passes:
 
 
 def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
-    """What no smaller loss scale mends in a step: exit code, a word or two, a sentence; or None."""
+    """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
     _, gradients_beyond, state_beyond, _, uneven = map(int, result["faults"].numpy())
@@ -317,7 +316,7 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
 
 
 def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
-    """What a person should know of a step whose gradients lose their digits; or None."""
+    """A note about a step whose gradients lose their digits, or None."""
     if "faults" not in result or not result["faults"][3]:
         return None
     return (
