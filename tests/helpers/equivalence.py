@@ -75,7 +75,7 @@ def largest_difference(a: Path, b: Path) -> float:
 def _run(config, world):
     """Variables by position after all steps, the last loss, and seconds a step."""
     import tensorflow as tf
-    from steps import make_train_step
+    from shared_checks import make_train_step
 
     from hvdkit.data.pipeline import TrainingFeed
     from hvdkit.data.sampler import Sampler

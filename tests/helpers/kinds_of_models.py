@@ -12,10 +12,9 @@ from typing import Any
 import keras
 import small_models as models
 import tensorflow as tf
-from checks_models import Block, Cell, Net
 from keras import layers
 from keras.src.applications import densenet, efficientnet_v2
-from small_models import IDS, Called, Step, between, bn, dense, of_ids, weight
+from small_models import IDS, Block, Called, Cell, Net, Step, between, bn, dense, of_ids, weight
 
 EQUAL = "the same weights on 1 and 2 ranks"
 BY_RANK = "finishes; draws by rank, so weights depend on their number"

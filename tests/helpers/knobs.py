@@ -18,7 +18,7 @@ def main(argv: list[str]) -> None:
     # isort: split
     import keras
     import tensorflow as tf
-    from steps import make_train_step
+    from shared_checks import make_train_step
 
     from hvdkit import settings as settings_lib
     from hvdkit.ranks import votes

@@ -1,4 +1,4 @@
-"""Batch norm on real ranks against plain references; run by test_numbers.py."""
+"""Batch norm on real ranks against plain references; run by test_reduction.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import gathered, rng
+from keras import layers
+from shared_checks import gathered, refused, rng
+from small_models import Block, Cell, Net, functional
 
 from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
-from hvdkit.train import batch_norm
+from hvdkit.train import batch_norm, gradients
 
 SHARES = (5, 3, 2)  # rows of each rank, uneven
 
@@ -133,3 +136,262 @@ def check_moments_sync_is_the_law_of_total_variance(world):
     mean, variance = moving(world, "moments", False, steps=4, weight=weight)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
     np.testing.assert_allclose(variance, total, rtol=1e-6)
+
+
+# ---- Models with batch norm at any depth -------------------------------------------------------
+
+
+class Twice(keras.Model):
+    """One batch norm, called twice in a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bn = layers.Dense(4), layers.BatchNormalization(momentum=0.5)
+
+    def call(self, x, training=False):
+        return self.bn(tf.tanh(self.bn(self.first(x), training=training)) * 2, training=training)
+
+
+class InFunctions(Twice):
+    """One batch norm, called in a function that is called twice, and outside of it."""
+
+    def build(self, shape):
+        self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
+
+    def call(self, x, training=False):
+        if not training:
+            return self.bn(self.first(x))
+        y = self.first(x)
+        return self.part(y) + self.part(y * y + 1) + self.bn(tf.sin(y), training=True)
+
+
+def masked():
+    x, valid = keras.Input((6, 3)), keras.Input((6,))
+    y = layers.BatchNormalization()(layers.Dense(2)(x), mask=keras.ops.greater(valid, 0))
+    return keras.Model([x, valid], y)
+
+
+def frozen():
+    still = layers.BatchNormalization(trainable=False)
+    return functional(layers.Dense(4), still, layers.Dense(2), layers.BatchNormalization())
+
+
+def bn(**named):
+    return layers.BatchNormalization(**named)
+
+
+# Name: how to make it, and the shape of one sample.
+MODELS = {
+    "functional": (lambda: functional(layers.Dense(4), bn(), layers.Dense(2)), (6, 3)),
+    "sequential": (lambda: keras.Sequential([layers.Dense(4), bn(scale=False)]), (6, 3)),
+    "subclassed": (lambda: Net(layers.Dense(4), bn(center=False), layers.Dense(2)), (6, 3)),
+    "custom layers of one name": (lambda: Net(Block(name="b"), Block(name="b")), (6, 3)),
+    "nested": (lambda: functional(Net(Block(), functional(bn(), Net(bn()), shape=(6, 4)))), (6, 3)),
+    "called twice": (Twice, (6, 3)),
+    "called in functions": (InFunctions, (6, 3)),
+    "time distributed": (lambda: functional(layers.TimeDistributed(Block())), (6, 3)),
+    "unrolled both ways": (
+        lambda: Net(layers.Bidirectional(layers.RNN(Cell(), unroll=True))),
+        (4, 3),
+    ),
+    "frozen": (frozen, (6, 3)),
+    "channels first": (lambda: Net(layers.Dense(2), bn(axis=1)), (3, 2, 2)),
+    "volumes": (lambda: Net(layers.Dense(2), bn(momentum=0.3, epsilon=0.1)), (2, 2, 2, 3)),
+    "keras's own flag": (lambda: Net(layers.Dense(2), bn(synchronized=True)), (6, 3)),
+    "masked": (masked, (6, 3)),
+    "masked, one channel": (lambda: Net(layers.Masking(0.0), layers.Dense(1), bn()), (6, 1)),
+}
+
+
+def whole_batch(world, shape):
+    """The global batch, float64, and this rank's rows of it."""
+    sizes = SHARES[: world.size]
+    x = rng(3).normal(1.0, 2.0, size=(sum(sizes), *shape))
+    x[1, :2] = 0.0  # masked, where there is a Masking layer
+    start = sum(sizes[: world.rank])
+    inputs = [x, rng(4).normal(size=x.shape[:2])]
+    return inputs, slice(start, start + sizes[world.rank])
+
+
+def made(make, inputs):
+    """The model, called once on two samples, its weights not those it was made with."""
+    model = make()
+    model(feed(model, inputs, slice(0, 2)))
+    for i, variable in enumerate(model.variables):
+        variable.assign(0.5 + rng(8, i).random(variable.shape))
+    return model
+
+
+def feed(model, inputs, rows):
+    several = len(getattr(model, "inputs", None) or [None]) > 1
+    return [x[rows] for x in inputs] if several else tf.constant(inputs[0][rows])
+
+
+def trained(model, inputs, rows, steps):
+    """Gradients of a sum over `steps` micro-batches, by variable; moving statistics after it."""
+    weights = [raw(v) for v in model.trainable_variables]
+
+    def forward(x):
+        y = model(x, training=True)
+        factors = tf.range(1, y.shape[-1] + 1, dtype=y.dtype)
+        return [tf.reduce_sum(tf.sin(y) * factors)], tf.zeros([], y.dtype)
+
+    @tf.function(autograph=False)
+    def step(batch):
+        with tf.GradientTape() as tape:
+            (target,), _ = gradients.accumulate(
+                forward, batch, steps, weights=weights, compiled=None
+            )
+        return tape.gradient(target, weights)
+
+    batch = tf.nest.map_structure(lambda x: tf.stack([x] * steps), feed(model, inputs, rows))
+    grads = step(batch)
+    return grads, [raw(v).numpy() for v in model.non_trainable_variables]
+
+
+def in_float64(check):
+    def run(world):
+        world_lib.set_precision("float64")
+        try:
+            check(world)
+        finally:
+            world_lib.set_precision("float32")
+
+    return run
+
+
+def equal_to_one_process(world, name, steps):
+    make, shape = MODELS[name]
+    inputs, rows = whole_batch(world, shape)
+    plain = made(make, inputs)
+    if name == "keras's own flag":
+        plain.parts[1].synchronized = False
+    model = made(make, inputs)
+    assert batch_norm.synchronize(model) is model
+    grads, moving = trained(model, inputs, rows, steps)
+    theirs, their_moving = trained(plain, inputs, slice(None), steps)
+    everyone = world.gather_objects([np.asarray(g) for g in grads], "grads")
+    for variable, *parts, whole in zip(model.trainable_variables, *everyone, theirs):
+        message = f"{name}: {variable.path}"
+        np.testing.assert_allclose(sum(parts), whole, 1e-9, 1e-11, err_msg=message)
+    for variable, ours, whole in zip(model.non_trainable_variables, moving, their_moving):
+        np.testing.assert_allclose(ours, whole, 1e-12, err_msg=f"{name}: {variable.path}")
+
+
+@in_float64
+def check_batch_norm_at_any_depth_is_of_the_global_batch(world):
+    for name in MODELS:
+        equal_to_one_process(world, name, steps=1)
+
+
+@in_float64
+def check_accumulated_micro_batches_are_of_the_global_batch(world):
+    for name in ("called in functions", "custom layers of one name"):
+        equal_to_one_process(world, name, steps=3)
+
+
+def check_what_cannot_be_synchronized_is_refused_by_name(world):
+    refused(lambda: batch_norm.synchronize(Net(Own(name="odd"))), "odd (Own)", "derive it from")
+    batch_norm.synchronize(Net(Own(name="odd", trainable=False)))
+    late = batch_norm.synchronize(Net(Block()))
+    late(tf.zeros([2, 3]))
+    refused(lambda: batch_norm.make_sync(late, "full", weight=1.0), "bn", "made after")
+    if world.size == 1:
+        return
+    own = Net(layers.BatchNormalization(name="own", synchronized=True))
+    for mode in ("mean", "moments", "none"):
+        refused(lambda m=mode: batch_norm.make_sync(own, m, weight=1.0), "own", "--bn_sync=full")
+
+    class Branch(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.bn = layers.BatchNormalization(name="branched")
+
+        def call(self, x, training=False):
+            return tf.cond(x[0, 0, 0] > 0, lambda: self.bn(x, training=training), lambda: x)
+
+    several = {
+        "cell_bn": (Net(layers.RNN(Cell())), [None, 6, 3]),
+        "timed": (Net(layers.TimeDistributed(bn(name="timed"))), [None, None, 3]),
+        "branched": (Branch(), [None, 6, 3]),
+    }
+    for name, (model, shape) in several.items():
+        model(tf.zeros([2, 6, 3]))
+        step = tf.function(batch_norm.synchronize(model), autograph=False)
+        spec = tf.TensorSpec(shape)
+        refused(lambda s=step, x=spec: s.get_concrete_function(x, training=True), name, "loop")
+
+
+def check_a_synchronized_model_is_what_it_was_and_saves_loads_and_clones(world):
+    import tempfile
+
+    model = keras.applications.MobileNet(
+        weights=None, input_shape=(32, 32, 3), classes=4, alpha=0.25
+    )
+    x = rng(5).normal(size=(2, 32, 32, 3)).astype(np.float32)
+    before, names = model(x), [v.path for v in model.variables]
+    batch_norm.synchronize(batch_norm.synchronize(model))
+    kinds = [type(layer) for layer in model.layers]
+    assert layers.BatchNormalization not in kinds
+    assert kinds.count(batch_norm.SyncBatchNormalization) == 27
+    np.testing.assert_array_equal(model(x), before)
+    assert [v.path for v in model.variables] == names
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/m.keras")
+        loaded = keras.models.load_model(f"{folder}/m.keras")
+    for other in (clone, loaded):
+        assert [type(layer) for layer in other.layers] == kinds
+        np.testing.assert_allclose(other(x), before, rtol=1e-5, atol=1e-6)
+        assert other.layers[2].get_config() == model.layers[2].get_config()
+
+
+def check_a_model_without_batch_norm_passes(world):
+    model = Net(layers.Dense(2), layers.SpectralNormalization(layers.Dense(2)), layers.Dropout(0.5))
+    model(tf.zeros([2, 3]))
+    assert batch_norm.synchronize(model) is model
+    for mode in ("mean", "moments", "full", "none"):
+        batch_norm.make_sync(model, mode, weight=1.0 / world.size)()
+
+
+class Own(layers.BatchNormalization):
+    """Derived, so --bn_sync=full refuses it; the other modes know it for a batch norm."""
+
+
+class Decoy(layers.Layer):
+    """Not a batch norm, though a variable of it is named like one's."""
+
+    def build(self, shape):
+        self.kept = self.add_weight(name="moving_mean", shape=(1,), trainable=False)
+
+    def call(self, x):
+        return x
+
+
+def check_moving_statistics_are_found_by_layer_at_any_depth(world):
+    model = Net(
+        Block(), Net(functional(Own(), shape=(5, 4))), Decoy(), layers.TimeDistributed(bn())
+    )
+    model(tf.zeros([2, 5, 3]))
+    norms = [layer for layer in model._flatten_layers() if hasattr(layer, "moving_mean")]
+    decoy = model.parts[2]
+    for variable in [decoy.kept, *(v for n in norms for v in (n.moving_mean, n.moving_variance))]:
+        variable.assign(tf.fill(variable.shape, float(world.rank)))
+    means, variances = batch_norm.moving_statistics(model)
+    assert len(means) == len(variances) == len(norms) == 3
+    batch_norm.make_sync(model, "mean", weight=1.0 / world.size)()
+    for variable in [*means, *variances]:
+        np.testing.assert_allclose(variable, (world.size - 1) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(decoy.kept, [world.rank])
+
+
+def check_moments_of_statistics_far_from_zero_do_not_cancel(world):
+    """Means around 1000, variances 0.01: in float32 squares would leave no digit."""
+    model = functional(bn(), shape=(2,))
+    layer = model.layers[1]
+    layer.moving_mean.assign([1000.0 + 0.125 * world.rank] * 2)
+    layer.moving_variance.assign([0.01] * 2)
+    batch_norm.make_sync(model, "moments", weight=1.0 / world.size)()
+    means = 1000 + 0.125 * np.arange(world.size)
+    np.testing.assert_allclose(layer.moving_variance, 0.01 + means.var(), rtol=1e-5)

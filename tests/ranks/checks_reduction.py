@@ -1,4 +1,4 @@
-"""Reduced gradients on real ranks against plain references; run by test_numbers.py."""
+"""Reduced gradients on real ranks against plain references; run by test_reduction.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, rng
-from steps import rank_sums
+from shared_checks import PLAIN, rank_sums, rng
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw

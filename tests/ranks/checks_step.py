@@ -1,4 +1,4 @@
-"""Steps and agreement on real ranks against plain references; run by test_numbers.py."""
+"""Steps and agreement on real ranks against plain references; run by test_reduction.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, differ, rng
-from steps import make_train_step
+from shared_checks import PLAIN, differ, make_train_step, rng
 
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement, votes

@@ -1,7 +1,7 @@
-"""Run on real ranks by test_virtual.py: one run's bits, whatever the number of ranks.
+"""Run on real ranks by test_virtual.py: one run's bits on any number of ranks.
 
-Each launch trains the same runs and leaves what came of them in $VIRTUAL_RUNS/LAUNCH.json; the test
-compares the launches.
+Each launch trains the runs that $VIRTUAL_NAMES lists and writes their results to
+$VIRTUAL_RUNS/LAUNCH.json; the test compares the launches.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
+# Checks that need more than one rank, and no third one, run in this launch only.
+TWO = LAUNCH == "2-mpirun"
 
 VIRTUAL = {
     "virtual_ranks": 4,
@@ -82,8 +84,6 @@ RUNS = {
     "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
     "jit": {"jit": True, "accumulation_steps": 2, "global_batch_size": 18, "num_steps": 2},
 }
-# What these launches are needed for; 3 ranks end an "adam" besides.
-ONLY = {"3-gloo": ["sgd", "bfloat16"]}
 
 
 def begin(world):
@@ -92,9 +92,9 @@ def begin(world):
 
 
 def train(world, name, task=Ordinary, stop_signal=None, **settings):
-    """One of RUNS by `name`, or a part of one (""), with the graph's optimizer, as users have it.
+    """One of RUNS by `name`, or a part of one (""), with TensorFlow's graph optimizer.
 
-    Others leave it out, which takes most of a small run's time.
+    Others leave it out: it takes most of a small run's time.
     """
     begin(world)
     left_out = name not in ("", *RUNS)
@@ -114,7 +114,7 @@ def leave(world, name, ended):
 
 
 def check_runs_of_every_kind(world):
-    for name in ONLY.get(LAUNCH, RUNS):
+    for name in json.loads(os.environ["VIRTUAL_NAMES"]):
         ended = train(world, name, **RUNS[name])
         assert ended.code == DONE, ended.message
         assert all(np.isfinite(w).all() for w in ended.weights())
@@ -136,7 +136,7 @@ class Later(StopSignal):
 def check_a_run_goes_on_with_another_number_of_ranks(world):
     """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
     settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
-    if LAUNCH == "2-mpirun":
+    if TWO:
         ended = train(world, "", stop_signal=Later(), **settings)
         assert ended.code == PREEMPTED, ended.message
     if LAUNCH == "3-gloo":
@@ -186,24 +186,69 @@ class Draws(keras.layers.Layer):
         return x
 
 
-class Remembers(Small):
+HELD = {"float32": (1e-25, 3e-15, np.inf), "bfloat16": (1.5,), "complex64": (1 + 2j,)}
+
+
+class Holds(keras.layers.Layer):
+    """State that nothing changes, of sizes and types that the grids do not hold."""
+
+    def build(self, shape):
+        for dtype, values in HELD.items():
+            for place, value in enumerate(values):
+                start = keras.initializers.Constant(value)
+                name = f"held_{dtype}_{place}"
+                self.add_weight((), start, dtype, trainable=False, name=name)
+
+    def call(self, x):
+        return x + 0.0 * sum(tf.cast(tf.math.real(w.value), x.dtype) for w in self.weights[:2])
+
+
+class Counts(keras.layers.Layer):
+    """Counts calls or, with `samples`, what is positive among them."""
+
+    def __init__(self, samples=False, **kwargs):
+        super().__init__(**kwargs)
+        self.samples = samples
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), dtype="int32", trainable=False, name="seen")
+
+    def call(self, x, training=False):
+        if training:
+            positive = tf.math.count_nonzero(x > 0, dtype=tf.int32)
+            self.seen.assign_add(positive if self.samples else 1)
+        return x
+
+
+class Keeps(Small):
+    """State of every kind: what is drawn, what nothing changes, what counts steps."""
+
     def build_model(self):
         x = keras.Input((FEATURES,))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(Draws()(Draws()(x))))
+        y = Counts()(Holds()(Draws()(Draws()(x))))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(y))
 
 
-def check_every_virtual_rank_step_and_generator_draws_its_own(world):
-    if LAUNCH == "2-mpirun":
-        ended = train(world, "draws", Remembers, num_steps=3, checkpoint_every=1)
-        assert ended.code == DONE, ended.message
-        states = [np.load(p / "state.npz") for p in sorted(ended.folder.glob("checkpoints/step*"))]
-        drawn = [s[name] for s in states for name in s.files if name.endswith("/drawn")]
-        means = [float(mean) for mean, _ in drawn]
-        assert len(set(means)) == len(means) == 6, means
-        # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
-        assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
-        seeds = [s[name] for s in states for name in s.files if "seed_generator" in name]
-        assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
+def check_state_is_drawn_held_and_counted(world):
+    if not TWO:
+        return
+    ended = train(world, "keeps", Keeps, num_steps=3, checkpoint_every=1)
+    assert ended.code == DONE, ended.message
+    states = [np.load(p / "state.npz") for p in sorted(ended.folder.glob("checkpoints/step*"))]
+    # Every virtual rank, step and generator draws its own.
+    drawn = [s[name] for s in states for name in s.files if name.endswith("/drawn")]
+    means = [float(mean) for mean, _ in drawn]
+    assert len(set(means)) == len(means) == 6, means
+    # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
+    assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
+    seeds = [s[name] for s in states for name in s.files if "seed_generator" in name]
+    assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
+    held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
+    for dtype, values in HELD.items():
+        for place, value in enumerate(values):
+            expected = np.asarray(value, held[f"held_{dtype}_0"].dtype)
+            assert held[f"held_{dtype}_{place}"] == expected
+    assert [int(w) for w in ended.weights() if w.dtype == np.int32] == [3]
 
 
 class AddsNothing(Small):
@@ -234,7 +279,7 @@ class OnlyAdds(Small):
 
 
 def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
-    for task in (AddsNothing, OnlyAdds) if LAUNCH == "2-mpirun" else ():
+    for task in (AddsNothing, OnlyAdds) if TWO else ():
         shown = []
         for count in (0, 4):
             name = f"{task.__name__}-{count}"
@@ -244,48 +289,13 @@ def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
         np.testing.assert_allclose(*shown, rtol=1e-5)
 
 
-HELD = {"float32": (1e-25, 3e-15, np.inf), "bfloat16": (1.5,), "complex64": (1 + 2j,)}
+# ---- What ends a run ---------------------------------------------------------------------------
 
 
-class Holds(keras.layers.Layer):
-    """State that nothing changes, of sizes and types that the grids do not hold."""
-
-    def build(self, shape):
-        for dtype, values in HELD.items():
-            for place, value in enumerate(values):
-                start = keras.initializers.Constant(value)
-                name = f"held_{dtype}_{place}"
-                self.add_weight((), start, dtype, trainable=False, name=name)
-
-    def call(self, x):
-        return x + 0.0 * sum(tf.cast(tf.math.real(w.value), x.dtype) for w in self.weights[:2])
-
-
-class Held(Small):
-    def build_model(self):
-        x = keras.Input((FEATURES,))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(Holds()(x)))
-
-
-def check_state_that_nothing_changes_stays_as_it_is(world):
-    if LAUNCH == "2-mpirun":
-        ended = train(world, "held", Held)
-        assert ended.code == DONE, ended.message
-        held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
-        for dtype, values in HELD.items():
-            for place, value in enumerate(values):
-                assert held[f"held_{dtype}_{place}"] == np.asarray(
-                    value, held[f"held_{dtype}_0"].dtype
-                )
-
-
-# ---- What is told ------------------------------------------------------------------------------
-
-
-def told(world, task, code, *words, **settings):
-    """Once is enough: on two ranks."""
-    if LAUNCH == "2-mpirun":
-        ended = train(world, "told", task, resume="never", **settings)
+def ends(world, task, code, *words, **settings):
+    """The run ends with this exit code and these words."""
+    if TWO:
+        ended = train(world, "ends", task, resume="never", **settings)
         assert ended.code == code and all(w in ended.message for w in words), ended.message
         assert ended.message.count("\n") == 0
         assert all(np.isfinite(w).all() for w in ended.weights())
@@ -309,26 +319,26 @@ def check_a_gradient_beyond_the_grid_ends_the_run_and_is_told(world):
     class Huge(Scaled):
         factor = 1e9
 
-    told(world, Huge, DIVERGED, "at step 1", "fixed point", "--base_lr")
+    ends(world, Huge, DIVERGED, "at step 1", "fixed point", "--base_lr")
 
 
 def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(world):
     class Broken(Scaled):
         factor = math.inf
 
-    told(world, Broken, DIVERGED, "diverged at step 1", max_bad_steps=1)
+    ends(world, Broken, DIVERGED, "diverged at step 1", max_bad_steps=1)
 
 
 def check_gradients_that_round_to_nothing_are_told_once(world):
     class Flat(Scaled):
         factor = 1e-16
 
-    if LAUNCH == "2-mpirun":
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+    if TWO:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             ended = train(world, "flat", Flat)
         assert ended.code == DONE, ended.message
-        notes = said.getvalue().count("all gradients of a virtual rank are smaller than 6e-14")
-        assert notes == world.is_chief, said.getvalue()
+        notes = printed.getvalue().count("all gradients of a virtual rank are smaller than 6e-14")
+        assert notes == world.is_chief, printed.getvalue()
 
 
 class Spectral(Small):
@@ -339,7 +349,7 @@ class Spectral(Small):
 
 
 def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
-    told(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
+    ends(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
 
 
 class Complex(keras.layers.Layer):
@@ -359,52 +369,25 @@ class Rotates(Small):
 
 
 def check_state_that_cannot_be_brought_together_is_refused(world):
-    told(world, Rotates, WRONG_USE, "seen", "float or integer")
+    ends(world, Rotates, WRONG_USE, "seen", "float or integer")
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
     class Steep(Scaled):
         factor = 1e3
 
-    if LAUNCH == "2-mpirun":
+    if TWO:
         settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
         ended = train(world, "steep", Steep, **settings)
         assert ended.code == DONE, ended.message
         assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
 
 
-class Counts(keras.layers.Layer):
-    """Counts calls or, with `samples`, what is positive among them."""
-
-    def __init__(self, samples=False, **kwargs):
-        super().__init__(**kwargs)
-        self.samples = samples
-
-    def build(self, shape):
-        self.seen = self.add_weight(shape=(), dtype="int32", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        if training:
-            positive = tf.math.count_nonzero(x > 0, dtype=tf.int32)
-            self.seen.assign_add(positive if self.samples else 1)
-        return x
-
-
-def counting(samples):
-    class Task(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES,))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(Counts(samples)(x)))
-
-    return Task
+class CountsSamples(Small):
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        return keras.Model(x, keras.layers.Dense(CLASSES)(Counts(samples=True)(x)))
 
 
 def check_counters_that_differ_between_virtual_ranks_are_told(world):
-    told(world, counting(True), BUG, "at step 1", "counter", "differs between virtual ranks")
-
-
-def check_counters_that_agree_count_steps(world):
-    if LAUNCH == "2-mpirun":
-        ended = train(world, "counts", counting(False))
-        assert ended.code == DONE, ended.message
-        assert [int(w) for w in ended.weights() if w.dtype == np.int32] == [4]
+    ends(world, CountsSamples, BUG, "at step 1", "counter", "differs between virtual ranks")

@@ -1,4 +1,4 @@
-"""1 and 3 real ranks end with the same weights; benchmarks/equivalence.py tries more."""
+"""1 and 3 real ranks end with the same weights; benchmarks/equivalence.py tries more ranks."""
 
 import shutil
 from pathlib import Path
@@ -12,27 +12,33 @@ from ranks import last_lines, launch
 # by its own size, so where the true gradient is zero it divides rounding by rounding; measured.
 LIMITS = {"float64": 1e-12, "float32 sgd": 1e-5, "float32 adam": 1e-2}
 LOCAL = "float64 sgd local batch norm"
-# The others are combinations of these.
-EQUAL = [
-    *("float64 sgd", "float64 adam accumulation", "float64 adam dropout"),
-    *("float32 sgd accumulation", "float32 adam"),
-]
+# What the others combine; `make slow-test` trains those too.
+EVERY_CHANGE = ["float64 sgd", "float64 adam accumulation", "float64 adam dropout", "float32 sgd"]
+EQUAL = [name for name in equivalence.SETTINGS if name != LOCAL]
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_data, tmp_path_factory) -> Path:
+def weights(request, tiny_data, tmp_path_factory) -> Path:
     """A folder RANKS/SETTING.npz for 1 and 3 ranks."""
     root = tmp_path_factory.mktemp("weights")
+    chosen = {
+        str(getattr(item, "callspec", None) and item.callspec.params.get("name"))
+        for item in request.session.items
+        if item.fspath == request.fspath
+    }
+    names = [name for name in EQUAL if name in {*EVERY_CHANGE, *chosen}] + [LOCAL]
     for ranks in (1, 3):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
-        names = [*EQUAL, LOCAL, *equivalence.WITHOUT] if ranks == 1 else [*EQUAL, LOCAL]
-        ended = launch(ranks, [*worker, *names], "gloo", timeout=560)
+        more = equivalence.WITHOUT if ranks == 1 else ()
+        ended = launch(ranks, [*worker, *names, *more], "gloo", timeout=560)
         assert ended.code == 0, last_lines(ended.output)
     return root
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in EVERY_CHANGE)) for n in EQUAL]
+)
 def test_same_weights_as_one_rank(name, weights):
     limit = next(limit for start, limit in LIMITS.items() if name.startswith(start))
     files = [weights / str(n) / f"{name}.npz" for n in (1, 3)]
@@ -41,8 +47,8 @@ def test_same_weights_as_one_rank(name, weights):
 
 def test_settings_lead_to_different_weights(weights):
     """Else the comparison above would compare nothing."""
-    for name in EQUAL[1:]:
-        files = [weights / "1" / f"{n}.npz" for n in (EQUAL[0], name)]
+    for name in EVERY_CHANGE[1:3]:
+        files = [weights / "1" / f"{n}.npz" for n in (EVERY_CHANGE[0], name)]
         assert equivalence.largest_difference(*files) > 1e-3
     assert equivalence.same(weights / "1") == []
 

@@ -1,4 +1,4 @@
-"""The grid of whole numbers: where it ends, at either end."""
+"""Fixed point: exact sums in any order, where the grid ends, and what does not fit."""
 
 from __future__ import annotations
 
@@ -36,3 +36,100 @@ def test_a_gradient_that_leaves_the_grid_is_told(largest, fits, kept, scale):
     flat = tf.constant([0.0, -largest * scale], tf.float64)
     found = [bool(answer) for answer in fixed_point.judge(flat, 4, scale)]
     assert found == [math.isfinite(largest), fits, kept]
+
+
+ONE = tf.constant(1.0)
+
+
+def fixed_sum(parts, order):
+    """As a step adds them up and takes them apart again."""
+    total = None
+    for i in order:
+        total = fixed_point.add_gradients(
+            total, tf.constant(parts[i]), addends=len(parts), scale=ONE
+        )
+    one = tf.constant(1.0, tf.float64)
+    (whole,) = fixed_point.unpack_gradients(total, one, shapes=[total.shape], dtype=tf.float64)
+    return whole.numpy()
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 100.0])
+def test_sums_are_those_of_float64_in_any_order(size):
+    parts = np.random.default_rng(1).normal(scale=size, size=(12, 500)).astype(np.float32)
+    total = fixed_sum(parts, range(12))
+    # Each addend is rounded to the grid, by half a unit at most.
+    np.testing.assert_allclose(total, parts.astype(np.float64).sum(0), rtol=0, atol=6 * 2.0**-48)
+    np.testing.assert_array_equal(total, fixed_sum(parts, reversed(range(12))))
+
+
+def test_gradients_down_to_the_grid_are_kept_and_float32_is_whole_above_it():
+    tiny = np.float32([1e-12, -3e-13, 2.0**-48])
+    np.testing.assert_allclose(fixed_sum([tiny] * 4, range(4)) / 4, tiny, atol=2.0**-49)
+    whole = np.float32([1 / 3, 2.0**-24 * 1.1, -1e2 / 3])
+    np.testing.assert_array_equal(fixed_sum([whole] * 4, range(4)), 4 * whole.astype(np.float64))
+
+
+def both(values, addends, scale=1.0):
+    """By TensorFlow's own operations and by XLA: they must agree to the bit."""
+    values, scale = tf.constant(values), tf.constant(scale)
+    plain = fixed_point.to_fixed(values, 48, addends, scale=scale).numpy()
+    np.testing.assert_array_equal(
+        fixed_point.add_gradients(None, values, addends=addends, scale=scale).numpy(), plain
+    )
+    return plain
+
+
+@pytest.mark.parametrize("addends", [1, 4, 12, 1000])
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
+    largest = 2.0**14 / addends
+    fine = np.array([largest, -largest]) * scale
+    assert all(fixed_point.judge(tf.constant(fine), addends, scale))
+    assert (abs(both(fine, addends, scale).astype(object)) * addends < 2**63).all()
+    for bad in (np.nextafter(largest, np.inf), -1e300, np.inf, -np.inf, np.nan):
+        values = np.array([1.0, bad, 1.0, 0.5]) * scale
+        for turned in (values, values[::-1]):  # where it stands must not matter
+            judged = fixed_point.judge(tf.constant(turned), addends, scale)
+            assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
+        assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]
+
+
+@pytest.mark.parametrize("length", [3, 1000, 100_003])
+def test_one_number_that_is_none_is_found_among_many(length):
+    for place in {0, length // 2, length - 1}:
+        for bad in (np.nan, np.inf, -np.inf):
+            values = np.random.default_rng(place).normal(size=length).astype(np.float32)
+            values[place] = bad
+            assert not any(fixed_point.judge(tf.constant(values), 4, 1.0)[:2])
+
+
+def test_the_loss_scale_is_taken_out_without_rounding():
+    g = np.float32([1 / 3, -1e-6])
+    for scale in (2.0**-10, 2.0**24):
+        np.testing.assert_array_equal(both(g * np.float32(scale), 4, scale), both(g, 4))
+
+
+def test_xla_rounds_as_numpy_does():
+    """To the nearest, halves to even."""
+    halves = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999999999999994, 2.0**51 + 0.5])
+    assert both(halves * 2.0**-48, 4).tolist() == np.rint(halves).astype(np.int64).tolist()
+
+
+def test_tensors_of_any_kind_are_packed_without_rounding():
+    parts = [tf.constant([[1 / 3, 2.0]], t) for t in (tf.bfloat16, tf.float16, tf.float32)]
+    flat = fixed_point.pack(parts)
+    assert flat.dtype == tf.float32 and flat.shape == [6]
+    np.testing.assert_array_equal(
+        flat, np.concatenate([np.ravel(tf.cast(p, tf.float32)) for p in parts])
+    )
+    assert fixed_point.pack([*parts, tf.constant(1 / 3, tf.float64)]).numpy()[-1] == 1 / 3
+
+
+def test_state_of_any_size_is_averaged_exactly():
+    values = np.float32([1e-9, 0.3, 1.0, 65025.3, 3e9, -7e-4]).astype(np.float64)
+    whole = fixed_point.state_to_fixed(tf.constant(values), 64)
+    mean = fixed_point.state_from_fixed(tf.add_n([whole] * 64)) / 64
+    np.testing.assert_array_equal(np.float32(mean), np.float32(values))
+    limit = 2.0**42 / 64
+    for value, fits in ((limit, True), (-limit, True), (limit * 1.01, False), (np.nan, False)):
+        assert bool(fixed_point.judge_state(tf.constant([value], tf.float64), 64)[1]) == fits

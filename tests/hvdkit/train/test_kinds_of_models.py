@@ -1,6 +1,6 @@
 """Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused.
 
-`make test` trains those that have most in them; `make slow-test` the others (SLOW).
+`make test` trains EVERY_CHANGE, those that have most in them; `make slow-test` the others.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from hvdkit.stop import DONE
 from ranks import CHECKS, run_checks
 
 CHECKS = CHECKS / "checks_kinds_of_models.py"
-# Large, or of a few layers whose parts other kinds have as well.
-SLOW = {
-    "inputs a dict, model of a list", "inputs a dict, subclassed", "outputs nested",
-    "outputs of float16", "embedding alone", "embedding, masked", "constraints", "scalar weight",
-    "standardized by adapt", "lookup", "convolution over time", "convolution of volumes",
-    "depthwise and separable", "dense over time", "recurrent", "layer norms", "group norm",
-    "DenseNet", "EfficientNetV2", "dropout", "noise", "attention with dropout",
+EVERY_CHANGE = {
+    "subclassed", "nested", "shared layers", "layers made in call", "layers made in training",
+    "inputs a tuple", "inputs a list", "outputs a dict", "embedding mixed",
+    "embedding shared with the output", "frozen model inside", "regularizers",
+    "losses added by the model", "state equal on all ranks", "batch norm over time", "attention",
+    "spectral norm", "dropout by sample", "dropout, subclassed", "state of the batch",
+    "batch norm in a recurrent cell", "recurrent with state", "weight as tf.Variable",
+    "layer out of sight", "draws without a generator", "call fails in training",
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def kept(request, tmp_path_factory):
 # The first waits for both launches: minutes, of which most is tracing.
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in KINDS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in EVERY_CHANGE)) for n in KINDS]
 )
 def test_kind_of_model(name, kept):
     kind, one, two = KINDS[name], kept[1, name], kept[2, name]

@@ -1,8 +1,11 @@
-"""The loss by hand, in NumPy; and that weights enter as weights."""
+"""The loss by hand, in NumPy; weights that enter as weights; scaled pictures."""
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from hvdkit.train import preprocessing
 from hvdkit.train.losses import cross_entropy
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])
@@ -40,3 +43,10 @@ def test_pixels():
     losses, weights = cross_entropy(logits, labels, smoothing=0.1, class_weights=[1.0, 1.0, 1.0])
     assert losses.shape == weights.shape == (2, 4, 5)
     assert losses.dtype == weights.dtype == "float32"
+
+
+def test_scaled_pictures_are_from_minus_1_to_1():
+    image = keras.Input((None, None, 3))
+    model = keras.Model(image, preprocessing.scaled(image))
+    found = model(tf.constant([[[[0.0, 127.5, 255.0]]]]))
+    np.testing.assert_allclose(found[0, 0, 0], [-1.0, 0.0, 1.0], atol=1e-7)

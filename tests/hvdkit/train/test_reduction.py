@@ -1,4 +1,4 @@
-"""Every flag of the reduction takes effect: seen in Horovod's timeline of real ranks."""
+"""Reductions, steps and batch norm on real ranks: numbers, and what Horovod's timeline shows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,33 @@ import pytest
 from hvdkit import settings as settings_lib
 from hvdkit.settings import Settings
 from hvdkit.train import reduction
-from ranks import HELPERS, last_lines, launch
+from ranks import CHECKS, HELPERS, last_lines, launch, names_of_checks, run_checks
 
+# All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
+PARTS = {("gloo", 3): ("reduction", "step", "batch_norm"), ("mpi", 2): ("reduction", "step")}
+FILES = {
+    launch: [CHECKS / f"checks_{part}.py" for part in parts] for launch, parts in PARTS.items()
+}
 KNOBS = HELPERS / "knobs.py"
 STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """By backend and number of ranks; each launch runs all checks once."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "name"),
+    [(*launch, name) for launch, files in FILES.items() for name in names_of_checks(*files)],
+)
+def test_number(backend, ranks, name, outcomes):
+    """Against plain references."""
+    if (backend, ranks) not in outcomes:
+        outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
+    failure = outcomes[backend, ranks][name]
+    assert failure is None, failure
 
 
 class Timeline:

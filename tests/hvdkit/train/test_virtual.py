@@ -1,12 +1,14 @@
-"""Virtual ranks: one run on 1, 2 and 3 real ranks; what fixed point keeps and what it tells."""
+"""Virtual ranks: one run's bits on 1, 2 and 3 real ranks, and across interruptions."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
+from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -14,24 +16,32 @@ from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.data.sampler import Sampler
+from hvdkit.observe import compare
 from hvdkit.settings import project
-from hvdkit.train import fixed_point, virtual
+from hvdkit.train import virtual
 from hvdkit.train.dropout import Seeds
-from ranks import CHECKS, names_of_checks, run_checks
+from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"
 # In this order: what 2 ranks began is ended by 3.
-LAUNCHES = [(1, "alone"), (2, "mpirun"), (3, "gloo")]
+LAUNCHES = {"1-alone": (1, "alone"), "2-mpirun": (2, "mpirun"), "3-gloo": (3, "gloo")}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "jit")]
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory):
+def launches(request, tmp_path_factory):
     """By launch: what failed, and what its runs left; made once."""
     folder = tmp_path_factory.mktemp("virtual")
+    names = {"sgd", "adam"} | {
+        item.callspec.params.get("run")
+        for item in request.session.items
+        if item.fspath == request.fspath and hasattr(item, "callspec")
+    }
     failures, left = {}, {}
-    for ranks, backend in LAUNCHES:
-        name = f"{ranks}-{backend}"
+    for name, (ranks, backend) in LAUNCHES.items():
+        runs = sorted({"sgd", "bfloat16"} & names if ranks == 3 else names - {None})
         env = {"VIRTUAL_RUNS": str(folder), "VIRTUAL_LAUNCH": name}
+        env["VIRTUAL_NAMES"] = json.dumps(runs)
         failures[name] = run_checks([FILE], ranks, backend, timeout=500, env=env)
         found = folder / f"{name}.json"
         left[name] = json.loads(found.read_text()) if found.exists() else {}
@@ -41,24 +51,151 @@ def launches(tmp_path_factory):
 # The first waits for all launches: a minute each, and several on a busy machine.
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", names_of_checks(FILE))
-@pytest.mark.parametrize("launch", [f"{ranks}-{backend}" for ranks, backend in LAUNCHES])
-def test_on_ranks(launch, name, launches):
-    failure = launches[0][launch][name]
+@pytest.mark.parametrize("place", LAUNCHES)
+def test_on_ranks(place, name, launches):
+    failure = launches[0][place][name]
     assert failure is None, failure
 
 
 @pytest.mark.timeout(2400)
-def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(launches):
-    _, left = launches
-    for launch, runs in left.items():
-        for name, (sha, records) in runs.items():
-            # Handed on from 2 ranks to 3 it is the run that nobody interrupted.
-            first = left["1-alone"]["adam" if name == "handed on" else name]
-            assert [sha, records] == first, f"{name} on {launch}"
-    assert "handed on" in left["3-gloo"] and len(left["1-alone"]) == 5
+@pytest.mark.parametrize("run", ["sgd", "adam", "float16", *SLOW])
+def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launches):
+    alone, two, three = launches[1].values()
+    assert alone[run] == two[run] == three.get(run, alone[run])
+    if run == "adam":  # handed on from 2 ranks to 3 it is the run that nobody interrupted
+        assert three["handed on"] == alone[run]
+    assert (run in three) == (run in ("sgd", "bfloat16"))
 
 
-# ---- Dealing -----------------------------------------------------------------------------------
+# ---- train.py by hand: handed on, and compared -------------------------------------------------
+
+FLAGS = [
+    *("--flagfile=configs/digits.cfg", "--virtual_ranks=4", "--global_batch_size=22"),
+    *("--num_steps=12", "--warmup_steps=0", "--log_every=1", "--eval_every=5"),
+    *("--checkpoint_every=2", "--keep=9"),
+]
+# As train.py, but rank 1 gets a SIGTERM when step 4 is logged.
+STOPPED = """
+import os, signal, sys
+sys.path.insert(0, ".")
+import hvdkit, train
+log = hvdkit.run.actions.Log.__call__
+def stop(self, step, result):
+    log(self, step, result)
+    if step == 4 and self._run.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+hvdkit.run.actions.Log.__call__ = stop
+print(f"exit-code-{hvdkit.main(train.train, train.Settings, ['train.py', *sys.argv[1:]])}")
+"""
+# Rank 1 computes with other kernels of TensorFlow.
+OTHER_KERNELS = """
+import os, sys
+sys.path.insert(0, ".")
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+import hvdkit, train
+sys.exit(hvdkit.main(train.train, train.Settings, ["train.py", *sys.argv[1:]]))
+"""
+
+
+def train(ranks: int, folder: Path, *flags: str, **how):
+    ended = launch(ranks, ["train.py", *FLAGS, f"--run_dir={folder}", *flags], **how)
+    assert how or ended.code == 0, last_lines(ended.output)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of an uninterrupted run on 2 ranks."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(2, folder)
+    return folder
+
+
+@pytest.fixture
+def compared(whole, capsys):
+    """Compares the uninterrupted run with another folder; exit code and all output."""
+
+    def compared(other: Path) -> tuple[int, str]:
+        code = compare.main(["hvdkit compare", str(whole), str(other)])
+        return code, "".join(capsys.readouterr())
+
+    return compared
+
+
+@pytest.mark.slow
+def test_stopped_on_3_ranks_killed_on_1_and_ended_by_4_it_is_the_run_of_2(compared, tmp_path):
+    handed = tmp_path / "handed"
+    ended = launch(3, ["-c", STOPPED, *FLAGS, f"--run_dir={handed}"])
+    assert re.findall(r"exit-code-(\d+)", ended.output) == ["75"] * 3, last_lines(ended.output)
+    stopped = json.loads((handed / "summary.json").read_text())["step"]
+    assert 4 <= stopped < 8
+
+    eighth = handed / "checkpoints" / "step-00000008"
+    train(1, handed, kill_when=eighth.exists)
+    assert not (handed / "summary.json").exists(), "killed too late"
+
+    ended = train(4, handed)
+    assert "resuming from" in ended.output and "another run than" not in ended.output
+    code, printed = compared(handed)
+    assert code == 0 and "the same to the last bit" in printed, printed
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "code", "words"),
+    [
+        ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "different weights"),
+        ("summary.json", '"step": 12', '"step": 11', 1, "ended at different steps: 12 and 11"),
+        ("metrics.jsonl", '{"step": 3, "loss": ', '{"step": 3, "loss": 1', 1, "first at step 3"),
+        ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "lines that no run writes"),
+        ("metrics.jsonl", "{", "7\n{", 2, "lines that no run writes"),
+        ("metrics.jsonl", None, "", 1, "and 0 lines"),
+        ("metrics.jsonl", '"samples_per_second": ', '"samples_per_second": 1', 0, "the same"),
+        ("summary.json", '"threads": "1"', '"threads": "2"', 2, "threads (1; 2)"),
+        ("summary.json", '"fingerprint"', '"other"', 2, "no summary of a run"),
+        ("summary.json", '"weights_sha256"', '"other"', 2, "no summary of a run"),
+        ("summary.json", "{", "", 2, "folders of runs that have ended"),
+    ],
+)
+def test_how_runs_differ_is_named(whole, compared, tmp_path, name, old, new, code, words):
+    other = tmp_path / "other"
+    shutil.copytree(whole, other)
+    text = (other / name).read_text()
+    old = text if old is None else old
+    assert old in text
+    (other / name).write_text(text.replace(old, new, 1))
+    found, printed = compared(other)
+    assert found == code and words in printed, printed
+
+
+def test_folders_that_cannot_be_compared_are_named(whole, compared, tmp_path):
+    code, printed = compared(tmp_path)
+    assert code == 2 and f"{tmp_path} is no run's folder" in printed
+    (tmp_path / "config.cfg").write_text("--seed=2\n")
+    code, printed = compared(tmp_path)
+    assert code == 2 and f"{tmp_path}/summary.json is no summary of a run" in printed
+    code, printed = compared(whole / ".." / whole.name)
+    assert code == 2 and "one folder" in printed
+
+
+def test_a_build_that_changed_is_named_on_resume(whole, tmp_path):
+    """Here a switch of TensorFlow's kernels."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    ended = train(1, run, "--num_steps=13", env={"TF_ENABLE_ONEDNN_OPTS": "0"})
+    assert ended.code == 0
+    assert "switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in ended.output, ended.output
+
+
+def test_ranks_with_other_kernels_are_refused(tmp_path):
+    ended = launch(2, ["-c", OTHER_KERNELS, *FLAGS, f"--run_dir={tmp_path}"], "mpirun")
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in error
+    assert "--virtual_ranks=4" in error and not list(tmp_path.iterdir())
+
+
+# ---- Without ranks -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "micro_batches", "count"), [(10, 1, 4), (24, 2, 5), (7, 1, 7)])
@@ -70,7 +207,7 @@ def test_a_virtual_rank_holds_the_same_samples_whoever_computes_it(batch, micro_
             order = Sampler(50, batch, micro_batches, 1, rank, size, count)
             own = order.local_positions(tf.constant(3)).numpy()
             own = own.reshape(micro_batches, order.local_micro_size)
-            for part in virtual.shares(batch // micro_batches, count, rank, size):
+            for part in virtual.shares(batch // micro_batches, count, rank=rank, size=size):
                 assert part.number not in found
                 found[part.number] = own[:, part.first : part.first + part.size].tolist()
         return found
@@ -83,107 +220,6 @@ def test_a_virtual_rank_holds_the_same_samples_whoever_computes_it(batch, micro_
     assert all(dealt(size) == one for size in range(2, count + 1))
 
 
-# ---- Fixed point -------------------------------------------------------------------------------
-
-
-ONE = tf.constant(1.0)
-
-
-def fixed_sum(parts, order):
-    """As a step adds them up and takes them apart again."""
-    total = None
-    for i in order:
-        total = fixed_point.add_gradients(total, tf.constant(parts[i]), len(parts), ONE)
-    one = tf.constant(1.0, tf.float64)
-    (whole,) = fixed_point.unpack_gradients(total, one, [total.shape], tf.float64)
-    return whole.numpy()
-
-
-@pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 100.0])
-def test_sums_are_those_of_float64_in_any_order(size):
-    parts = np.random.default_rng(1).normal(scale=size, size=(12, 500)).astype(np.float32)
-    total = fixed_sum(parts, range(12))
-    # Each addend is rounded to the grid, by half a unit at most.
-    np.testing.assert_allclose(total, parts.astype(np.float64).sum(0), rtol=0, atol=6 * 2.0**-48)
-    np.testing.assert_array_equal(total, fixed_sum(parts, reversed(range(12))))
-
-
-def test_gradients_down_to_the_grid_are_kept_and_float32_is_whole_above_it():
-    tiny = np.float32([1e-12, -3e-13, 2.0**-48])
-    np.testing.assert_allclose(fixed_sum([tiny] * 4, range(4)) / 4, tiny, atol=2.0**-49)
-    whole = np.float32([1 / 3, 2.0**-24 * 1.1, -1e2 / 3])
-    np.testing.assert_array_equal(fixed_sum([whole] * 4, range(4)), 4 * whole.astype(np.float64))
-
-
-def both(values, addends, scale=1.0):
-    """By TensorFlow's own operations and by XLA: they must agree to the bit."""
-    values, scale = tf.constant(values), tf.constant(scale)
-    plain = fixed_point.to_fixed(values, 48, addends, scale).numpy()
-    np.testing.assert_array_equal(
-        fixed_point.add_gradients(None, values, addends, scale).numpy(), plain
-    )
-    return plain
-
-
-@pytest.mark.parametrize("addends", [1, 4, 12, 1000])
-@pytest.mark.parametrize("scale", [1.0, 2.0**15])
-def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
-    largest = 2.0**14 / addends
-    fine = np.array([largest, -largest]) * scale
-    assert all(fixed_point.judge(tf.constant(fine), addends, scale))
-    assert (abs(both(fine, addends, scale).astype(object)) * addends < 2**63).all()
-    for bad in (np.nextafter(largest, np.inf), -1e300, np.inf, -np.inf, np.nan):
-        values = np.array([1.0, bad, 1.0, 0.5]) * scale
-        for turned in (values, values[::-1]):  # where it stands must not matter
-            judged = fixed_point.judge(tf.constant(turned), addends, scale)
-            assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
-        assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]
-
-
-@pytest.mark.parametrize("length", [3, 1000, 100_003])
-def test_one_number_that_is_none_is_found_among_many(length):
-    for place in {0, length // 2, length - 1}:
-        for bad in (np.nan, np.inf, -np.inf):
-            values = np.random.default_rng(place).normal(size=length).astype(np.float32)
-            values[place] = bad
-            assert not any(fixed_point.judge(tf.constant(values), 4, 1.0)[:2])
-
-
-def test_the_loss_scale_is_taken_out_without_rounding():
-    g = np.float32([1 / 3, -1e-6])
-    for scale in (2.0**-10, 2.0**24):
-        np.testing.assert_array_equal(both(g * np.float32(scale), 4, scale), both(g, 4))
-
-
-def test_xla_rounds_as_numpy_does():
-    """To the nearest, halves to even."""
-    halves = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999999999999994, 2.0**51 + 0.5])
-    assert both(halves * 2.0**-48, 4).tolist() == np.rint(halves).astype(np.int64).tolist()
-
-
-def test_tensors_of_any_kind_are_packed_without_rounding():
-    parts = [tf.constant([[1 / 3, 2.0]], t) for t in (tf.bfloat16, tf.float16, tf.float32)]
-    flat = fixed_point.pack(parts)
-    assert flat.dtype == tf.float32 and flat.shape == [6]
-    np.testing.assert_array_equal(
-        flat, np.concatenate([np.ravel(tf.cast(p, tf.float32)) for p in parts])
-    )
-    assert fixed_point.pack([*parts, tf.constant(1 / 3, tf.float64)]).numpy()[-1] == 1 / 3
-
-
-def test_state_of_any_size_is_averaged_exactly():
-    values = np.float32([1e-9, 0.3, 1.0, 65025.3, 3e9, -7e-4]).astype(np.float64)
-    whole = fixed_point.state_to_fixed(tf.constant(values), 64)
-    mean = fixed_point.state_from_fixed(tf.add_n([whole] * 64)) / 64
-    np.testing.assert_array_equal(np.float32(mean), np.float32(values))
-    limit = 2.0**42 / 64
-    for value, fits in ((limit, True), (-limit, True), (limit * 1.01, False), (np.nan, False)):
-        assert bool(fixed_point.judge_state(tf.constant([value], tf.float64), 64)[1]) == fits
-
-
-# ---- Seeds -------------------------------------------------------------------------------------
-
-
 def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
     layers = [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(1.0), keras.layers.Dropout(0.1)]
     model = keras.Sequential([keras.Input((2,)), *layers])
@@ -194,9 +230,6 @@ def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
             found += [tuple(v.numpy().tolist()) for v in seeds.variables]
     assert len(set(found)) == len(found) == 4 * 4 * 3
     assert all(0 <= word < 2**31 - 2 for state in found for word in state)
-
-
-# ---- Settings ----------------------------------------------------------------------------------
 
 
 def parse(*flags):
@@ -263,12 +296,3 @@ def test_gradients_that_are_too_small_are_told_only_where_they_are():
     assert virtual.too_small({"step": 3}) is None
     assert virtual.too_small({"step": 3, "faults": [True, True, True, False]}) is None
     assert "at step 3" in virtual.too_small({"step": 3, "faults": [False, False, False, True]})
-
-
-def test_gradients_are_added_as_whole_numbers_of_the_grid():
-    """0.5 and -0.25 of a grid of 2**-48; the first addend, and one more."""
-    flat, scale = tf.constant([0.5, -0.25]), tf.constant(1.0, tf.float64)
-    one = fixed_point.add_gradients(None, flat, 2, scale)
-    assert one.numpy().tolist() == [2**47, -(2**46)]
-    both = fixed_point.add_gradients(one, flat, 2, scale)
-    assert both.numpy().tolist() == [2**48, -(2**47)]
