@@ -16,6 +16,19 @@ from hvdkit.stop import DONE
 from hvdkit.train import preprocessing
 
 
+def task(make=None, **methods) -> type:
+    """A task with this model, or other functions of its own."""
+    return type("Task", (Small,), methods | ({"build_model": lambda self: make()} if make else {}))
+
+
+def followed(*parts):
+    """A functional model of layers and a dense one behind them."""
+    x = y = keras.Input((FEATURES,))
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+
+
 class Net(keras.Model):
     """The usual subclassed model, not built when it is returned."""
 
@@ -28,119 +41,116 @@ class Net(keras.Model):
         return self.head(self.body(x))
 
 
-def check_a_model_that_is_not_built_is_built_from_an_example(world):
-    class Task(Small):
-        def build_model(self):
-            return Net()
+class Aux(Net):
+    """Only training calls its second head."""
 
-    ended = fit(world, Task, num_steps=2, bn_sync="full")
-    assert ended.code == DONE and len(ended.weights()) == 4, ended.message
+    def __init__(self):
+        super().__init__()
+        self.aux = keras.layers.Dense(CLASSES)
 
-
-def check_a_head_that_only_training_calls_is_built_and_trained(world):
-    class Aux(Net):
-        def __init__(self):
-            super().__init__()
-            self.aux = keras.layers.Dense(CLASSES)
-
-        def call(self, x, training=False):
-            inner = self.body(x)
-            return self.head(inner) + (self.aux(inner) if training else 0)
-
-    class Task(Small):
-        def build_model(self):
-            return Aux()
-
-    ended = fit(world, Task, num_steps=2)
-    assert ended.code == DONE and len(ended.model.trainable_variables) == 6, ended.message
-    assert any("aux" in n for n in np.load(ended.folder / "checkpoints/step-00000002/state.npz"))
+    def call(self, x, training=False):
+        inner = self.body(x)
+        return self.head(inner) + (self.aux(inner) if training else 0)
 
 
-def check_what_is_no_model_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            return keras.layers.Dense(3)
+class Lazy(keras.Model):
+    """Makes a layer in its first call; in `training` only, or `always`."""
 
-    refused(world, Task, "build_model must return a keras.Model")
+    def __init__(self, always=False):
+        super().__init__()
+        self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
+
+    def call(self, x, training=False):
+        if not (training or self.always):
+            return self.head(x)
+        if self.extra is None:
+            self.extra = keras.layers.Dense(FEATURES, name="extra")
+        return self.head(self.extra(x))
 
 
-def check_a_model_that_trains_itself_is_told(world):
-    class Steps(Net):
-        def train_step(self, data):
-            raise NotImplementedError
+def check_layers_that_calls_make_are_built_and_trained(world):
+    """A model that is not built, one with a head for training, one whose first call makes it."""
+    for make, settings, weights, name in (
+        (Net, {"bn_sync": "full"}, 4, "head"),
+        (Aux, {}, 6, "aux"),
+        (lambda: Lazy(True), {"optimizer": "adam"}, 4, "extra"),
+    ):
+        ended = fit(world, task(make), num_steps=2, **settings)
+        assert ended.code == DONE and len(ended.model.trainable_variables) == weights, ended.message
+        state = np.load(ended.folder / "checkpoints/step-00000002/state.npz")
+        assert any(name in n for n in state)
+        last = world.gather_objects(ended.weights()[-1].tobytes(), "last")
+        assert len(set(last)) == 1
 
-    class Losses(Net):
-        def compute_loss(self, *args, **kwargs):
-            raise NotImplementedError
 
-    for made, name in ((Steps, "train_step"), (Losses, "compute_loss")):
+class Steps(Net):
+    def train_step(self, data):
+        raise NotImplementedError
 
-        class Task(Small):
-            model = made
 
-            def build_model(self):
-                return self.model()
+class Losses(Net):
+    def compute_loss(self, *args, **kwargs):
+        raise NotImplementedError
 
-        refused(world, Task, f"defines its own {name}", "the task's loss")
+
+class Scaled(keras.layers.Layer):
+    """Keeps state where Keras does not look for it."""
+
+    def __init__(self, trainable):
+        super().__init__()
+        self.scale = tf.Variable(1.0, trainable=trainable)
+
+    def call(self, x, training=False):
+        if not self.scale.trainable:
+            self.scale.assign_add(1.0)
+        return x * self.scale
+
+
+class Noise(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x + tf.random.normal(tf.shape(x)) if training else x
+
+
+def frozen():
+    model = dense()
+    model.trainable = False
+    return model
+
+
+# Models that are refused, and words of the sentence about them.
+MODELS = [
+    (lambda: keras.layers.Dense(3), "build_model must return a keras.Model"),
+    (Steps, "defines its own train_step", "the task's loss"),
+    (Losses, "defines its own compute_loss", "the task's loss"),
+    (
+        lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(CLASSES)]),
+        *("the model", str(FEATURES)),
+    ),
+    (Lazy, "the model", "failed", "new elements of state"),
+    (frozen, "train"),
+    (lambda: followed(Scaled(True)), "does not hold", "add_weight"),
+    (lambda: followed(Scaled(False)), "does not hold", "add_weight"),
+    (lambda: followed(Noise()), "RandomStandardNormal", "SeedGenerator"),
+]
+
+
+def check_models_that_cannot_be_trained_are_refused(world):
+    for make, *words in MODELS:
+        refused(world, task(make), *words)
+    for make, *words in MODELS[-2:]:
+        refused(world, task(make), *words, jit=True)
 
 
 def check_names_of_inputs(world):
-    class Task(Small):
-        def training_example(self, sample, key):
-            return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
+    def model():
+        image = keras.Input((FEATURES,), name="image")
+        return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
 
-        def build_model(self):
-            image = keras.Input((FEATURES,), name="image")
-            return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
+    def example(self, sample, key):
+        return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
 
-    refused(world, Task, "['image']", "['img']", "names")
-
-    class NoDict(Task):
-        def training_example(self, sample, key):
-            return {"inputs": sample["x"], "targets": sample["y"]}
-
-    refused(world, NoDict, "dict", "['image']")
-
-
-def check_a_model_that_does_not_fit_the_data_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES + 1,))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(x))
-
-    refused(world, Task, "the model", str(FEATURES))
-
-
-def check_variables_made_in_the_first_call_are_trained_and_in_training_only_refused(world):
-    class Lazy(keras.Model):
-        def __init__(self, always):
-            super().__init__()
-            self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
-
-        def call(self, x, training=False):
-            if not (training or self.always):
-                return self.head(x)
-            if self.extra is None:
-                self.extra = keras.layers.Dense(FEATURES, name="extra")
-            return self.head(self.extra(x))
-
-    class Task(Small):
-        always = True
-
-        def build_model(self):
-            return Lazy(self.always)
-
-    class InTraining(Task):
-        always = False
-
-    refused(world, InTraining, "the model", "failed", "new elements of state")
-    ended = fit(world, Task, optimizer="adam")
-    assert ended.code == DONE, ended.message
-    paths = [v.path for v in ended.model.trainable_variables]
-    assert len(paths) == 4, paths
-    first = world.gather_objects(ended.weights()[-1].tobytes(), "lazy")
-    assert len(set(first)) == 1
-    assert any("extra" in n for n in np.load(ended.folder / "checkpoints/step-00000003/state.npz"))
+    refused(world, task(model, training_example=example), "['image']", "['img']", "names")
+    refused(world, task(model), "dict", "['image']")
 
 
 def check_trainable_changed_too_late_is_told(world):
@@ -154,16 +164,6 @@ def check_trainable_changed_too_late_is_told(world):
             return super().loss(outputs, targets)
 
     refused(world, Task, "trainable", "build_model")
-
-
-def check_a_model_without_anything_to_train_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            model = super().build_model()
-            model.trainable = False
-            return model
-
-    refused(world, Task, "train")
 
 
 def check_a_frozen_part_stays_as_it_is(world):
@@ -181,30 +181,7 @@ def check_a_frozen_part_stays_as_it_is(world):
         np.testing.assert_array_equal(a, b)
 
 
-class Scaled(keras.layers.Layer):
-    """Keeps state where Keras does not look for it."""
-
-    def __init__(self, trainable):
-        super().__init__()
-        self.scale = tf.Variable(1.0, trainable=trainable)
-
-    def call(self, x, training=False):
-        if not self.scale.trainable:
-            self.scale.assign_add(1.0)
-        return x * self.scale
-
-
-def check_variables_that_the_model_does_not_have_are_told(world):
-    for trainable in (True, False):
-
-        class InLayer(Small):
-            def build_model(self, trainable=trainable):
-                x = keras.Input((FEATURES,))
-                return keras.Model(x, keras.layers.Dense(CLASSES)(Scaled(trainable)(x)))
-
-        refused(world, InLayer, "does not hold", "add_weight")
-        refused(world, InLayer, "does not hold", jit=True)
-
+def check_a_variable_of_the_loss_is_refused(world):
     class Uncertainty(Small):
         def __init__(self, config):
             super().__init__(config)
@@ -219,10 +196,10 @@ def check_variables_that_the_model_does_not_have_are_told(world):
 
 def check_a_frozen_model_of_the_task_may_be_used(world):
     class Distilled(Small):
-        def __init__(self, config):
+        def __init__(self, config, trainable=False):
             super().__init__(config)
             self.teacher = dense(FEATURES)
-            self.teacher.trainable = False
+            self.teacher.trainable = trainable
 
         def build_model(self):
             return dense(FEATURES)
@@ -231,89 +208,61 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
             losses, weights = super().loss(outputs, targets)
             return losses + tf.reduce_mean(tf.square(outputs - self.teacher(outputs)), -1), weights
 
+    class Trained(Distilled):
+        def __init__(self, config):
+            super().__init__(config, trainable=True)
+
     ended = fit(world, Distilled)
     assert ended.code == DONE, ended.message
-    Distilled.__init__ = lambda self, config: (
-        Small.__init__(self, config),
-        setattr(self, "teacher", dense(FEATURES)),
-    )[0]
-    refused(world, Distilled, "does not hold", "frozen model")
+    refused(world, Trained, "does not hold", "frozen model")
+
+
+def noisy(noise):
+    """A function of a task that makes an example with `noise(task, x)` added."""
+    return lambda self, sample, key=None: {
+        "inputs": sample["x"] + noise(self, sample["x"]),
+        "targets": sample["y"],
+    }
 
 
 def check_draws_without_a_key_are_told(world):
-    class Noise(keras.layers.Layer):
-        def call(self, x, training=False):
-            return x + tf.random.normal(tf.shape(x)) if training else x
-
-    class InLayer(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES,))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(Noise()(x)))
-
-    for jit in (False, True):
-        refused(world, InLayer, "RandomStandardNormal", "SeedGenerator", jit=jit)
-
-    class InExample(Small):
-        def training_example(self, sample, key):
-            flipped = tf.cond(
-                tf.random.uniform([]) < 0.5, lambda: sample["x"], lambda: -sample["x"]
-            )
-            return {"inputs": flipped, "targets": sample["y"]}
-
-    refused(world, InExample, "training_example draws", "`key`")
-
     class OfState(Small):
         def __init__(self, config):
             super().__init__(config)
             self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
             self.layer = keras.layers.GaussianNoise(0.5, seed=1)
 
-    class Generator(OfState):
-        def training_example(self, sample, key):
-            return {"inputs": sample["x"] + self.noise.normal([FEATURES]), "targets": sample["y"]}
+    def flip(self, x):
+        return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
 
-    refused(world, Generator, "training_example draws", "RngReadAndSkip")
-
-    class Layer(OfState):
-        def training_example(self, sample, key):
-            noisy = self.layer(sample["x"][None], training=True)[0]
-            return {"inputs": noisy, "targets": sample["y"]}
-
-    refused(world, Layer, "training_example changes a variable")
-
-    class Counter(OfState):
-        def training_example(self, sample, key):
-            return {"inputs": sample["x"] + self.state.assign_add(1.0), "targets": sample["y"]}
-
-    refused(world, Counter, "training_example changes a variable", "AssignAddVariableOp")
-
-    class InEvaluation(Small):
-        def evaluation_example(self, sample):
-            noise = tf.random.normal([FEATURES])
-            return {"inputs": sample["x"] + noise, "targets": sample["y"]}
-
-    refused(world, InEvaluation, "evaluation_example draws", "leave them out")
-
-    class NoDict(Small):
-        def sources(self):
-            train, val = super().sources()
-            read = train.read
-            train.read = lambda index: tuple(read(index).values())
-            return train, val
-
-    refused(world, NoDict, "read() must return a dict of tensors, not tuple")
+    for noise, *words in (
+        (flip, "training_example draws", "`key`"),
+        (
+            lambda self, x: self.noise.normal([FEATURES]),
+            *("training_example draws", "RngReadAndSkip"),
+        ),
+        (
+            lambda self, x: self.layer(x[None], training=True)[0],
+            *("training_example changes a variable",),
+        ),
+        (
+            lambda self, x: self.state.assign_add(1.0),
+            *("training_example changes a variable", "AssignAddVariableOp"),
+        ),
+    ):
+        refused(world, type("Task", (OfState,), {"training_example": noisy(noise)}), *words)
+    example = noisy(lambda self, x: tf.random.normal([FEATURES]))
+    refused(world, task(evaluation_example=example), "evaluation_example draws", "leave them out")
 
 
 def check_what_xla_cannot_compile_is_told(world):
     """Its own errors would come in the first step, and what it leaves out never."""
 
-    class Layer(Small):
-        def build_model(self):
-            x = keras.Input((FEATURES,))
-            y = keras.layers.Resizing(4, 4, "bicubic")(keras.layers.Reshape((2, 3, 1))(x))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(y)))
+    def resizing():
+        inside = keras.layers.Resizing(4, 4, "bicubic")
+        return followed(keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten())
 
-    refused(world, Layer, "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
+    refused(world, task(resizing), "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
 
     def checked(losses):
         tf.debugging.assert_less(losses, 1e9)
@@ -333,12 +282,11 @@ def check_what_xla_cannot_compile_is_told(world):
     ]
     for change, *words in cases:
 
-        class Loss(Small):
-            def loss(self, outputs, targets, change=change):
-                losses, weights = super().loss(outputs, targets)
-                return change(losses), weights
+        def loss(self, outputs, targets, change=change):
+            losses, weights = Small.loss(self, outputs, targets)
+            return change(losses), weights
 
-        refused(world, Loss, "--jit", *words, jit=True)
+        refused(world, task(loss=loss), "--jit", *words, jit=True)
 
 
 def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):

@@ -51,6 +51,19 @@ def _sums(name, made):
     }
 
 
+# Learning rates that a schedule must not give.
+RATES = [
+    (-0.1, "learning rate of -0.1 after 0 steps"),
+    (float("nan"), "rate of nan"),
+    (None, "schedule failed"),
+]
+# Parts of an example that make no batch.
+NO_BATCH = [
+    (lambda x, y: tf.sparse.from_dense(x), "a SparseTensor"),
+    (lambda x, y: tf.RaggedTensor.from_row_lengths(x, [2, FEATURES - 2]), "a RaggedTensor"),
+    (lambda x, y: None, "a NoneType"),
+    (lambda x, y: tf.ensure_shape(x[: y + 1], [None]), "shape (None,)"),
+]
 # What a task does otherwise, and words of the sentence about it.
 MISTAKES = [
     (
@@ -79,6 +92,40 @@ MISTAKES = [
         *("draw must return", "uint8", "float32 [4, 8, 3]"),
     ),
     ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
+    (
+        {"sources": lambda task: tf.io.read_file("/nothing/there")},  # outside of any graph
+        *("sources failed: checks_tasks.py, line", "NotFoundError: /nothing/there"),
+    ),
+    (
+        {"loss": lambda task, outputs, targets: (outputs["logits"], targets)},
+        *("the task's loss failed", "checks_tasks.py, line", "TypeError"),
+    ),
+    # It is traced without a fault.
+    (
+        _sums("one", lambda outputs: tf.gather([0], tf.shape(outputs)[0])),
+        "evaluating one sample failed: indices = 1 is not in [0, 1)",
+    ),
+    ({"actions": lambda task, run: None}, "actions must return a list", "NoneType"),
+    (
+        {"actions": lambda task, run: [lambda step, result: None]},
+        *("settles", "due(step)", "a function"),
+    ),
+    *(
+        ({"schedule": lambda task, config, rate=rate: lambda step: rate}, words)
+        for rate, words in RATES
+    ),
+    *(
+        (
+            {
+                "training_example": lambda task, sample, key, part=part: {
+                    "inputs": sample["x"],
+                    "targets": part(sample["x"], sample["y"]),
+                }
+            },
+            *("training_example", words),
+        )
+        for part, words in NO_BATCH
+    ),
 ]
 
 
@@ -88,12 +135,6 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
 
 
 def check_a_mistake_in_a_tasks_function_names_its_line(world):
-    class Task(Small):
-        def loss(self, outputs, targets):
-            return outputs["logits"], targets
-
-    refused(world, Task, "the task's loss failed", "checks_tasks.py, line", "TypeError")
-
     class Branch(Small):
         def training_example(self, sample, key):
             if sample["y"] > 1:
@@ -102,18 +143,6 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
 
     refused(world, Branch, "training_example failed", "checks_tasks.py, line")
 
-    class Runs(Small):  # it is traced without a fault
-        def sums(self, outputs, targets):
-            return super().sums(outputs, targets) | {"one": tf.gather([0], tf.size(targets))}
-
-    refused(world, Runs, "evaluating one sample failed: indices = 1 is not in [0, 1)")
-
-    class Reads(Small):  # outside of any graph
-        def sources(self):
-            tf.io.read_file("/nothing/there")
-
-    refused(world, Reads, "sources failed: checks_tasks.py, line", "NotFoundError: /nothing/there")
-
     class Bytes(Small):
         def sources(self):
             train, val = super().sources()
@@ -121,6 +150,23 @@ def check_a_mistake_in_a_tasks_function_names_its_line(world):
             return train, val
 
     refused(world, Bytes, "fingerprint() must return text", "b'bytes'")
+
+    class NoDict(Small):
+        def sources(self):
+            train, val = super().sources()
+            read = train.read
+            train.read = lambda index: tuple(read(index).values())
+            return train, val
+
+    refused(world, NoDict, "read() must return a dict of tensors, not tuple")
+
+    def fails_on_one_rank(task, run):
+        if world.rank == world.size - 1:
+            raise KeyError("histogram")
+        return []
+
+    failing = type("Task", (Small,), {"actions": fails_on_one_rank})
+    refused(world, failing, "actions failed", "KeyError")
 
 
 def check_a_label_that_is_no_class_is_told_by_value(world):
@@ -213,28 +259,6 @@ def check_a_task_of_its_own_actions_and_schedule(world):
     np.testing.assert_allclose([r for _, r, _ in seen], [0.3, 0.15], rtol=1e-6)
 
 
-def check_actions_that_are_none_are_told(world):
-    class Nothing(Small):
-        def actions(self, run):
-            return None
-
-    refused(world, Nothing, "actions must return a list", "NoneType")
-
-    class Function(Small):
-        def actions(self, run):
-            return [lambda step, result: None]
-
-    refused(world, Function, "settles", "due(step)", "a function")
-
-    class Mistake(Small):
-        def actions(self, run):
-            if world.rank == world.size - 1:
-                raise KeyError("histogram")
-            return []
-
-    refused(world, Mistake, "actions failed", "KeyError")
-
-
 def check_what_an_action_does_wrong_is_told(world):
     def fails_on_one_rank(run, step, result):
         if world.rank == world.size - 1:
@@ -273,45 +297,13 @@ def check_what_an_action_changes_is_in_the_checkpoint(world):
     tf_config.disable_op_determinism()
 
 
-def check_a_schedule_that_gives_no_rate_is_told(world):
-    for value, words in (
-        (-0.1, "learning rate of -0.1 after 0 steps"),
-        (float("nan"), "rate of nan"),
-        (None, "schedule failed"),
-    ):
-
-        class Task(Small):
-            rate = value
-
-            def schedule(self, config):
-                return lambda step: self.rate
-
-        refused(world, Task, words)
-
+def check_a_rate_that_is_negative_in_mid_run_ends_it(world):
     class Dips(Small):
         def schedule(self, config):
             return lambda step: tf.where(step == 1, -0.1, 0.1)
 
     ended = fit(world, Dips)
     assert ended.code == DIVERGED and "learning rate -0.1" in ended.message, ended.message
-
-
-def check_parts_of_an_example_that_make_no_batch_are_told(world):
-    def unknown(x, y):
-        return tf.ensure_shape(x[: y + 1], [None])
-
-    for part, words in (
-        (lambda x, y: tf.sparse.from_dense(x), "a SparseTensor"),
-        (lambda x, y: tf.RaggedTensor.from_row_lengths(x, [2, FEATURES - 2]), "a RaggedTensor"),
-        (lambda x, y: None, "a NoneType"),
-        (unknown, "shape (None,)"),
-    ):
-
-        class Task(Small):
-            def training_example(self, sample, key, part=part):
-                return {"inputs": sample["x"], "targets": part(sample["x"], sample["y"])}
-
-        refused(world, Task, "training_example", words)
 
 
 def check_weights_that_depend_on_outputs_are_told(world):

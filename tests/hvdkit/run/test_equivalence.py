@@ -12,8 +12,8 @@ from ranks import last_lines, launch
 # by its own size, so where the true gradient is zero it divides rounding by rounding; measured.
 LIMITS = {"float64": 1e-12, "float32 sgd": 1e-5, "float32 adam": 1e-2}
 LOCAL = "float64 sgd local batch norm"
-# What the others combine; `make slow-test` trains those too.
-EVERY_CHANGE = ["float64 sgd", "float64 adam accumulation", "float64 adam dropout", "float32 sgd"]
+# `make slow-test` trains the others too.
+EVERY_CHANGE = ["float64 sgd", "float64 sgd accumulation", "float64 adam", "float64 adam dropout"]
 EQUAL = [name for name in equivalence.SETTINGS if name != LOCAL]
 
 
@@ -21,11 +21,8 @@ EQUAL = [name for name in equivalence.SETTINGS if name != LOCAL]
 def weights(request, tiny_data, tmp_path_factory) -> Path:
     """A folder RANKS/SETTING.npz for 1 and 3 ranks."""
     root = tmp_path_factory.mktemp("weights")
-    chosen = {
-        str(getattr(item, "callspec", None) and item.callspec.params.get("name"))
-        for item in request.session.items
-        if item.fspath == request.fspath
-    }
+    items = [item for item in request.session.items if item.fspath == request.fspath]
+    chosen = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
     names = [name for name in EQUAL if name in {*EVERY_CHANGE, *chosen}] + [LOCAL]
     for ranks in (1, 3):
         (root / str(ranks)).mkdir()
@@ -47,9 +44,6 @@ def test_same_weights_as_one_rank(name, weights):
 
 def test_settings_lead_to_different_weights(weights):
     """Else the comparison above would compare nothing."""
-    for name in EVERY_CHANGE[1:3]:
-        files = [weights / "1" / f"{n}.npz" for n in (EVERY_CHANGE[0], name)]
-        assert equivalence.largest_difference(*files) > 1e-3
     assert equivalence.same(weights / "1") == []
 
 
