@@ -19,14 +19,13 @@ Compiled = list[tf.types.experimental.ConcreteFunction]
 class Reduced(NamedTuple):
     """What all ranks together made of a global batch; the same on every rank."""
 
-    grads: list[tf.Tensor | None]  # means over the global batch
-    had: list[bool]  # for each variable: whether this rank had a gradient
     sums: tf.Tensor  # those of `Forward`, of all ranks
-    adds_losses: bool  # whether the model adds any
     votes: tf.Tensor
+    adds_losses: bool  # whether the model adds any
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
     # float64 scalar: when this rank's own sums were there (hvdkit/observe/stragglers.py)
     ready: tf.Tensor
+    grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
     faults: tf.Tensor | None = None  # see virtual.fault
 
 

@@ -50,12 +50,8 @@ class _Traced:
 
     votes: tf.Tensor
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
-    sums: tf.Tensor | None = None  # of all ranks: loss sum, count, positions, added losses
-    all_votes: tf.Tensor | None = None
-    own_loss: tf.Tensor | None = None
-    ready: tf.Tensor | None = None
+    known: Reduced | None = None  # once the loss is: all but the gradients
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
-    adds_losses: bool = False
     updates: int = 0
 
 
@@ -111,14 +107,17 @@ class Step:
             weights=self.weights,
             compiled=self._compiled,
         )
-        step.ready = moment(sums)
-        step.own_loss = tf.math.divide_no_nan(sums[0], sums[1])[None]
-        step.sums, step.all_votes = add_totals(sums, step.votes)
-        _, count, positions, _ = tf.unstack(step.sums)
+        ready, own_loss = moment(sums), tf.math.divide_no_nan(sums[0], sums[1])[None]
+        # One collective for both: constant size on any number of ranks.
+        totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
+        totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
+        totals, all_votes = tf.split(totals, [sums.shape[0], votes.NUM_VOTES])
+        adds_losses = len(targets) > 1
+        step.known = Reduced(totals, all_votes, adds_losses, losses=own_loss, ready=ready)
+        _, count, positions, _ = tf.unstack(totals)
         to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
         scale = tf.cast(self._state.loss_scale.value, tf.float64)
-        step.adds_losses = len(targets) > 1
-        if not step.adds_losses:
+        if not adds_losses:
             step.factor = to_mean / scale
             return targets[0]
         step.factor = 1 / scale
@@ -134,15 +133,10 @@ class Step:
           gradients: of `loss` by `weights`, summed over ranks.
         """
         step = self._step("run.update")
-        if step.sums is None:
+        if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
         grads = gradients_lib.unscale(gradients, step.factor)
-        had = [g is not None for g in grads]
-        return self.apply(
-            Reduced(
-                grads, had, step.sums, step.adds_losses, step.all_votes, step.own_loss, step.ready
-            )
-        )
+        return self.apply(step.known._replace(grads=grads))
 
     def apply(self, found: Reduced) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
@@ -150,7 +144,7 @@ class Step:
         traced.updates += 1
         scale = tf.cast(state.loss_scale.value, tf.float64)
         loss_sum, count, _, added = tf.unstack(found.sums)
-        self._connected = found.had
+        self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
         l2, clip_norm = optimizers.l2_weight(settings), settings.clip_norm
         grads, norm = gradients_lib.finish(found.grads, self._variables, l2=l2, clip_norm=clip_norm)
@@ -292,10 +286,3 @@ class Step:
         if self._traced is None:
             raise ValueError(f"{caller} belongs in the function that run.function wraps")
         return self._traced
-
-
-def add_totals(sums: tf.Tensor, own_votes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums and votes added over the ranks, in one collective: constant size on any number."""
-    totals = tf.stop_gradient(tf.concat([sums, own_votes], 0))
-    totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
-    return tf.split(totals, [sums.shape[0], votes.NUM_VOTES])

@@ -125,10 +125,8 @@ class Passes:
             variable.assign(value)
         uneven = self._set_state(totals)
         faults = tf.concat([faults, [tf.cast(uneven, tf.float64)]], 0)
-        there = {place for places in self._connected for place in places}
         return Reduced(
             grads=self._means(totals.grads, sums, faults),
-            had=[place in there for place in range(len(self._variables))],
             sums=sums,
             adds_losses=len(totals.grads) > 1,
             votes=parts[-votes.shape[0] :],
