@@ -34,7 +34,7 @@ from hvdkit.run.context import begin, describe, notes, prepare
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
-from hvdkit.train import batch_norm, custom_step, reduction, task_checks
+from hvdkit.train import batch_norm, reduction, task_checks
 from hvdkit.train.step import Step
 
 TrainFunction = Callable[["Run"], None]
@@ -166,7 +166,7 @@ class Run:
         if own is None:
             return make(self)
         with self.world.fail_together("making the step"):
-            custom_step.check_plain(make, self.settings)
+            reduction.check_make_step(make, self.settings)
         return self._trace(own)
 
     # ---- the loop ---------------------------------------------------------------------------

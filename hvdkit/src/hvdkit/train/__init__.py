@@ -1,6 +1,6 @@
 """One training step, and what it computes.
 
-step.Step               loss and update of a step, for train.py; custom_step: is it the template's?
+step.Step               loss and update of a step, for train.py
 task.Task               what a task must have; load, make_schedule
 losses                  cross_entropy, require_classes; losses that a model adds by itself
 preprocessing           first layers of models: scaled, wide, Preprocess

@@ -41,17 +41,14 @@ def accumulate(
 
     Only one micro-batch's activations are alive at a time. The gradients are summed here, on
     this rank; the tape around the call receives the sums, so that it reduces once a step.
-
-    Args: as of `with_gradients`.
-    Returns:
-      The same as `forward`: scalars to differentiate, vector of sums; both summed over steps.
+    Arguments are those of `with_gradients`; returns what `forward` does, summed over steps.
     """
     if steps == 1 and compiled is None:
         return forward(tf.nest.map_structure(lambda t: t[0], batch))
     targets, sums, grads = with_gradients(forward, batch, steps, weights=weights, compiled=compiled)
 
-    # The loop's own gradient would run it backwards and keep every micro-batch's activations:
-    # what a target's gradients are is known already, so they are attached to it.
+    # The loop's own gradient would keep every micro-batch's activations, so the known gradients
+    # are attached to the targets.
     @tf.custom_gradient
     def attach(*reads: tf.Tensor):
         def backward(*upstreams: tf.Tensor):
@@ -118,11 +115,7 @@ def with_gradients(
 def unscale(
     grads: Sequence[tf.Tensor | tf.IndexedSlices | None], factor: tf.Tensor
 ) -> list[tf.Tensor | None]:
-    """Reduced sums made dense and multiplied by `factor`: means over the global batch.
-
-    A sparse gradient holds (index, row) pairs of all ranks; made dense, rows named twice are
-    added, which norms need.
-    """
+    """Reduced sums made dense (which adds rows named twice) times `factor`: global means."""
     whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
     return [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
 
@@ -140,15 +133,12 @@ def finish(
     l2: float,
     clip_norm: float,
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
-    """What the optimizer applies, from means over the global batch; same on every rank.
+    """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
     Args:
-      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels. It is the same on all ranks, so
-        it is added here rather than sent.
+      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels, the same on all ranks.
       clip_norm: largest global norm, 0 for none; all gradients are scaled by
         min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
-    Returns:
-      Gradients, and their global norm before clipping.
     """
     if l2:
         grads = [
@@ -184,9 +174,8 @@ class LossScale(tf.Module):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740); else 1.
 
     The scale halves when a step's reduced gradients are not finite and doubles after
-    `GROWTH_STEPS` sound steps. It is fed by reduced values only, so it agrees on all ranks.
-    `skipped_in_a_row` counts the steps that were not finite since the last sound one: many, or a
-    scale at `MIN_SCALE`, mean that the run does not train.
+    `GROWTH_STEPS` sound steps, alike on all ranks. `skipped_in_a_row` counts the steps that were
+    not finite since the last sound one.
     """
 
     GROWTH_STEPS = 1000
@@ -202,11 +191,7 @@ class LossScale(tf.Module):
         )
 
     def update(self, finite: tf.Tensor, counted: tf.Tensor) -> None:
-        """After a step; `finite`, `counted`: bool scalars, the same on all ranks.
-
-        A batch that is not counted (one that a rank could not read) changes nothing: its
-        gradients say nothing about the scale.
-        """
+        """After a step; without effect where not `counted` (a rank could not read its batch)."""
         in_a_row = tf.where(finite, tf.constant(0, tf.int64), self.skipped_in_a_row + 1)
         self.skipped_in_a_row.assign(tf.where(counted, in_a_row, self.skipped_in_a_row))
         if not self.dynamic:

@@ -93,22 +93,19 @@ def build(
 ) -> keras.optimizers.Optimizer:
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
-    Its learning rate is a variable that the step sets from the schedule, float64 in a float64 run.
-    With --ema_decay its variables include a moving average of the weights (train/state.py).
-    docs/optimizer-and-schedule.md has the formulas.
+    The step sets its learning rate from the schedule. With --ema_decay its variables include a
+    moving average of the weights (state.py). docs/optimizer-and-schedule.md has the formulas.
 
     Args:
       own: a task's `optimizer`, in place of --optimizer.
     Raises:
-      ValueError: nothing to train or, with --weight_decay, to decay; --ema_decay with a weight
-        that has a constraint.
+      ValueError: the settings, the model's weights and the task's optimizer do not fit.
     """
     variables = model.trainable_variables
-    _check(config, variables)
+    _check_trainable_weights(config, variables)
     if own is not None:
         return _own(config, own, variables)
-    # Keras makes a float32 of a Python float (0.9 is then off by 2e-8) before it casts it to the
-    # weight's type; a NumPy float64 stays one.
+    # Keras rounds a Python float to float32 first (0.9 is then off by 2e-8), a NumPy float64 not.
     number = np.float64 if config.precision == "float64" else float
     average = {"use_ema": True, "ema_momentum": config.ema_decay} if config.ema_decay else {}
     betas = {"beta_1": number(0.9), "beta_2": number(0.999)}
@@ -190,7 +187,7 @@ def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -
         )
 
 
-def _check(config: Settings, variables: Sequence[keras.Variable]) -> None:
+def _check_trainable_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
     if not variables:
         raise ValueError(
             "the model has no trainable weights: set `trainable = True` for some of its layers"

@@ -5,9 +5,12 @@ docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import os
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,6 +22,19 @@ from hvdkit.settings import Settings
 _BUFFER = 128 << 20  # bytes of gradients that travel as bfloat16, as Horovod's own for others
 _CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+
+# make_step of the template's train.py.
+TEMPLATE_STEP = """
+def make_step(run):
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
+        return run.update(gradients)
+    return step
+"""
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
@@ -37,10 +53,7 @@ def environment(config: Settings) -> dict[str, str]:
 
 
 def stall_seconds(config: Settings) -> int:
-    """How long ranks wait for one that hangs: Horovod's own setting, if one was given, else ours.
-
-    Call it after Horovod was started with `environment`; 0: for ever.
-    """
+    """How long ranks wait for one that hangs, once Horovod was started; 0: for ever."""
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0", "False"):
         return 0
     return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
@@ -62,10 +75,8 @@ def check_backend(config: Settings) -> None:
 def arguments(config: Settings) -> dict[str, Any]:
     """What hvd.DistributedGradientTape takes besides `op`.
 
-    Sums, not means: shares and valid-pixel counts differ between ranks, so the one division, by
-    the global count, comes after (`gradients.unscale`). With --deterministic all gradients are one
-    group, one message with a fixed layout: fusion by arrival time would change which bytes share a
-    ring chunk, and with it the order of additions.
+    With --deterministic all gradients are one group, one message with a fixed layout: fusion by
+    arrival time would change which bytes share a ring chunk, and so the order of additions.
     """
     device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
     groups = 1 if config.deterministic else None
@@ -85,14 +96,41 @@ def needs_own_step(config: Settings) -> str:
 
 
 def has_own_messages(config: Settings) -> str:
-    """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none.
-
-    Horovod adds up no bfloat16, and groups gradients by their variables' names, which repeat in
-    subclassed Keras models.
-    """
+    """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none."""
     if config.compression == "bf16":
         return "compression"
     return next((n for n in ("pack_bytes", "gradient_groups") if getattr(config, n)), "")
+
+
+def check_make_step(make: Callable, settings: Settings) -> None:
+    """Raises ValueError where `make` is another step than the template's.
+
+    Virtual ranks and messages of their own need the engine's step, which would silently ignore
+    changes to train.py's.
+    """
+    try:
+        if _form(inspect.getsource(make)) == _form(TEMPLATE_STEP):
+            return
+    except (OSError, TypeError, SyntaxError):
+        pass  # a lambda, a partial: not the template's
+    flag = needs_own_step(settings)
+    raise ValueError(
+        f"--{flag}={getattr(settings, flag)} brings a step of the engine's own, and make_step in "
+        f"train.py is not the template's: leave out --{flag}, or use the template's make_step"
+    )
+
+
+def _form(source: str) -> str:
+    """Code without comments, docstrings and annotations."""
+    tree = ast.parse(textwrap.dedent(source))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            if ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.dump(tree)
 
 
 def rank_sums(
@@ -168,9 +206,9 @@ class _Place:
 def _sum_as_bfloat16(own: tf.Tensor, name: str) -> tf.Tensor:
     """Sum over ranks of a bfloat16 vector: half the bytes on the wire, float32's range.
 
-    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank is sent its part
-    of the vector by all the others, adds them in float32, and sends the sum to all. That moves
-    the bytes of a ring allreduce, and rounds the sum once instead of at every hop.
+    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank gets its part of the
+    vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
+    a ring allreduce, and rounds once.
     """
     size, count = hvd.size(), own.shape.num_elements()
     part = -(-count // size)

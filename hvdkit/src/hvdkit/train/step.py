@@ -1,6 +1,6 @@
 """One training step on all ranks: forward and backward, one reduction, unscale, judge, apply.
 
-train.py writes the step with its own tape (custom_step.PLAIN is its text); `Step` has its parts.
+train.py writes the step with its own tape (reduction.TEMPLATE_STEP); `Step` has its parts.
 
 The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The ranks
 add up the second sum while the backward pass runs. So each number is divided where it is known:
@@ -80,7 +80,7 @@ class Step:
         self._untrained = [raw(v) for v in state.model.non_trainable_variables]
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = make_schedule(task, settings, world.size)
-        # What XLA compiles: each micro-batch's forward and backward pass, without collectives.
+        # What XLA compiles: each micro-batch's forward and backward pass.
         self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
@@ -91,8 +91,7 @@ class Step:
         """This rank's part of the loss, times a factor that `update` takes out; scalar.
 
         Call it once a step, inside the tape. It includes accumulation, loss scale and the division
-        by positions: take only its gradient; do not log it or add to it. A penalty goes into
-        `losses`.
+        by positions: take only its gradient. A penalty goes into `losses`.
 
         Args:
           batch: nested tensors [micro-batches, samples, ...].

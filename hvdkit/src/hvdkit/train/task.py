@@ -42,7 +42,6 @@ class Task(Protocol):
 
         Raises: ValueError or OSError with a message for a person.
         """
-        ...
 
     def sources(self) -> tuple[Source, Source]:
         """Training and validation samples.
@@ -52,7 +51,6 @@ class Task(Protocol):
 
         Raises: ValueError or OSError: what is wrong with the data and how to fix it.
         """
-        ...
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """One augmented example from what the source read. TensorFlow ops only.
@@ -67,32 +65,27 @@ class Task(Protocol):
           key: int32 [2]; use it, and nothing else, for every random draw (tf.random.stateless_*),
             so that the example does not depend on which rank reads it.
         """
-        ...
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         """One example without random changes. TensorFlow ops only.
 
         Examples without fixed shapes (pictures at their own size) are evaluated one by one.
         """
-        ...
 
     def build_model(self) -> keras.Model:
         """The model, with its variables made; it is called as model(inputs, training=...)."""
-        ...
 
     def predict(self, model: keras.Model, inputs: Any) -> Any:
         """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
 
         By default model(inputs, training=False).
         """
-        ...
 
     def picture_inputs(self, image: tf.Tensor) -> Any:
         """The "inputs" of `evaluation_example` for a picture, uint8 [H, W, 3]. Optional.
 
         `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
         """
-        ...
 
     def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Losses and weights, float tensors of one shape [batch, ...].
@@ -102,7 +95,6 @@ class Task(Protocol):
         position out (an ignored pixel, padding). Weights do not depend on the outputs, unless
         through tf.stop_gradient.
         """
-        ...
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch; they are added over batches and ranks.
@@ -110,22 +102,18 @@ class Task(Protocol):
         Their shapes do not depend on the batch's size. Any names but "loss" and "weight", which
         hold the sums of the loss.
         """
-        ...
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         """Figures from the added sums; logged as eval_NAME. `loss` is there without being named."""
-        ...
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
         """Sentences to print with the figures, each once. Optional."""
-        ...
 
     def draw(self, inputs: Any, targets: Any, outputs: Any) -> np.ndarray:
         """Pictures to look at, uint8 [n, height, width, 3], from an evaluation batch. Optional.
 
         Examples that are evaluated one by one are drawn so; their pictures must be of one size.
         """
-        ...
 
     def actions(self, run: Any) -> list[Any]:
         """More to do after a step, in this order, before it is saved and evaluated. Optional.
@@ -142,7 +130,6 @@ class Task(Protocol):
                 def due(self, step): return step % 100 == 0
                 def __call__(self, step, result): ...
         """
-        ...
 
     def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:
         """A learning-rate policy in place of --lr_policy. Optional.
@@ -150,14 +137,12 @@ class Task(Protocol):
         Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; --lr_scaling
         multiplies it.
         """
-        ...
 
     def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
         """An update rule in place of --optimizer. Optional.
 
         The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
         """
-        ...
 
 
 def load(config: Settings) -> Task:

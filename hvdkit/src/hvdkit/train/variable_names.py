@@ -18,13 +18,26 @@ from keras.src.utils.naming import to_snake_case
 def of_model(model: keras.Model) -> list[str]:
     """A name for each of `model.variables`, in their order: its layers' names, outermost first.
 
-    A layer that Keras named (the name of its class, perhaps a number) is numbered anew among
-    those around it; a name that a person gave stays. Functional and sequential models do not
-    appear, so a network has the same names alone and inside another. Two variables have the same
-    name where two layers were given the same name.
+    A layer that Keras named (its class and perhaps a number) is numbered anew among its
+    neighbours; a name that a person gave stays. Functional and sequential models do not appear, so
+    a network has the same names alone and inside another. Layers of one given name share names.
     """
     names: dict[int, str] = {}
-    _visit(model, "", Counter(), names)
+
+    def visit(layer: keras.Layer, prefix: str, counts: Counter) -> None:
+        if not is_plain_model(layer):
+            prefix, counts = f"{prefix}{_renumbered(layer, counts)}/", Counter()
+        children = layer._flatten_layers(include_self=False, recursive=False)
+        below = {id(v) for child in children for v in child.variables}
+        own_counts: Counter = Counter()
+        for variable in layer.variables:
+            if id(variable) not in below:
+                names.setdefault(id(variable), prefix + _renumbered(variable, own_counts))
+        for child in children:
+            if child.variables:  # or it takes no number: one more activation changes no name
+                visit(child, prefix, counts)
+
+    visit(model, "", Counter())
     return [names[id(v)] for v in model.variables]
 
 
@@ -43,20 +56,6 @@ def of_optimizer(
         owners.setdefault(start, []).append(model_names[id(variable)])
     seen: Counter = Counter()
     return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
-
-
-def _visit(layer: keras.Layer, prefix: str, counts: Counter, names: dict[int, str]) -> None:
-    if not is_plain_model(layer):
-        prefix, counts = f"{prefix}{_renumbered(layer, counts)}/", Counter()
-    children = layer._flatten_layers(include_self=False, recursive=False)
-    below = {id(v) for child in children for v in child.variables}
-    own_counts: Counter = Counter()
-    for variable in layer.variables:
-        if id(variable) not in below:
-            names.setdefault(id(variable), prefix + _renumbered(variable, own_counts))
-    for child in children:
-        if child.variables:  # or it takes no number: one more activation changes no name
-            _visit(child, prefix, counts, names)
 
 
 def is_plain_model(layer: keras.Layer) -> bool:
