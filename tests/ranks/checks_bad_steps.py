@@ -42,7 +42,7 @@ def bad(ids: list[int]) -> type:
     return Bad
 
 
-def told(world, task, **settings):
+def trained(world, task, **settings):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         ended = fit(world, task, **PLAIN | settings)
     return ended, printed.getvalue()
@@ -65,11 +65,11 @@ def plain_steps(start: dict, steps: list[int]) -> list[np.ndarray]:
     return [v.numpy() for v in values]
 
 
-def check_a_bad_step_is_skipped_and_told(world):
-    world_lib.set_up(world, Settings())  # before the first operation
+def check_a_bad_step_is_skipped_and_named(world):
+    world_lib.set_up(world, Settings())  # once for all checks here, before the first operation
     ids = batch_ids(3)
     wrong = ids[-1]  # the last share's
-    ended, printed = told(world, bad([wrong]), num_steps=6, checkpoint_every=1)
+    ended, printed = trained(world, bad([wrong]), num_steps=6, checkpoint_every=1)
     assert ended.code == DONE, ended.message
     if world.is_chief:
         notes = [line for line in printed.splitlines() if "is skipped" in line]
@@ -88,11 +88,10 @@ def check_a_bad_step_is_skipped_and_told(world):
             np.testing.assert_allclose(other, value, rtol=1e-12)
 
 
-def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
-    """What is none in the gradient only is a matter of the loss scale."""
-    world_lib.set_up(world, Settings())  # before the first operation
+def check_a_loss_of_nan_is_named_with_float16_too(world):
+    """NaN in the gradient only is a matter of the loss scale."""
     settings = {"precision": "float16", "num_steps": 5}
-    ended, printed = told(world, bad(batch_ids(3)[:1]), **settings)
+    ended, printed = trained(world, bad(batch_ids(3)[:1]), **settings)
     assert ended.code == DONE, ended.message
     if world.is_chief:
         assert printed.count("is skipped") == 1 and "loss of rank 0 with samples" in printed
@@ -100,9 +99,8 @@ def check_a_loss_that_is_no_number_is_told_with_float16_too(world):
 
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
     """A bad stretch of data, steps 8 to 10: from step 6 on with the batch after it."""
-    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (7, 8, 9)])
-    ended, printed = told(world, task, num_steps=12)
+    ended, printed = trained(world, task, num_steps=12)
     assert ended.code == DONE, ended.message
     if world.is_chief:
         assert "Going back to step 6; the batches of steps 7 to 10 are left out" in printed
@@ -117,8 +115,8 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
         for value, other in zip(want, ended.weights()):
             np.testing.assert_allclose(other, value, rtol=1e-12)
     # An interruption later changes nothing.
-    told(world, task, num_steps=11, run_dir=str(ended.folder) + "-b")
-    resumed, _ = told(world, task, num_steps=12, run_dir=str(ended.folder) + "-b")
+    trained(world, task, num_steps=11, run_dir=str(ended.folder) + "-b")
+    resumed, _ = trained(world, task, num_steps=12, run_dir=str(ended.folder) + "-b")
     assert resumed.code == DONE, resumed.message
     for value, other in zip(ended.weights(), resumed.weights()):
         np.testing.assert_array_equal(value, other)
@@ -126,7 +124,6 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
 
 def check_layers_have_their_names_again_once_it_has_gone_back(world):
     """SampleDropout draws by its name: as a run that is interrupted later, and resumes."""
-    world_lib.set_up(world, Settings())  # before the first operation
     keras.utils.clear_session()
     built = []
 
@@ -136,15 +133,14 @@ def check_layers_have_their_names_again_once_it_has_gone_back(world):
             built.append([layer.name for layer in made.layers])
             return made
 
-    ended, _ = told(world, Named, num_steps=7, max_bad_steps=2)
+    ended, _ = trained(world, Named, num_steps=7, max_bad_steps=2)
     assert ended.code == DONE, ended.message
     assert len(built) == 2 and built[0] == built[1], built
 
 
 def check_a_second_time_ends_the_run(world):
-    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (4, 5, 9, 10)])
-    ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
+    ended, printed = trained(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED, (ended.code, ended.message)
     assert "It went back once, and left out 2 batches" in ended.message, ended.message
     if world.is_chief:
@@ -153,29 +149,26 @@ def check_a_second_time_ends_the_run(world):
 
 
 def check_without_a_checkpoint_before_it_the_run_ends(world):
-    world_lib.set_up(world, Settings())  # before the first operation
     task = bad([batch_ids(step)[0] for step in (0, 1)])
-    ended, printed = told(world, task, num_steps=12, max_bad_steps=2)
+    ended, printed = trained(world, task, num_steps=12, max_bad_steps=2)
     assert ended.code == DIVERGED and "went back" not in ended.message, ended.message
     assert "Going back" not in printed and not ended.checkpoints
 
 
 def check_a_dry_run_ends_where_a_run_goes_back(world):
     """From a checkpoint without its evaluation, which it makes up for and so saves: to go back."""
-    world_lib.set_up(world, Settings())  # before the first operation
-    first, _ = told(world, Small, num_steps=4)
+    first, _ = trained(world, Small, num_steps=4)
     lacks = {"resume": str(first.folder / "checkpoints" / "step-00000002"), "eval_every": 2}
     task = bad([batch_ids(step)[0] for step in (2, 3)])
-    ended, printed = told(world, task, num_steps=12, max_bad_steps=2, dry_run=True, **lacks)
+    ended, printed = trained(world, task, num_steps=12, max_bad_steps=2, dry_run=True, **lacks)
     assert ended.code == DIVERGED and "diverged at step 4" in ended.message, ended.message
     assert "Going back" not in printed
 
 
 def check_virtual_ranks_are_named(world):
-    world_lib.set_up(world, Settings())  # before the first operation
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
     wrong = batch_ids(3)[3]  # of shares of 3 samples the second
-    ended, printed = told(world, bad([wrong]), **settings)
+    ended, printed = trained(world, bad([wrong]), **settings)
     assert ended.code == DONE, ended.message
     if world.is_chief:
         samples = ", ".join(map(str, batch_ids(3)[3:6]))

@@ -10,19 +10,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import files
 from hvdkit.ranks import fingerprint
 from hvdkit.settings import Settings, project
 from hvdkit.train import task as base
-from hvdkit.train import task_checks
 from ranks import PROJECT, last_lines, launch
 
 
@@ -143,34 +139,9 @@ def test_a_setting_of_data_that_the_task_does_not_read_is_refused(name, value, l
     assert base.load(config)
 
 
-@pytest.mark.parametrize(
-    "returned", [None, np.zeros(2, np.float32), (np.zeros(2, np.float32),) * 3, {"a": 1, "b": 2}]
-)
-def test_a_loss_that_is_no_pair_is_told(returned):
-    task = SimpleNamespace(loss=lambda outputs, targets: returned)
-    kind = "None" if returned is None else type(returned).__name__
-    words = f"must return two tensors, a loss and a weight for each example; it returns.*{kind}"
-    with pytest.raises(ValueError, match=words):
-        task_checks.loss(task, None, None)
-
-
-def test_what_only_training_calls_is_built():
-    class Aux(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.head, self.aux = keras.layers.Dense(3), keras.layers.Dense(3)
-
-        def call(self, x, training=False):
-            return self.head(x) + (self.aux(x) if training else 0)
-
-    model = Aux()
-    task_checks.build(model, {"inputs": tf.zeros([2, 4]), "targets": tf.zeros([2], tf.int64)})
-    assert model.aux.built and len(model.trainable_variables) == 4
-
-
 def test_the_engine_names_no_task():
-    """In words that it speaks to a person, it may."""
-    default = project.ENGINE / "settings" / "task.py"
+    """But as the default of --task, and inside messages."""
+    default = project.ENGINE / "settings" / "data.py"
     files = [p for p in project.ENGINE.rglob("*.py") if p != default]
     names = set(base.available())
     assert files and names
