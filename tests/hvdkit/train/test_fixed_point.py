@@ -34,7 +34,7 @@ def test_limits_are_where_the_grid_ends():
 def test_a_gradient_that_leaves_the_grid_is_told(largest, fits, kept, scale):
     """The loss scale stretches the grid with the gradient."""
     flat = tf.constant([0.0, -largest * scale], tf.float64)
-    found = [bool(answer) for answer in fixed_point.judge(flat, 4, scale)]
+    found = [bool(answer) for answer in fixed_point.judge(flat, 4, scale=scale)]
     assert found == [math.isfinite(largest), fits, kept]
 
 
@@ -84,12 +84,12 @@ def both(values, addends, scale=1.0):
 def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
     largest = 2.0**14 / addends
     fine = np.array([largest, -largest]) * scale
-    assert all(fixed_point.judge(tf.constant(fine), addends, scale))
+    assert all(fixed_point.judge(tf.constant(fine), addends, scale=scale))
     assert (abs(both(fine, addends, scale).astype(object)) * addends < 2**63).all()
     for bad in (np.nextafter(largest, np.inf), -1e300, np.inf, -np.inf, np.nan):
         values = np.array([1.0, bad, 1.0, 0.5]) * scale
         for turned in (values, values[::-1]):  # where it stands must not matter
-            judged = fixed_point.judge(tf.constant(turned), addends, scale)
+            judged = fixed_point.judge(tf.constant(turned), addends, scale=scale)
             assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
         assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]
 
@@ -100,7 +100,7 @@ def test_one_number_that_is_none_is_found_among_many(length):
         for bad in (np.nan, np.inf, -np.inf):
             values = np.random.default_rng(place).normal(size=length).astype(np.float32)
             values[place] = bad
-            assert not any(fixed_point.judge(tf.constant(values), 4, 1.0)[:2])
+            assert not any(fixed_point.judge(tf.constant(values), 4, scale=1.0)[:2])
 
 
 def test_the_loss_scale_is_taken_out_without_rounding():
@@ -132,4 +132,6 @@ def test_state_of_any_size_is_averaged_exactly():
     np.testing.assert_array_equal(np.float32(mean), np.float32(values))
     limit = 2.0**42 / 64
     for value, fits in ((limit, True), (-limit, True), (limit * 1.01, False), (np.nan, False)):
-        assert bool(fixed_point.judge_state(tf.constant([value], tf.float64), 64)[1]) == fits
+        state = tf.constant([value], tf.float64)
+        judged = fixed_point.judge(state, 64, most=fixed_point.LARGEST_STATE)
+        assert bool(judged[1]) == fits

@@ -28,28 +28,25 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.concat(flat or [tf.zeros([0], wide)], 0)
 
 
-def judge(flat: tf.Tensor, addends: int, scale: tf.Tensor | float) -> list[tf.Tensor]:
-    """Bool scalars: all elements are finite; all / `scale` fit as gradients; the largest keeps
-    some of its bits (or all are 0)."""
-    scale = tf.cast(scale, tf.float64)
-    finite, largest = _size(flat)
-    kept = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
-    return [finite, finite & (largest <= LARGEST_GRADIENT / addends * scale), kept]
+def judge(
+    flat: tf.Tensor,
+    addends: int,
+    *,
+    scale: tf.Tensor | float = 1.0,
+    most: float = LARGEST_GRADIENT,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Whether all elements are finite, all / `scale` fit, and the largest keeps bits as a gradient.
 
-
-def judge_state(flat: tf.Tensor, addends: int) -> list[tf.Tensor]:
-    """Whether all elements are finite, and whether all fit as state."""
-    finite, largest = _size(flat)
-    return [finite, finite & (largest <= LARGEST_STATE / addends)]
-
-
-def _size(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether all are finite; the largest absolute value, float64."""
+    Bool scalars. `most`: what the sum of `addends` may be at most.
+    """
     if flat.shape[0] == 0:
-        return tf.constant(True), tf.constant(0.0, tf.float64)
+        return tf.constant(True), tf.constant(True), tf.constant(True)
+    scale = tf.cast(scale, tf.float64)
     low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
-    return finite, tf.cast(tf.maximum(-low, high), tf.float64)
+    largest = tf.cast(tf.maximum(-low, high), tf.float64)
+    kept = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
+    return finite, finite & (largest <= most / addends * scale), kept
 
 
 def to_fixed(

@@ -202,9 +202,11 @@ class Passes:
         packed = [fixed_point.pack(list(known.values())) for known in grads]
         state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
         scale = self._state.loss_scale.value
-        judged = [fixed_point.judge(flat, self._count, scale) for flat in packed]
+        judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
         finite, fits, kept = (tf.reduce_all(words) for words in zip(*judged))
-        state_finite, state_fits = fixed_point.judge_state(state, self._count)
+        state_finite, state_fits, _ = fixed_point.judge(
+            state, self._count, most=fixed_point.LARGEST_STATE
+        )
         faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~kept]
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
         row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
