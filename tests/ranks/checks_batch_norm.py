@@ -88,15 +88,6 @@ def check_sync_batch_norm_in_mixed_precision_keeps_float32_statistics(world):
         np.testing.assert_allclose(layer.moving_variance, cast.var((0, 1, 2)), rtol=1e-6)
 
 
-def check_sync_batch_norm_leaves_masked_positions_out(world):
-    whole, rows = uneven(world)
-    mask = rng(4).random(whole.shape[:3]) < 0.6
-    layer = batch_norm.SyncBatchNormalization(name="masked", momentum=0.0)
-    layer(tf.constant(whole[rows]), training=True, mask=tf.constant(mask[rows]))
-    np.testing.assert_allclose(layer.moving_mean, whole[mask].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(layer.moving_variance, whole[mask].var(0), rtol=1e-5)
-
-
 def moving(world, mode, every_step, steps=6, weight=None):
     """Moving mean and variance after `steps` local batches, synced each step or at the end."""
     layer = keras.layers.BatchNormalization(momentum=0.7)

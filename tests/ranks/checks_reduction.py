@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, rank_sums, rng
+from shared_checks import PLAIN, rank_sums, refused, rng
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
@@ -54,20 +55,6 @@ def check_reduced_gradients_equal_the_towers_recipe(world):
     for ours, *theirs in zip(grads, *towers):
         recipe = tf.reduce_mean(tf.stack(theirs), axis=0)
         np.testing.assert_allclose(ours / world.size, recipe, rtol=2e-6, atol=1e-7)
-
-
-def check_every_grouping_gives_the_same_gradients(world):
-    model, loss, towers = tower_gradients(world)
-    settings = [
-        {"gradient_groups": 2},
-        {"pack_bytes": 100, "pack_count": 2},
-        {"deterministic": True},
-    ]
-    for setting in settings:
-        config = dataclasses.replace(PLAIN, **setting)
-        grads = reduced(world, config, lambda: loss(world.rank), model.trainable_variables)
-        for ours, *theirs in zip(grads, *towers):
-            np.testing.assert_allclose(ours, tf.add_n(theirs), rtol=2e-6, atol=1e-7)
 
 
 class Repeated(keras.Model):
@@ -134,6 +121,13 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
             assert (ours is None) == (theirs is None), (setting, variable.path)
             if ours is not None:
                 np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=f"{setting}")
+
+
+def check_a_backend_that_was_not_started_is_refused(world):
+    other = "gloo" if hvd.mpi_enabled() else "mpi"
+    for wanted, words in ((other, f"horovodrun --{other}"), ("nccl", "no NCCL")):
+        config = dataclasses.replace(PLAIN, reduce_backend=wanted)
+        refused(lambda c=config: reduction.check_backend(c), words)
 
 
 def check_no_gradient_at_all_does_not_crash(world):

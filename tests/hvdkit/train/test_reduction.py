@@ -134,10 +134,8 @@ def test_backend_is_what_carries_them(plain, tmp_path):
 
 
 def test_a_backend_that_was_not_started_is_an_error(tmp_path):
-    for wanted, words in (("mpi", "horovodrun --mpi"), ("nccl", "no NCCL")):
-        command = ["train.py", f"--reduce_backend={wanted}", f"--run_dir={tmp_path}"]
-        ended = launch(2, command, "gloo")
-        assert len(ended.errors()) == 1 and words in ended.errors()[0], ended.output
+    ended = launch(2, ["train.py", "--reduce_backend=mpi", f"--run_dir={tmp_path}"], "gloo")
+    assert len(ended.errors()) == 1 and "horovodrun --mpi" in ended.errors()[0], ended.output
 
 
 def test_small_gradients_are_packed_in_order_and_large_ones_travel_alone():
