@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit import settings as settings_lib
 from hvdkit.settings import Settings
 from hvdkit.train import reduction
 from ranks import CHECKS, HELPERS, last_lines, launch, names_of_checks, run_checks
@@ -85,9 +84,7 @@ def test_accumulation_reduces_once_a_step(plain):
 
 def test_the_cache_holds_large_models_unless_told(monkeypatch):
     monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
-    assert reduction.environment(settings_lib.Settings(stall_shutdown_s=0)) == {
-        "HOROVOD_CACHE_CAPACITY": "8192"
-    }
+    assert reduction.environment(Settings(stall_shutdown_s=0)) == {"HOROVOD_CACHE_CAPACITY": "8192"}
     monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
     assert reduction.environment(Settings(stall_shutdown_s=0)) == {}
 
@@ -111,12 +108,14 @@ def test_how_long_ranks_wait_for_one_that_hangs(seconds, given, knobs, monkeypat
     assert found == {f"HOROVOD_STALL_{name}_TIME_SECONDS": v for name, v in knobs.items()}
 
 
-def test_merge_groups(tmp_path):
-    """13 gradients as two groups, each one message."""
-    seen = timeline(tmp_path, "--gradient_groups=2")
+def test_groups_and_backend(plain, tmp_path):
+    """13 gradients as two groups, each one message, over MPI."""
+    seen = timeline(tmp_path, "--gradient_groups=2", "--reduce_backend=mpi", backend="mpi")
     groups = {t for t in seen.tensors if t.startswith("grad_")}
     sizes = sorted(int(t.rsplit("of", 1)[1]) for t in groups if "_1of" in t)
     assert sizes == [6, 7]
+    assert "GLOO_ALLREDUCE" in plain.activities and "MPI_ALLREDUCE" not in plain.activities
+    assert "MPI_ALLREDUCE" in seen.activities and "GLOO_ALLREDUCE" not in seen.activities
 
 
 def test_packing_of_small_gradients_by_bytes_and_count(tmp_path):
@@ -125,12 +124,6 @@ def test_packing_of_small_gradients_by_bytes_and_count(tmp_path):
     packs = sorted(t for t in seen.tensors if re.fullmatch(r"grad_\d+_1of\d+", t))
     sizes = sorted(int(t.rsplit("of", 1)[1]) for t in packs)
     assert sizes == [1] * 6 + [3, 4], packs
-
-
-def test_backend_is_what_carries_them(plain, tmp_path):
-    assert "GLOO_ALLREDUCE" in plain.activities and "MPI_ALLREDUCE" not in plain.activities
-    seen = timeline(tmp_path, "--reduce_backend=mpi", backend="mpi")
-    assert "MPI_ALLREDUCE" in seen.activities and "GLOO_ALLREDUCE" not in seen.activities
 
 
 def test_a_backend_that_was_not_started_is_an_error(tmp_path):
