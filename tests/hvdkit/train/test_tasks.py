@@ -171,6 +171,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     assert files.fault(tmp_path / "checkpoints" / "step-00000020") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flagfile", FLAGFILES)
 def test_same_weights_on_1_and_3_ranks(flagfile, tmp_path):
     """What depends on the rank (a draw without the key, a mean over its share) shows here."""

@@ -1,4 +1,4 @@
-"""What a task's traced functions hold that would break a promise of the run without a word."""
+"""Checks of traced functions: what would silently break a promise of the run is refused."""
 
 from __future__ import annotations
 
@@ -38,15 +38,12 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
-    """Raises ValueError where a graph, or a function it calls, draws without a key or a saved seed.
-
-    Such draws differ on other numbers of ranks and after an interruption.
-    """
+    """Raises ValueError where a graph, or a function it calls, draws without a key or seed."""
     drawn = sorted({node.op for node in nodes(graph) if node.op in _DRAWS})
     if drawn:
         raise ValueError(
-            f"{what} draws random numbers ({join(drawn)}) that are others on another number of "
-            f"ranks and after an interruption: {instead}"
+            f"{what} draws random numbers ({join(drawn)}) that change with the number of ranks "
+            f"and after an interruption: {instead}"
         )
 
 
@@ -59,7 +56,7 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
     if changes:
         raise ValueError(
             f"{what} changes a variable ({join(changes)}), which would depend on the order of "
-            "threads, and be neither saved nor the same on all ranks: make each example of its "
+            "threads, and be neither saved nor the same on all ranks: make each example from its "
             "sample and `key` alone"
         )
 
@@ -67,12 +64,11 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
 def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], task: Task) -> None:
     """Raises ValueError where a traced step uses variables that nobody trains or saves.
 
-    Keras finds variables that layers make with `add_weight` and layers that are attributes of
-    layers, and no others: a tf.Variable in a layer is left as it was made.
+    Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
 
     Args:
-      known: all that a checkpoint holds. Frozen models that the task has as attributes (a teacher,
-        a perceptual loss) may be used besides.
+      known: all that a checkpoint holds. Frozen models that are attributes of the task (a teacher,
+        a perceptual loss) are allowed too.
     """
     layers = [x for x in vars(task).values() if isinstance(x, keras.Layer)]
     frozen = [v for layer in layers if not layer.trainable_variables for v in layer.variables]
@@ -102,9 +98,9 @@ def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Var
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
-    """Raises ValueError where XLA cannot compile a traced function, or would make less of it.
+    """Raises ValueError where XLA cannot compile a traced function, or would leave a part out.
 
-    Nothing runs, so state stays as it is; XLA by itself would tell it in the first step.
+    Nothing runs. XLA by itself would fail in the first step only.
     """
     platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     for function in functions:
@@ -112,7 +108,7 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
         less = {f"{n.op} ({n.name})" for n in found if n.op in _LEFT_OUT or n.attr[_GROWS].b}
         if less:
             raise ValueError(
-                f"--jit: XLA leaves out {join(sorted(less))} without a word: check values in "
+                f"--jit: XLA silently leaves out {join(sorted(less))}: check values in "
                 "training_example, give a TensorArray its size, or leave out --jit"
             )
         resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
@@ -135,30 +131,28 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
 
 
 def _of_xla(message: str) -> str:
-    """What XLA says, on one line, and the project's own line that it is about."""
-    # It is quoted inside another one's message.
+    """XLA's message on one line, and the project's own line that it is about."""
+    # It is quoted inside another message.
     first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
     missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
-    said = f"it has no {join(missing)}" if missing else first[:400]
+    reason = f"it has no {join(missing)}" if missing else first[:400]
     frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
     own = [(path, line) for path, line in frames if project.is_own(path)]
-    # These two call the model and the loss: where nothing of the project stands below, Keras does.
-    if not own or own[-1][0] in (
-        project.ENGINE / "train/step.py",
-        project.ENGINE / "train/task_checks.py",
-    ):
-        return said
-    return f"{own[-1][0].name}, line {own[-1][1]}: {said}"
+    # These two call the model and the loss: the error is Keras's where no other own code is below.
+    callers = [project.ENGINE / "train" / name for name in ("step.py", "task_checks.py")]
+    if not own or own[-1][0] in callers:
+        return reason
+    return f"{own[-1][0].name}, line {own[-1][1]}: {reason}"
 
 
 def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
-    """Of a graph and of the functions that it calls, compiled or not."""
+    """The nodes of a graph and of the functions that it calls, compiled or not."""
     definition = graph.as_graph_def()
     return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
 
 
 def _of_variable(handle: tf.Tensor) -> bool:
-    """Tables and iterators are resources too; only a variable's handle has a shape and a type."""
+    """Whether a resource is a variable: only its handle has a shape and a type."""
     data = getattr(handle, "_handle_data", None)
     return bool(data is not None and data.is_set and data.shape_and_type)
 
@@ -182,7 +176,7 @@ def assigned_handles(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def _outside(tensor: tf.Tensor, graph: tf.Graph) -> tf.Tensor:
-    """What an argument of a graph stands for, through all graphs around it."""
+    """The tensor outside of all graphs that an argument of `graph` stands for."""
     while hasattr(graph, "captures"):
         tensor = next((out for out, inner in graph.captures if inner is tensor), tensor)
         graph = graph.outer_graph
