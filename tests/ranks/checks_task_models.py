@@ -71,7 +71,7 @@ class Lazy(keras.Model):
 def check_layers_that_calls_make_are_built_and_trained(world):
     """A model that is not built, one with a head for training, one whose first call makes it."""
     for make, settings, weights, name in (
-        (Net, {"bn_sync": "full"}, 4, "head"),
+        (Net, {"bn_sync": "full"}, 4, "net"),
         (Aux, {}, 6, "aux"),
         (lambda: Lazy(True), {"optimizer": "adam"}, 4, "extra"),
     ):
@@ -325,15 +325,17 @@ def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
         path = file if world.is_chief else file.with_name("nothing")
         how = kind | {"base_lr": 1e-30, "eval_every": 1, "run_dir": str(folder(world) / "run")}
         how |= {"backbone_preprocessing": "caffe"}
-        ended = fit(world, Pictures, num_steps=2, backbone_weights=str(path), **how)
-        again = fit(world, Pictures, num_steps=3, backbone_weights=str(file) + ".gone", **how)
+        runs = [fit(world, Pictures, num_steps=2, backbone_weights=str(path), **how)]
+        if "ema_decay" in kind:  # once is enough
+            gone = str(file) + ".gone"
+            runs.append(fit(world, Pictures, num_steps=3, backbone_weights=gone, **how))
         tf_config.disable_op_determinism()
-        for run in (ended, again):
+        for run in runs:
             assert run.code == DONE, run.message
             assert int(run.model.get_layer("preprocess").mode) == 1
             for one, other in zip(begins(run.model), begins(there)):
                 np.testing.assert_allclose(one, other, rtol=1e-3)
         if world.is_chief and "ema_decay" in kind:
-            with np.load(again.folder / "checkpoints/step-00000003/state.npz") as state:
+            with np.load(run.folder / "checkpoints/step-00000003/state.npz") as state:
                 name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
                 np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

@@ -16,7 +16,7 @@ FILE = CHECKS / "checks_errors.py"
 _SAY_EXIT = "{python} train.py --flagfile=configs/demo.cfg {flags}; echo exit-code-$?"
 
 
-def fail(flags, ranks=2, backend=""):
+def fail(flags, backend, ranks=2):
     """Runs train.py; returns the one error message."""
     command = _SAY_EXIT.format(python=sys.executable, flags=" ".join(flags))
     code = f"import os; os.execvp('bash', ['bash', '-c', {command!r}])"
@@ -29,14 +29,14 @@ def fail(flags, ranks=2, backend=""):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("backend", "flag", "words"),
     [
-        (["--task=segmentatoin"], ["segmentatoin", "segmentation"]),
-        (["--global_batch_size=1"], ["--global_batch_size=1", "ranks, 2"]),
+        ("gloo", "--data_dir=/no/such/folder", ["/no/such/folder"]),
+        ("mpi", "--global_batch_size=1", ["--global_batch_size=1", "ranks, 2"]),
     ],
 )
-def test_bad_flags(flags, words, tiny):
-    message = fail([*tiny, *flags])
+def test_bad_flags_under_horovodrun(backend, flag, words, tiny):
+    message = fail([*tiny, flag], backend=backend)
     assert all(word in message for word in words), message
 
 
@@ -57,11 +57,6 @@ def test_the_reason_is_found_in_what_tensorflow_says(message):
     assert reason_of(error) == "indices = 7 is not in [0, 1)"
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_under_horovodrun_too(backend, tiny):
-    assert "/no/such/folder" in fail([*tiny, "--data_dir=/no/such/folder"], backend=backend)
-
-
 @pytest.fixture(scope="module")
 def outcomes():
     return run_checks([FILE], 2)
@@ -72,19 +67,23 @@ def test_data_and_folders(name, outcomes):
     assert outcomes[name] is None, outcomes[name]
 
 
-@pytest.mark.parametrize("flag", ["--seed=7"])
-def test_ranks_that_were_given_different_settings_are_told(flag, tiny):
-    """As where hosts hold different versions of a flagfile."""
+def with_another_flag(flag, tiny, backend):
+    """Trains on 2 ranks, of which rank 1 gets `flag` too."""
+    rank = "OMPI_COMM_WORLD_RANK" if backend == "mpirun" else "HOROVOD_RANK"
     code = (
         "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
-        f"flags = {[*tiny]!r};"
-        f"flags += [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
-        "sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
+        f"flags = ['train.py', '--flagfile=configs/demo.cfg', *{tiny!r}];"
+        f"flags += [{flag!r}] if os.environ[{rank!r}] == '1' else [];"
+        "sys.exit(hvdkit.main(train.train, train.Settings, flags))"
     )
-    ended = launch(2, ["-c", code], "mpirun")
+    return launch(2, ["-c", code], backend)
+
+
+def test_ranks_with_different_settings_are_named(tiny):
+    """As where hosts hold different versions of a flagfile."""
+    ended = with_another_flag("--seed=7", tiny, "mpirun")
     assert ended.code == 2, last_lines(ended.output)
-    name, value = flag.split("=")
-    assert [f"{name} is {value} on rank 1" in e for e in ended.errors()] == [True], ended.output
+    assert ["--seed is 7 on rank 1" in e for e in ended.errors()] == [True], ended.output
 
 
 def test_a_run_outlives_who_reads_its_output(tiny, tmp_path):
@@ -96,18 +95,12 @@ def test_a_run_outlives_who_reads_its_output(tiny, tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_hosts_that_see_different_data_are_told(tiny, tiny_data, tmp_path):
+def test_hosts_that_see_different_data_are_named(tiny, tiny_data, tmp_path):
     """Rank 1 is given another data folder, as on a host with a stale copy."""
     other = tmp_path / "other"
     shutil.copytree(tiny_data, other)
     names = (other / "splits" / "train.txt").read_text().split()
     (other / "splits" / "train.txt").write_text("\n".join(names[1:]))
-    code = (
-        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
-        f"flags = {[*tiny]!r};"
-        f"flags += ['--data_dir={other}'] if os.environ['HOROVOD_RANK'] == '1' else [];"
-        "sys.exit(hvdkit.main(train.train, train.Settings, ['train.py', '--flagfile=configs/demo.cfg', *flags]))"
-    )
-    ended = launch(2, ["-c", code], "gloo")
+    ended = with_another_flag(f"--data_dir={other}", tiny, "gloo")
     assert ended.code != 0
     assert ["data files on rank 1" in e for e in ended.errors()] == [True], ended.output
