@@ -44,97 +44,85 @@ def labels(root: Path) -> list[Path]:
     return sorted((root / "labels").glob("*.png"))
 
 
-def check_image_without_label(world):
-    def spoil(root):
-        (root / "labels" / f"{names(root, 'train')[0]}.png").unlink()
-
-    message, root, _ = refused(world, spoil)
-    assert names(root, "train")[0] in message, message
+def first(root: Path, folder: str, split: str = "train", at: int = 0) -> Path:
+    return root / folder / f"{names(root, split)[at]}.png"
 
 
-def check_corrupt_png_in_mid_run_keeps_what_was_trained(world):
+def wrong_labels(root: Path) -> None:
+    for path in labels(root):
+        label = Image.open(path)
+        label.putpixel((3, 4), 99)
+        label.save(path)
+
+
+def small_labels(root: Path) -> None:
+    for path in labels(root):
+        Image.open(path).resize((30, 32)).save(path)
+
+
+def one_sample(root: Path) -> None:
+    (root / "splits" / "train.txt").write_text(names(root, "train")[0] + "\n")
+
+
+def link_to_nothing(root: Path) -> None:
+    path = first(root, "images", at=5)
+    path.unlink()
+    path.symlink_to("gone.png")
+
+
+def folder_for_a_picture(root: Path) -> None:
+    path = first(root, "images", at=5)
+    path.unlink()
+    path.mkdir()
+
+
+# How rank 0 spoils the scenes, flags, and words of the sentence; {first}, {sixth}, {val}: samples.
+FAULTS = [
+    (lambda root: first(root, "labels").unlink(), [], ["{first}"]),
+    (
+        lambda root: first(root, "images", "val").write_bytes(b"not a picture"),
+        ["--num_steps=1"],
+        ["{val}.png"],
+    ),
+    (wrong_labels, [], ["99", ".png"]),
+    (small_labels, [], ["30", "32"]),
+    (one_sample, [], ["1 training sample", "{size} ranks"]),
+    (
+        lambda root: (root.parent / "file").write_text("in the way"),
+        ["--run_dir={root}/file/run"],
+        ["file"],
+    ),
+    (shutil.rmtree, [], ["/data"]),
+    (link_to_nothing, [], ["{sixth}.png is a link to gone.png"]),
+    (folder_for_a_picture, [], ["is a folder"]),
+]
+
+
+def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world):
+    for spoil, flags, words in FAULTS:
+        samples = {}
+
+        def spoilt(root: Path, spoil=spoil, samples=samples) -> None:
+            samples |= {"first": names(root, "train")[0], "sixth": names(root, "train")[5]}
+            samples |= {"val": names(root, "val")[0]}
+            spoil(root)
+
+        message, *_ = refused(world, spoilt, *flags)
+        samples = world.broadcast_object(samples, "errors.samples") | {"size": world.size}
+        assert all(word.format(**samples) in message for word in words), (words, message)
+        assert len(set(world.gather_objects(message, "errors.message"))) == 1
+
+
+def check_a_corrupt_png_in_mid_run_keeps_what_was_trained(world):
     """The bad image comes up at some step within the first epoch; steps before it are saved."""
 
     def spoil(root):
-        path = root / "images" / f"{names(root, 'train')[9]}.png"  # the first is tried at start
+        path = first(root, "images", at=9)  # the first is tried at start
         path.write_bytes(path.read_bytes()[:60])
 
     message, root, (saved,) = refused(world, spoil, "--num_steps=9")
-    assert f"{names(root, 'train')[9]}.png" in message, message
+    assert first(root, "images", at=9).name in message, message
     assert int(saved[5:]) < 4
-
-
-def check_corrupt_validation_image(world):
-    def spoil(root):
-        (root / "images" / f"{names(root, 'val')[0]}.png").write_bytes(b"not a picture")
-
-    message, root, _ = refused(world, spoil, "--num_steps=1")
-    assert f"{names(root, 'val')[0]}.png" in message, message
-
-
-def check_label_value_out_of_range(world):
-    def spoil(root):
-        for path in labels(root):
-            label = Image.open(path)
-            label.putpixel((3, 4), 99)
-            label.save(path)
-
-    message, *_ = refused(world, spoil)
-    assert "99" in message and ".png" in message, message
-
-
-def check_image_and_label_of_different_size(world):
-    def spoil(root):
-        for path in labels(root):
-            Image.open(path).resize((30, 32)).save(path)
-
-    message, *_ = refused(world, spoil)
-    assert "30" in message and "32" in message, message
-
-
-def check_fewer_samples_than_ranks(world):
-    def spoil(root):
-        listing = root / "splits" / "train.txt"
-        listing.write_text(names(root, "train")[0] + "\n")
-
-    message, *_ = refused(world, spoil)
-    assert "1 training sample" in message and f"{world.size} ranks" in message, message
-
-
-def check_unwritable_run_folder(world):
-    def spoil(root):
-        (root.parent / "file").write_text("in the way")
-
-    message, *_ = refused(world, spoil, "--run_dir={root}/file/run")
-    assert "file" in message, message
-
-
-def check_no_such_data(world):
-    message, *_ = refused(world, shutil.rmtree)
-    assert "/data" in message, message
-
-
-def check_dangling_link(world):
-    """Rank 0 finds it and the others, which look at no file, end with the same sentence."""
-
-    def spoil(root):
-        path = root / "images" / f"{names(root, 'train')[5]}.png"
-        path.unlink()
-        path.symlink_to("gone.png")
-
-    message, root, _ = refused(world, spoil)
-    assert f"{names(root, 'train')[5]}.png is a link to gone.png" in message, message
-    assert len(set(world.gather_objects(message, "errors.link"))) == 1
-
-
-def check_folder_named_as_a_picture(world):
-    def spoil(root):
-        path = root / "images" / f"{names(root, 'train')[5]}.png"
-        path.unlink()
-        path.mkdir()
-
-    message, *_ = refused(world, spoil)
-    assert "is a folder" in message, message
 
 
 def check_names_of_several_messages_arrive_whole(world):
