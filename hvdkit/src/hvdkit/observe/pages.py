@@ -35,19 +35,13 @@ _LOOK = {
     "font.family": "sans-serif",
     "font.size": 10.0,
     "text.parse_math": False,  # a class may be called $5
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     "axes.grid": True,
     "grid.color": _FAINT,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "legend.frameon": False,
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
     "lines.linewidth": 1.4,
 }
-_SPACES = {"xmlns": "2000/svg", "xmlns:xlink": "1999/xlink"}
 _numbers = itertools.count()
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f5f7fa; --text: #1b2430;
@@ -80,7 +74,6 @@ th { font-weight: 600; color: var(--soft); } td { overflow-wrap: anywhere; min-w
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; background: var(--card); padding: 0.8rem; border-radius: 8px; }
 """
-_ICON = "data:,"  # empty: otherwise a browser requests one
 
 
 def page(title: str, parts: Sequence[str]) -> str:
@@ -88,7 +81,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="{_ICON}">\n<title>{escaped(title)}</title>\n'
+        f'<link rel="icon" href="data:,">\n<title>{escaped(title)}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
@@ -114,8 +107,14 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> str:
     """Without a header row the first column is the header."""
     if not rows:
         return ""
-    lines = [_row(head, "th", "th")] if head else []
-    lines += [_row(row, "td" if head else "th", "td") for row in rows]
+
+    def line(cells: Sequence[object], first: str, others: str) -> str:
+        kinds = [first, *([others] * (len(cells) - 1))]
+        inner = "".join(f"<{k}>{escaped(c)}</{k}>" for k, c in zip(kinds, cells))
+        return f"<tr>{inner}</tr>"
+
+    lines = [line(head, "th", "th")] if head else []
+    lines += [line(row, "td" if head else "th", "td") for row in rows]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
@@ -143,11 +142,6 @@ def write(file: Path, text: str) -> None:
     """Atomic: a reader finds the old page or the new one."""
     with whole_files.written(file) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def _row(cells: Sequence[object], first: str, others: str) -> str:
-    kinds = [first, *([others] * (len(cells) - 1))]
-    return "<tr>" + "".join(f"<{k}>{escaped(c)}</{k}>" for k, c in zip(kinds, cells)) + "</tr>"
 
 
 def curves(
@@ -262,7 +256,6 @@ def _svg(figure: Figure, title: str) -> str:
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     view = f'viewBox="0 0 {width} {height}"'
     label = escaped(title)
-    spaces = " ".join(f'{name}="http://www.w3.org/{end}"' for name, end in _SPACES.items())
-    head = f'<svg {spaces} {view} role="img" aria-label="{label}"'
+    head = f'<svg {view} role="img" aria-label="{label}"'
     text = f"{head}>{rest}".replace(_INK, "currentColor").replace(_FAINT, "var(--line)")
     return f"<figure><figcaption>{label}</figcaption>{text}</figure>"

@@ -43,12 +43,8 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
     mean, median = float(np.mean(rates)), float(np.median(rates))
     half = _T * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
     jitter = 1.4826 * float(np.median(np.abs(np.subtract(rates, median))))
-    return {
-        "mean": mean,
-        "interval_95": [mean - half, mean + half],
-        "median": median,
-        "jitter": jitter,
-    }
+    interval = [mean - half, mean + half]
+    return {"mean": mean, "interval_95": interval, "median": median, "jitter": jitter}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -72,13 +68,11 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _shares(record: Mapping[str, Any]) -> list[str]:
-    shares, by_rank = record["shares_of_a_step"], record["by_rank"]
-    worst = max(range(len(by_rank)), key=lambda rank: by_rank[rank]["input"])
-    most = f" (rank {worst}: {by_rank[worst]['input']:.1%})" if worst else ""
-    lines = [
-        f"of a step: input wait {shares['input']:.1%}{most}, bookkeeping "
-        f"{shares['bookkeeping']:.2%}"
-    ]
+    shares, waits = record["shares_of_a_step"], [own["input"] for own in record["by_rank"]]
+    worst = waits.index(max(waits))
+    waited = f"input wait {shares['input']:.1%}"
+    waited += f" (rank {worst}: {waits[worst]:.1%})" if worst else ""
+    lines = [f"of a step: {waited}, bookkeeping {shares['bookkeeping']:.2%}"]
     if shares["reduction_alone"] is not None:
         lines.append(
             "the sum of gradients over ranks, alone: "
@@ -91,7 +85,8 @@ def _shares(record: Mapping[str, Any]) -> list[str]:
 def _memory(by_rank: Sequence[Mapping[str, Any]]) -> str:
     host = max(own["host_peak_bytes"] for own in by_rank)
     gpu = max(own["gpu_peak_bytes"] or 0 for own in by_rank)
-    return f"peak memory of a rank: host {_bytes(host)}" + (f", GPU {_bytes(gpu)}" if gpu else "")
+    more = f", GPU {gpu / 2**30:.2f} GiB" if gpu else ""
+    return f"peak memory of a rank: host {host / 2**30:.2f} GiB{more}"
 
 
 def _operations(record: Mapping[str, Any]) -> str:
@@ -114,10 +109,6 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.4g} {letter}"
     return f"{number:.0f}"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 2**30:.2f} GiB"
 
 
 class NotCounted(Exception):
@@ -153,20 +144,11 @@ def graph_flops(graph: tf.Graph) -> int:
 
 
 def _functions(graph: tf.Graph, op: tf.Operation) -> list[tf.Graph]:
+    """The functions that an operation calls."""
     values = op.node_def.attr.values()
     names = [v.func.name for v in values if v.func.name]
     names += [part.name for v in values for part in v.list.func]
     return [graph._get_function(name).graph for name in names]
-
-
-# Multiply-adds of an operation, by its type.
-def _convolution(op: tf.Operation) -> int:
-    # For each output number: the filter's height, width and input channels.
-    return _size(_out(op)) * math.prod(_shape(op.inputs[1])[:-1])
-
-
-def _depthwise(op: tf.Operation) -> int:
-    return _size(_out(op)) * math.prod(_shape(op.inputs[1])[:2])
 
 
 def _out(op: tf.Operation) -> tf.Tensor:
@@ -179,12 +161,14 @@ def _out(op: tf.Operation) -> tf.Tensor:
     return after[0].outputs[0] if moved_back else op.outputs[0]
 
 
-def _transposed(op: tf.Operation) -> int:
-    return _size(op.inputs[2]) * math.prod(_shape(op.inputs[1])[:-1])
+def _convolution(op: tf.Operation) -> int:
+    """For each output number, the filter's height, width and, unless depthwise, input channels.
 
-
-def _transposed_depthwise(op: tf.Operation) -> int:
-    return _size(op.inputs[2]) * math.prod(_shape(op.inputs[1])[:2])
+    A transposed convolution: for each input number.
+    """
+    numbers = op.inputs[2] if "Backprop" in op.type else _out(op)
+    of_filter = slice(2) if "Depthwise" in op.type else slice(-1)
+    return _size(numbers) * math.prod(_shape(op.inputs[1])[of_filter])
 
 
 def _matrices(op: tf.Operation) -> int:
@@ -206,17 +190,12 @@ def _einsum(op: tf.Operation) -> int:
     return math.prod(sizes.values())
 
 
+# Multiply-adds of an operation, by its type.
 _PRODUCTS: dict[str, Callable[[tf.Operation], int]] = {
-    "Conv2D": _convolution,
-    "Conv3D": _convolution,
-    "DepthwiseConv2dNative": _depthwise,
-    "Conv2DBackpropInput": _transposed,
-    "Conv3DBackpropInputV2": _transposed,
-    "DepthwiseConv2dNativeBackpropInput": _transposed_depthwise,
-    "MatMul": _matrices,
-    "BatchMatMul": _matrices,
-    "BatchMatMulV2": _matrices,
-    "BatchMatMulV3": _matrices,
+    **dict.fromkeys(("Conv2D", "Conv3D", "DepthwiseConv2dNative"), _convolution),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _convolution),
+    "DepthwiseConv2dNativeBackpropInput": _convolution,
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matrices),
     "Einsum": _einsum,
 }
 _OPAQUE = {"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "XlaCallModule", "PyFunc", "EagerPyFunc"}

@@ -34,7 +34,7 @@ class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
     If a record cannot be written (a full disk), that is reported once and the run continues: what
-    matters is in checkpoints. Use it in a `with`, which closes its files; a summary may follow.
+    matters is in checkpoints. Use it in a `with`, which closes trackers; a summary may follow.
     """
 
     def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
@@ -48,11 +48,10 @@ class Telemetry:
         self._last_step, self._last_time = first_step, time.monotonic()
         self._epoch, self._score = epoch, ""  # of the newest evaluation, for the status line
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
-        self._failed: set[str] = set()
-        self._input_bound = False
+        self._noted: set[str] = set()
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
-            self._lines = (run_dir / "metrics.jsonl").open("a")
+            (run_dir / "metrics.jsonl").open("a").close()
             settings = run_dir / "config.cfg"
             self._settings = settings.read_bytes() if settings.exists() else b""
             given = dataclasses.asdict(config)
@@ -64,8 +63,6 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         if self._world.is_chief:
             logs.end_status()
-            with self._reports_once("metrics.jsonl"):
-                self._lines.close()
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.close()
@@ -102,7 +99,7 @@ class Telemetry:
           samples: samples a step, over all ranks.
           losses: each rank's own mean loss.
           waited: seconds that this rank waited for its data since the last logged step.
-          times: of all ranks, see hvdkit/observe/stragglers.py.
+          times: of all ranks, see hvdkit/ranks/stragglers.py.
         """
         if not self._world.is_chief:
             return
@@ -128,13 +125,10 @@ class Telemetry:
         else:
             say(self._world, line)
         # Not at the first logged step: nothing could be read ahead for it.
-        if wait > _MUCH_WAITING and self._logged > 1 and not self._input_bound:
-            self._input_bound = True
-            say(
-                self._world,
-                f"note: input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
-                "cores or --data_workers, or smaller pictures (hvdkit/data/pack.py)",
-            )
+        if wait > _MUCH_WAITING and self._logged > 1:
+            waited_for = f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more"
+            fix = "cores or --data_workers, or smaller pictures (hvdkit/data/pack.py)"
+            self._note_once("input-bound", f"{waited_for} {fix}")
 
     def _since_last(self, step: int) -> tuple[int, float]:
         """Steps and seconds of training since the last call; above 0."""
@@ -204,25 +198,19 @@ class Telemetry:
             file.write(json.dumps(record) + "\n")
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        with self._reports_once("metrics.jsonl"):
-            if not Path(self._lines.name).exists():
-                self._begin_anew()
-            self._lines.write(json.dumps(whole_files.without_nan(record) | {"time": _now()}) + "\n")
-            self._lines.flush()
+        file = self._dir / "metrics.jsonl"
+        if not file.exists():
+            self._begin_anew(file)
+        self._append(file.name, whole_files.without_nan(record) | {"time": _now()})
 
-    def _begin_anew(self) -> None:
-        """If somebody removed or moved the folder or the file, starts a new one."""
-        self._dir.mkdir(parents=True, exist_ok=True)
-        self._lines.close()
-        self._lines = (self._dir / "metrics.jsonl").open("a")
-        settings = self._dir / "config.cfg"
-        if self._settings and not settings.exists():
-            settings.write_bytes(self._settings)
-        say(
-            self._world,
-            f"note: {self._lines.name} was removed or moved during the run: a new one begins, "
-            "without what was in it",
-        )
+    def _begin_anew(self, file: Path) -> None:
+        """Somebody removed or moved the folder or the file."""
+        with self._reports_once(file.name):
+            self._dir.mkdir(parents=True, exist_ok=True)
+            if self._settings and not (self._dir / "config.cfg").exists():
+                (self._dir / "config.cfg").write_bytes(self._settings)
+        moved = "was removed or moved during the run: a new one begins, without what was in it"
+        say(self._world, f"note: {file} {moved}")
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:
@@ -234,10 +222,13 @@ class Telemetry:
         try:
             yield
         except Exception as error:  # a tracker may raise anything
-            if what not in self._failed:
-                reason = str(error) or type(error).__name__
-                say(self._world, f"note: {what} cannot be written; training continues: {reason}")
-            self._failed.add(what)
+            reason = str(error) or type(error).__name__
+            self._note_once(what, f"{what} cannot be written; training continues: {reason}")
+
+    def _note_once(self, key: str, note: str) -> None:
+        if key not in self._noted:
+            self._noted.add(key)
+            say(self._world, f"note: {note}")
 
 
 def _now() -> float:
