@@ -100,14 +100,92 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
     return [json.loads(text) for text in said]
 
 
+class Watch:
+    """What parts of a run cost this rank."""
+
+    def __init__(self, typed: float) -> None:
+        self._typed, self._start = typed, 0.0  # seconds from the command to the first step done
+        self._kb: list[float] = []  # of each exchange until then
+        self._ms: dict[str, list[float]] = {"log": [], "save": [], "together": []}
+        self._last_step, self._last_time = 0, 0.0
+
+    def exchanged(self, size: int) -> None:
+        if not self._start:
+            self._kb.append(size / 1e3)
+
+    def judged(self, *_: object) -> None:
+        self._start = self._start or time.time() - self._typed
+
+    def saved(self, seconds: float, *_: object) -> None:
+        self._ms["save"].append(seconds * 1e3)
+
+    def logged(self, seconds: float, action, step: int, *_: object) -> None:
+        self._ms["log"].append(seconds * 1e3)
+        config, now = action._run.config, time.perf_counter()
+        if 10 * step in (config.num_steps, 5 * config.num_steps, 10 * config.num_steps):
+            row = {"step": step, "steps": step - self._last_step, "seconds": now - self._last_time}
+            say(row | held() | {"bytes": written(Path(config.run_dir))})
+            self._last_step, self._last_time = step, now
+        self._last_time = self._last_time or now
+
+    def ended(self, world) -> None:
+        for name in ("first", *["scale"] * 20):
+            start = time.perf_counter()
+            with world.fail_together(name):
+                pass
+            self._ms["together"].append((time.perf_counter() - start) * 1e3)
+        middle = {name: statistics.median(ms[1:] or ms) for name, ms in self._ms.items()}
+        say(
+            middle
+            | {"exchanges": len(self._kb), "kB": sum(self._kb), "start": self._start}
+            | held()
+        )
+
+
+def say(row: dict) -> None:
+    import hvdkit
+
+    if hvdkit.stop.launch_rank() == 0:
+        print(MARK + json.dumps(row), flush=True)
+
+
+def after(owner: object, name: str, look) -> None:
+    """Calls look(seconds, *arguments) after every call of this function."""
+    inner = getattr(owner, name)
+
+    def call(*args, **how):
+        start = time.perf_counter()
+        found = inner(*args, **how)
+        look(time.perf_counter() - start, *args)
+        return found
+
+    setattr(owner, name, call)
+
+
+def count(owner: object, name: str, *, mocked: int, exchanged) -> None:
+    """Collectives outside of graphs; of an allgather, what so many ranks would have sent."""
+    import tensorflow as tf
+
+    inner = getattr(owner, name)
+
+    def call(*args, **how):
+        found = inner(*args, **how)
+        if tf.executing_eagerly():
+            if name == "allgather" and mocked:
+                found = tf.tile(found, [mocked] + [1] * (len(found.shape) - 1))
+            exchanged(found.numpy().nbytes)
+        return found
+
+    setattr(owner, name, call)
+
+
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
-    """One rank: train.py as it is, looked at; `mocked`: it is told to be one of so many."""
+    """One rank: train.py as it is, watched; `mocked`: it is told to be one of so many."""
     sys.path.insert(0, str(TEMPLATE))
     import hvdkit.ranks.quiet
 
     # isort: split
     import horovod.tensorflow as hvd
-    import tensorflow as tf
     from horovod.tensorflow import functions
 
     import hvdkit
@@ -115,81 +193,19 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     from hvdkit.ranks import messages
     from hvdkit.run import actions, health, loop
 
-    seen: dict[str, list[float]] = {"log": [], "save": [], "kB": [], "start": []}
-
-    def after(owner: object, name: str, look) -> None:
-        """Calls look(seconds, *arguments) after every call of this function."""
-        inner = getattr(owner, name)
-
-        def call(*args, **how):
-            start = time.perf_counter()
-            found = inner(*args, **how)
-            look(time.perf_counter() - start, *args)
-            return found
-
-        setattr(owner, name, call)
-
-    def count(owner: object, name: str) -> None:
-        """Collectives outside of graphs; of an allgather, what so many ranks would have sent."""
-        inner = getattr(owner, name)
-
-        def call(*args, **how):
-            found = inner(*args, **how)
-            if not tf.executing_eagerly():
-                return found
-            if name == "allgather" and mocked:
-                found = tf.tile(found, [mocked] + [1] * (len(found.shape) - 1))
-            exchanged(found.numpy().nbytes)
-            return found
-
-        setattr(owner, name, call)
-
-    def exchanged(size: int) -> None:
-        if not seen["start"]:
-            seen["kB"].append(size / 1e3)
-
-    def judged(seconds: float, *_: object) -> None:
-        if not seen["start"]:
-            seen["start"].append(time.time() - typed)
-
-    last = {"step": 0, "time": 0.0}
-
-    def logged(seconds: float, action: actions.Log, step: int, *_: object) -> None:
-        seen["log"].append(seconds * 1e3)
-        config = action._run.config
-        if 10 * step in (config.num_steps, 5 * config.num_steps, 10 * config.num_steps):
-            now = time.perf_counter()
-            row = {"step": step, "steps": step - last["step"], "seconds": now - last["time"]}
-            say(row | held() | {"bytes": written(Path(config.run_dir))})
-            last.update(step=step, time=now)
-        last["time"] = last["time"] or time.perf_counter()
-
-    def say(row: dict) -> None:
-        if hvdkit.stop.launch_rank() == 0:
-            print(MARK + json.dumps(row), flush=True)
-
-    def ending(run, ended):
-        for name in ("first", *["scale"] * 20):
-            start = time.perf_counter()
-            with run.world.fail_together(name):
-                pass
-            seen.setdefault("together", []).append((time.perf_counter() - start) * 1e3)
-        middle = {n: statistics.median(seen[n][1:] or seen[n]) for n in ("log", "save", "together")}
-        whole = {"exchanges": len(seen["kB"]), "kB": sum(seen["kB"]), "start": seen["start"][0]}
-        say(middle | whole | held())
-        return summarize(run, ended)
-
-    summarize, loop.Run._summarize = loop.Run._summarize, ending
+    watch = Watch(typed)
     for name in ("allreduce", "allgather", "broadcast"):
-        count(hvd, name)
-    count(functions, "broadcast")  # of variables
+        count(hvd, name, mocked=mocked, exchanged=watch.exchanged)
+    count(functions, "broadcast", mocked=mocked, exchanged=watch.exchanged)  # of variables
     mpi = messages.Mpi  # what Horovod does not carry
-    after(mpi, "largest", lambda s, _, numbers: exchanged(8 * len(numbers)))
-    after(mpi, "gather", lambda s, _, own, ranks: exchanged((8 + own.size) * ranks))
-    after(mpi, "broadcast", lambda s, _, part, *rest: exchanged(part.size))
-    after(health.Health, "_judge", judged)
-    after(actions.Log, "__call__", logged)
-    after(actions.Save, "__call__", lambda s, action, *_: seen["save"].append(s * 1e3))
+    after(mpi, "largest", lambda s, _, numbers: watch.exchanged(8 * len(numbers)))
+    after(mpi, "gather", lambda s, _, own, ranks: watch.exchanged((8 + own.size) * ranks))
+    after(mpi, "broadcast", lambda s, _, part, *rest: watch.exchanged(part.size))
+    after(health.Health, "_judge", watch.judged)
+    after(actions.Log, "__call__", watch.logged)
+    after(actions.Save, "__call__", watch.saved)
+    summarize = loop.Run._summarize
+    loop.Run._summarize = lambda run, ended: (watch.ended(run.world), summarize(run, ended))[1]
     if mocked:
         be_one_of(mocked)
     return hvdkit.main(train.train, train.Settings, ["train.py", *flags])
