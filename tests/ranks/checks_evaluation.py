@@ -12,7 +12,6 @@ from small_runs import Small, StopSignal, fit, folder, numbers
 
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.observe.telemetry import Telemetry
-from hvdkit.run import context as run_lib
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 
@@ -82,40 +81,29 @@ def check_a_kill_between_log_and_score_loses_no_evaluation(world):
         assert [r["step"] for r in again.records if "eval_loss" in r] == [2, 4, 6, 8]
 
 
-def check_what_only_shows_may_fail(world):
-    class Draws(Small):
-        calls = 0
+def check_failed_pictures_and_nan_scores_end_no_run(world):
+    class Faulty(Small):
+        """The first evaluation has no score; pictures fail after the try-out."""
+
+        drawn = scored = 0
 
         def draw(self, inputs, targets, outputs):
-            Draws.calls += 1
-            if Draws.calls > 1:  # not when it is tried out
+            Faulty.drawn += 1
+            if Faulty.drawn > 1:
                 raise RuntimeError("no fonts here")
             return np.zeros((1, 4, 4, 3), np.uint8)
 
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        ended = fit(world, Draws, eval_every=1)
-    assert ended.code == DONE, ended.message
-    assert ended.checkpoints[-1] == "step-00000003"
-    # Said once, and by one rank; of three evaluations.
-    told = printed.getvalue().count("note: no pictures: draw failed: RuntimeError: no fonts here")
-    assert told == world.is_chief, printed.getvalue()
-
-
-def check_a_score_that_is_no_number_is_never_the_best(world):
-    class Fickle(Small):
-        calls = 0
-
         def metrics(self, sums):
-            # The first call is the try-out, the second the first evaluation.
-            Fickle.calls += 1
-            return {"accuracy": float("nan") if Fickle.calls == 2 else 0.1 * Fickle.calls}
+            Faulty.scored += 1
+            return {"accuracy": float("nan") if Faulty.scored == 2 else 0.1 * Faulty.scored}
 
-    ended = fit(world, Fickle, eval_every=1, num_steps=5, keep=1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = fit(world, Faulty, eval_every=1, num_steps=5, keep=1)
     assert ended.code == DONE, ended.message
-    run_dir = ended.folder
-    checkpoints = run_lib.Checkpoints(run_dir / "checkpoints", 1, world)
-    assert checkpoints.best().step == 5, checkpoints.best()
+    assert ended.checkpoints == ["step-00000005"], "a score of NaN is never the best"
+    # Printed once, by one rank.
+    notes = printed.getvalue().count("note: no pictures: draw failed: RuntimeError: no fonts here")
+    assert notes == world.is_chief, printed.getvalue()
 
 
 def check_a_score_of_another_measure_counts_as_none(world):
@@ -142,8 +130,8 @@ def check_a_score_of_another_measure_counts_as_none(world):
         scores = {r["step"]: r["eval_accuracy"] for r in ended.records if "eval_loss" in r}
         assert list(scores) == [1, 2, 3, 4, 5] and scores[1] == 1.0, scores
         assert scores[2] is None and scores[3] < 1.0, scores
-        said = "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
-        assert printed.getvalue().count(said) == 1, printed.getvalue()
+        note = "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
+        assert printed.getvalue().count(note) == 1, printed.getvalue()
 
     # Back to the first: its best is old, but it was not scored since.
     ended = fit(world, Rises, eval_crop=16, num_steps=9, run_dir=first.folder, **usual)
@@ -162,21 +150,31 @@ def check_a_score_of_another_measure_counts_as_none(world):
         assert ended.records[-1]["eval_accuracy"] > scores[5]
 
 
-def check_the_evaluations_loss_with_small_weights(world):
+def check_small_weights_and_counts_beyond_float32_are_exact(world):
+    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
+
     class Light(Small):
         def loss(self, outputs, targets):
             losses, weights = super().loss(outputs, targets)
             return losses, weights * 1e-3
 
+        def sums(self, outputs, targets):
+            big = tf.constant(2.0**24, tf.float32)
+            one = tf.cast(tf.size(targets) > 0, tf.float32)
+            return {"hits": big, "samples": one}
+
+        def metrics(self, sums):
+            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
+
     plain, light = fit(world), fit(world, Light)
     if world.is_chief:
         np.testing.assert_allclose(light.losses, plain.losses, rtol=1e-5)
-        np.testing.assert_allclose(
-            light.summary["eval_loss"], plain.summary["eval_loss"], rtol=1e-5
-        )
+        losses = [outcome.summary["eval_loss"] for outcome in (light, plain)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+        assert light.summary["eval_total"] == 3 * (2**24 + 1)
 
 
-def check_a_validation_set_in_which_nothing_counts_is_told(world):
+def check_a_validation_set_in_which_nothing_counts_is_refused(world):
     class Weightless(Small):
         def loss(self, outputs, targets):
             losses, weights = super().loss(outputs, targets)
@@ -186,22 +184,6 @@ def check_a_validation_set_in_which_nothing_counts_is_told(world):
     ended = fit(world, Weightless)
     assert ended.code == WRONG_USE and "weights of the validation set are 0" in ended.message
     assert ended.checkpoints == ["step-00000003"]
-
-
-def check_counts_beyond_float32_are_exact(world):
-    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
-
-    class Counts(Small):
-        def sums(self, outputs, targets):
-            big = tf.constant(2.0**24, tf.float32)
-            one = tf.cast(tf.size(targets) > 0, tf.float32)
-            return {"hits": big, "samples": one}
-
-        def metrics(self, sums):
-            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
-
-    ended = fit(world, Counts)
-    assert not world.is_chief or ended.summary["eval_total"] == 3 * (2**24 + 1)
 
 
 class StopsAt(StopSignal):

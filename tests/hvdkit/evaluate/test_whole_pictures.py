@@ -47,9 +47,8 @@ def test_probabilities_are_plain_numpys(window, scales, mirror):
 
 def test_a_small_scale_leaves_no_pixel_out():
     """Stripes that are finer than the scaled pixels become their mean."""
-    stripes = tf.constant(
-        np.tile([[3.0], [-3.0]], (20, 40))[None, ..., None] * [1, 0, 0], tf.float32
-    )
+    pattern = np.tile([[3.0], [-3.0]], (20, 40))[None, ..., None] * [1, 0, 0]
+    stripes = tf.constant(pattern, tf.float32)
     logits = predict(lambda images: images, stripes, Passes(1, scales=(0.2,)))
     np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.05)
 
@@ -90,15 +89,12 @@ def test_the_last_window_is_moved_in(length, side):
 
 
 def test_pictures_are_drawn_in_squares_of_one_size():
-    config = dataclasses.replace(Settings(), num_classes=3)
-    task = segmentation.Task(config)
-    sheets = []
+    task, sheets = segmentation.Task(Settings(num_classes=3)), []
     for size in ((3, 5), (700, 300), (256, 256), (1, 2000)):
         inputs = {"image": tf.fill([1, *size, 3], tf.constant(255, tf.uint8))}
         targets = {"label": tf.ones([1, *size, 1], tf.uint8)}
-        sheets.append(
-            task.draw(inputs, targets, tf.eye(3)[:1][None, None] * tf.ones([1, *size, 1]))
-        )
+        outputs = tf.eye(3)[:1][None, None] * tf.ones([1, *size, 1])
+        sheets.append(task.draw(inputs, targets, outputs))
     sheet = np.concatenate(sheets)
     assert sheet.shape == (4, 256, 768, 3) and sheet.dtype == np.uint8
     white = np.all(sheet[:, :, :256] == 255, axis=-1)  # the picture itself
@@ -106,13 +102,12 @@ def test_pictures_are_drawn_in_squares_of_one_size():
 
 
 def test_a_window_that_the_model_cannot_take_is_refused():
-    config = dataclasses.replace(Settings(), model="small", eval_window=20)
+    """A task's own model says its stride."""
+    config = Settings(model="small", eval_window=20)
     with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
         segmentation.Task(config)
-
-
-def test_a_model_of_ones_own_says_its_stride():
-    config = dataclasses.replace(Settings(), model="small", eval_window=20)
+    assert set(segmentation.MODELS) == set(segmentation.STRIDES)
+    assert base.load(Settings(train_split="trainaug")).config.train_split == "trainaug"
 
     class Own(segmentation.Task):
         def build_model(self):
@@ -140,12 +135,3 @@ def test_a_model_of_ones_own_says_its_stride():
     task = Frozen(dataclasses.replace(config, model="tiny", image_size=16))
     found = task.predict(task.build_model(), {"image": tf.zeros([1, 9, 9, 3])})
     assert task.passes.stride == 2 and found.shape[1:3] == (9, 9)
-
-
-def test_any_split_may_be_named():
-    config = dataclasses.replace(Settings(), train_split="trainaug", val_split="small")
-    assert base.load(config).config == config
-
-
-def test_every_model_says_its_stride():
-    assert set(segmentation.MODELS) == set(segmentation.STRIDES)
