@@ -23,7 +23,7 @@ class Reduced(NamedTuple):
     votes: tf.Tensor
     adds_losses: bool  # whether the model adds any
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
-    # float64 scalar: when this rank's own sums were there (hvdkit/observe/stragglers.py)
+    # float64 scalar: when this rank's own sums were there (hvdkit/ranks/stragglers.py)
     ready: tf.Tensor
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
     faults: tf.Tensor | None = None  # see virtual.fault
