@@ -4,6 +4,8 @@ NP ?= 2
 TORCH ?= .cache/peers/bin/python
 # Where .venv leads to: a set-up elsewhere may switch it in mid-run.
 IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
+# A run that make starts is asked to stop when make ends, however make is ended.
+TIED = $(shell setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM)
 export PYTHON DEVICE WHEELHOUSE
 
 # Open MPI will not run as root unless told twice, nor more ranks than cores unless told.
@@ -28,8 +30,8 @@ wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make 
 	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"
 
 train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
-	@cd template && $(IN_VENV) bash -o pipefail -c '../launch/hosts.sh -np $(NP) python train.py \
-		--flagfile=configs/demo.cfg $(ARGS) 2>&1 | (trap "" INT; exec sed -u "s/^\[1,0\]<std[a-z]*>://")'
+	@cd template && $(IN_VENV) exec $(TIED) ../launch/hosts.sh --plain -np $(NP) python train.py \
+		--flagfile=configs/demo.cfg $(ARGS)
 
 test: setup ## all tests, two files at a time; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

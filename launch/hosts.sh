@@ -11,6 +11,7 @@
 #                         addresses by which ssh reaches them
 #   -p PORT, -i FILE      ssh port and key
 #   --bind                each rank on its own cores (bind.sh)
+#   --plain               rank 0's lines without mpirun's tag, [1,0]<stdout>:
 #   --check               run doctor.py on the same hosts first; if it fails, nothing is trained
 #   --dry-run             print the command, run nothing
 #
@@ -27,7 +28,7 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-hosts='' np='' interface='' port='' key='' bind=() check='' dry=''
+hosts='' np='' interface='' port='' key='' bind=() plain='' check='' dry=''
 
 die() {
     echo "error: $*" >&2
@@ -55,6 +56,7 @@ while [ $# -gt 0 ]; do
     -p) port=${2:?$1 wants a port} && shift ;;
     -i) key=${2:?$1 wants a file} && shift ;;
     --bind) bind=("$here/bind.sh") ;;
+    --plain) plain=yes ;;
     --check) check=yes ;;
     --dry-run) dry=yes ;;
     --help | -h) sed -n '2,/^# shellcheck/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d' && exit ;;
@@ -86,11 +88,7 @@ np=${np:-$slots}
 
 # The launcher holds pipes and a connection of each host. (Of millions that are allowed, Open MPI
 # would close each one by one.)
-for number in 65536 "$(ulimit -H -n)"; do
-    [ "$(ulimit -S -n)" = unlimited ] || [ "$(ulimit -S -n)" -ge 65536 ] ||
-        ulimit -S -n "$number" 2>/dev/null || continue
-    break
-done
+ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$(ulimit -H -n)"
 
 # Of a shell that srun or mpirun has started: what is started here is no rank of that.
 unset PMIX_RANK OMPI_COMM_WORLD_RANK HOROVOD_RANK
@@ -304,7 +302,8 @@ end_at_once() {
 # show NAME: what the launcher prints, to its end; a terminal that is gone must not end it.
 show() {
     trap '' INT TERM USR1 HUP
-    { cat || cat >/dev/null; touch "$work/$1"; } 2>/dev/null
+    { if [ -n "$plain" ]; then sed -u 's/\[1,0\]<std[a-z]*>://g'; else cat; fi || cat >/dev/null; } 2>/dev/null
+    touch "$work/$1"
 }
 
 # Waits until all has been shown, but not for ssh to a host that is lost.

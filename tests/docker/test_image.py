@@ -22,20 +22,8 @@ from projects import GIT, shell
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
-def tool(name: str) -> str:
-    found = shutil.which(name, path=ENVIRONMENT["PATH"])
-    assert found, f"no {name}: pip install -r requirements-dev.txt"
-    return found
-
-
 def test_hadolint_finds_nothing():
-    ended = run([tool("hadolint"), ROOT / "Dockerfile"], timeout=60)
-    assert ended.code == 0, ended.output
-
-
-def test_shellcheck_finds_nothing():
-    scripts = [*(ROOT / "docker").glob("*.sh"), *(ROOT / "launch").glob("*.sh")]
-    ended = run([tool("shellcheck"), *scripts, ROOT / "launch/slurm.sbatch"], timeout=60)
+    ended = run(["hadolint", ROOT / "Dockerfile"], timeout=60)
     assert ended.code == 0, ended.output
 
 
@@ -53,11 +41,13 @@ def test_only_what_all_builders_know(pattern: str, what: str):
     assert not re.search(pattern, DOCKERFILE, re.MULTILINE), what
 
 
-def test_it_runs_as_an_ordinary_user_by_number():
+def test_it_runs_as_an_ordinary_user_by_number_with_ssh_by_key_only():
     """By number, so that Kubernetes can tell that it is not root."""
-    last = re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1]
-    assert last == "${UID}:${GID}"
+    assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)[-1] == "${UID}:${GID}"
     assert "\nARG UID=1000\nARG GID=1000\n" in DOCKERFILE
+    settings = (ROOT / "docker" / "sshd_config").read_text()
+    assert "PasswordAuthentication no" in settings and "Port 2222" in settings
+    assert "HostKey " not in settings  # made at start
 
 
 def test_every_source_of_a_copy_is_let_through():
@@ -126,13 +116,6 @@ def test_the_list_of_packages_names_each_with_its_hashes(tmp_path: Path):
         assert part["externalReferences"][0]["hashes"][0]["alg"] == "SHA-256"
 
 
-def test_ssh_is_by_key_only_on_a_high_port():
-    settings = (ROOT / "docker" / "sshd_config").read_text()
-    assert "PasswordAuthentication no" in settings
-    assert int(re.search(r"^Port (\d+)", settings, re.MULTILINE)[1]) > 1024
-    assert "HostKey " not in settings  # made at start
-
-
 def test_nothing_secret_is_in_the_repository():
     marker = b"PRIVATE KEY" + b"-----"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -142,18 +125,19 @@ def test_nothing_secret_is_in_the_repository():
             assert marker not in path.read_bytes(), name
 
 
-def test_compose_describes_two_nodes_of_one_image():
-    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+def test_compose_describes_two_nodes_of_one_image_and_hands_on_the_exit_code():
+    text = (ROOT / "docker" / "compose.yaml").read_text()
+    head, compose = text.split("services:")[0], yaml.safe_load(text)
+    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head
     services = compose["services"]
     assert set(services) == {"keys", "node1", "node2"}
     assert {s["image"] for s in services.values()} == {"${IMAGE:-train:cpu}"}
     for name in ("node1", "node2"):
         assert services[name]["hostname"] == name
-        for volume in services[name]["volumes"]:
-            assert volume.split(":")[0] in compose["volumes"]
+        volumes = {volume.split(":")[0] for volume in services[name]["volumes"]}
+        assert volumes <= compose["volumes"].keys()
     command = services["node1"]["command"]
-    assert "node1:1,node2:1" in command
-    assert (ROOT / command[0]).exists()
+    assert "node1:1,node2:1" in command and (ROOT / command[0]).exists()
 
 
 _RANK = """
@@ -283,8 +267,3 @@ def test_a_folder_of_somebody_elses_is_not_used(host: Host, tmp_path: Path):
 def test_exit_codes_pass_the_entrypoint(code: int):
     assert run([ENTRYPOINT, "sh", "-c", f"exit {code}"], 20).code == code
     assert run([ENTRYPOINT], 20).code == 2
-
-
-def test_compose_hands_on_the_runs_exit_code():
-    head = (ROOT / "docker" / "compose.yaml").read_text().split("services:")[0]
-    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head

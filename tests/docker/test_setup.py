@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 OUTSIDE = ":".join(p for p in os.environ["PATH"].split(":") if p != str(BIN))
 SCRIPT = "docker/install-horovod.sh"
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # What make test and this machine's settings would let shine through.
 _NOT_OURS = ("MAKE", "MFLAGS", "PIP_", "UV_", "HOROVOD_", "CXX", "LDFLAGS", "DEVICE", "PYTHON")
 _NOT_OURS += ("CUDA_HOME", "WHEELHOUSE", "VIRTUAL_ENV", "TMPDIR")
@@ -85,26 +83,6 @@ def stopped(tmp_path: Path) -> dict[str, str]:
 # --------------------------------------------------------------------- what was built
 
 
-@pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_two_ranks_add_up(transport: str, tmp_path: Path):
-    (tmp_path / "sum.py").write_text(
-        "import sys\n"
-        "import tensorflow as tf\n"
-        "import horovod.tensorflow as hvd\n"
-        "hvd.init()\n"
-        "mine = tf.constant([1.0, 10.0, -3.5]) * (hvd.rank() + 1)\n"
-        "total = hvd.allreduce(mine, op=hvd.Sum, name='sum')\n"
-        "over = 'mpi' if hvd.mpi_enabled() else 'gloo'\n"
-        "open(f'{sys.argv[1]}/rank{hvd.rank()}', 'w').write(f'{over} {total.numpy().tolist()}')\n"
-    )
-    words = [BIN / "horovodrun", "-np", 2, f"--{transport}", "--disable-cache"]
-    words += [sys.executable, tmp_path / "sum.py", tmp_path]
-    result = run(*words, PATH=f"{BIN}:{OUTSIDE}", **AS_ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for rank in range(2):
-        assert (tmp_path / f"rank{rank}").read_text() == f"{transport} [3.0, 30.0, -10.5]"
-
-
 @pytest.mark.slow
 def test_offline_from_a_wheelhouse(checkout: Path, tmp_path: Path):
     """For real, with the Horovod that was built for this Python before; downloads 0.5 GB."""
@@ -137,7 +115,7 @@ def pretend(folder: Path) -> None:
     (folder / ".setup").write_text(f"{folder}\n")
 
 
-def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped):
+def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped, tmp_path):
     first = wanted(checkout, stopped)
     pretend(first)
     other = checkout / ".venvs/other"
@@ -146,25 +124,21 @@ def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped):
     assert setup(checkout, **stopped).returncode == 0
     assert os.readlink(checkout / ".venv") == f".venvs/{first.name}"
     before = (checkout / ".venv").lstat().st_mtime_ns
-    start = time.monotonic()
     result = setup(checkout, **stopped)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert (checkout / ".venv").lstat().st_mtime_ns == before and other.exists()
-    assert time.monotonic() - start < 10  # 0.3 when the machine has nothing else to do
 
-    first.rename(checkout / ".venvs/moved")  # its scripts name the place where it was built
-    (checkout / ".venvs/moved").rename(first.with_name("gone"))
-    assert wanted(checkout, stopped) == first
-
-
-def test_an_environment_of_another_checkout_is_used_while_it_fits(checkout, stopped, tmp_path):
-    """As in a git worktree whose .venv is a link to the main one's."""
-    name = wanted(checkout, stopped).name
-    pretend(tmp_path / "other/.venvs" / name)
-    (tmp_path / "other/.venv").symlink_to(f".venvs/{name}")
-    (checkout / ".venv").symlink_to(tmp_path / "other/.venv")
+    # Of another checkout, as where .venv of a git worktree is a link to the main one's.
+    pretend(tmp_path / "main/.venvs" / first.name)
+    (tmp_path / "main/.venv").symlink_to(f".venvs/{first.name}")
+    (checkout / ".venv").unlink()
+    (checkout / ".venv").symlink_to(tmp_path / "main/.venv")
     assert setup(checkout, **stopped).returncode == 0
-    assert os.readlink(checkout / ".venv") == str(tmp_path / "other/.venv")
+    assert os.readlink(checkout / ".venv") == str(tmp_path / "main/.venv")
+
+    (checkout / ".venv").unlink()
+    first.rename(first.with_name("gone"))  # its scripts name the place where it was built
+    assert wanted(checkout, stopped) == first
 
 
 def test_what_makes_another_environment(checkout, stopped, tmp_path):
@@ -335,24 +309,20 @@ def test_what_is_missing_is_named_before_anything_is_built(env, said, checkout, 
     assert not list((checkout / ".venvs").glob("[!.]*"))
 
 
-def test_a_lock_of_other_requirements_is_refused(checkout):
-    with (checkout / "requirements.txt").open("a") as file:
-        file.write("numpy==1.0\n")
-    assert "numpy==1.0 of requirements*.txt is not in uv.lock: make lock" in complaint(
-        setup(checkout)
-    )
-
-
-def test_a_folder_that_is_no_environment_is_left_alone(checkout):
+def test_what_is_in_the_way_is_refused(checkout):
     (checkout / ".venv").mkdir()
     assert "is no link: move it away" in complaint(setup(checkout))
+    with (checkout / "requirements.txt").open("a") as file:
+        file.write("numpy==1.0\n")
+    said = "numpy==1.0 of requirements*.txt is not in uv.lock: make lock"
+    assert said in complaint(setup(checkout))
 
 
 def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple", "PIP_RETRIES": 1}
+    offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple", "PIP_RETRIES": 0}
     offline |= {"PIP_CONFIG_FILE": os.devnull}
     said = complaint(setup(checkout, **offline))
     assert "no network?" in said and "PIP_INDEX_URL" in said and "make wheelhouse" in said

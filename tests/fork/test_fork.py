@@ -68,40 +68,29 @@ def test_exactly_these_files(task, forks):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_fork_is_small(task, forks):
-    own = owners(forks[task])
-    python = [forks[task] / name for name in own if name.endswith(".py")]
+def test_a_fork_is_small_whole_and_does_not_mention_the_template(task, forks):
+    fork, own = forks[task], owners(forks[task])
+    python = [fork / name for name in own if name.endswith(".py")]
     assert len(own) <= FILES, sorted(own)
     assert sum(len(path.read_text().splitlines()) for path in python) <= LINES
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_run_bits_and_no_links(task, forks):
-    for name in files(forks[task]):
-        path = forks[task] / name
+    for name in files(fork):
+        path = fork / name
         assert stat.S_ISREG(path.lstat().st_mode), name
-        places = (ROOT / name, ROOT / "template" / name)
-        origin = next((p for p in places if p.exists()), None)
-        if origin:
-            assert os.access(path, os.X_OK) == os.access(origin, os.X_OK), name
-    assert os.access(forks[task] / "launch" / "hosts.sh", os.X_OK)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_no_placeholder_is_left_and_the_template_is_not_mentioned(task, forks):
-    for name in files(forks[task]):
+        origin = next((p for p in (ROOT / name, ROOT / "template" / name) if p.exists()), path)
+        assert os.access(path, os.X_OK) == os.access(origin, os.X_OK), name
         if name.endswith((".png", ".lock")):
             continue
-        if name.endswith(".png"):
-            continue
-        text = (forks[task] / name).read_text()
+        text = path.read_text()
         assert not re.search(r"\[%|%\]|\[\[ *_?\w+ *(\]\]|\|)|\{\{ *\w+ *\}\}", text), name
         if name not in (".copier-answers.yml", "README.md") and not name.startswith("vendor/"):
             # Kubernetes, C++ and a package of that name have templates too.
             assert not re.search(r"(?i)(?<!uri-)\btemplate\b(?!:| <)", text), name
-    readme = (forks[task] / "README.md").read_text()
+    assert os.access(fork / "launch" / "hosts.sh", os.X_OK)
+    readme = (fork / "README.md").read_text()
     assert readme.startswith(f"# my-{task}\n") and "template" not in readme.split("## Updates")[0]
-    assert "Copyright (c) Ada" in (forks[task] / "LICENSE").read_text()
+    assert "Copyright (c) Ada" in (fork / "LICENSE").read_text()
+    dockerfile = (fork / "Dockerfile").read_text()
+    assert f'image.title="my-{task}"' in dockerfile and 'image.licenses="MIT"' in dockerfile
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -121,11 +110,10 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
             assert (fork / flagfile).exists() or flagfile in made, page
     dockerfile = (fork / "Dockerfile").read_text()
     (folder,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
+    assert re.findall(r"^ARG ENGINE=(.*)$", dockerfile, re.MULTILINE) == [ENGINE]
     copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", dockerfile, re.MULTILINE)
     assert len(copies) >= 5
-    (engine,) = re.findall(r"^ARG ENGINE=(.*)$", dockerfile, re.MULTILINE)
-    assert engine == ENGINE
-    copies = " ".join(copies).replace("${PROJECT}", folder).replace("${ENGINE}", engine)
+    copies = " ".join(copies).replace("${PROJECT}", folder).replace("${ENGINE}", ENGINE)
     for copied in copies.split():
         assert (fork / copied).exists(), copied
 
@@ -148,9 +136,11 @@ def test_make_fork_takes_what_is_committed(tmp_path):
         shell(command.replace("new", "newer"), clone)
 
 
-def test_no_license_means_no_license_file(source, tmp_path):
-    fork = make(source, tmp_path / "x", "blank", license="none")
-    assert not (fork / "LICENSE").exists() and "License" not in (fork / "README.md").read_text()
+def test_no_license_and_no_ci_mean_no_such_file(source, tmp_path):
+    fork = make(source, tmp_path / "x", "blank", license="none", ci="none")
+    readme = (fork / "README.md").read_text()
+    assert not (fork / "LICENSE").exists() and "License" not in readme
+    assert not (fork / ".github").exists() and ".github" not in readme
 
 
 def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
@@ -172,16 +162,6 @@ def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
         (broken / ".github/workflows/ci.yml").write_text(path.read_text().replace(old, new))
         with pytest.raises(AssertionError, match="exit code"):
             shell(f"{linter} .github", broken)
-
-
-def test_no_ci_means_no_workflow(source, tmp_path):
-    fork = make(source, tmp_path / "x", "blank", ci="none")
-    assert not (fork / ".github").exists() and ".github" not in (fork / "README.md").read_text()
-
-
-def test_the_images_labels_are_the_projects(source, tmp_path):
-    dockerfile = (make(source, tmp_path / "my-model", "blank") / "Dockerfile").read_text()
-    assert 'image.title="my-model"' in dockerfile and 'image.licenses="MIT"' in dockerfile
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """A newcomer's walk: the commands of README and docs/first-hour.md, as written, in a fresh clone.
 
-`make slow-test` runs it.
-
-The set-up alone is there already: tests/setup_real.py does it from nothing.
+`make slow-test` runs it. Only the set-up is there already.
 """
 
 from __future__ import annotations

@@ -20,14 +20,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 2222
 _LAST_LINES = 60
+# Slower than this machine can copy: alike between all hosts.
+_SPEED = "root tbf rate 400mbit burst 64kb latency 100ms"
+_T = TypeVar("_T")
 # No host key is left behind that the product would have to learn by itself.
 LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 
@@ -95,14 +99,12 @@ def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **h
 class Host:
     """One of them; `pid` is its sshd as the machine sees it."""
 
-    def __init__(
-        self, folder: Path, number: int, count: int, switch: int, key: Path, ssh_port: int
-    ) -> None:
+    def __init__(self, number: int, hosts: Hosts, count: int) -> None:
         self.name, self.address = f"node{number}", f"10.77.0.{number}"
-        self._folder = folder / self.name
+        self._folder, self._switch = hosts.folder / self.name, hosts.switch
         self.home = self._folder / "home"
         (self.home / ".ssh").mkdir(parents=True, mode=0o700)
-        self._write_settings(key, count, ssh_port)
+        self._write_settings(hosts, count)
         script = f"""
             set -e
             hostname {self.name}
@@ -121,30 +123,29 @@ class Host:
             start_new_session=True,
         )
         self.pid = _only_child(self._outer.pid)
-        self._connect(switch, number)
+        self._connect(f"port{number}")
         self._outer.stdin.write(b"\n")
         self._outer.stdin.flush()
 
-    def _write_settings(self, key: Path, count: int, ssh_port: int) -> None:
+    def _write_settings(self, hosts: Hosts, count: int) -> None:
         names = "".join(f"10.77.0.{n} node{n}\n" for n in range(1, count + 1))
         self.hosts_file = self._folder / "hosts"
         self.hosts_file.write_text(f"127.0.0.1 localhost\n{names}")
         host_key = self._folder / "host_key"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host_key], check=True)
+        make_key(host_key)
         (self._folder / "sshd_config").write_text(
-            f"Port {ssh_port}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nPidFile none\n"
+            f"Port {hosts.ssh_port}\nHostKey {host_key}\nAuthorizedKeysFile {hosts.key}.pub\nPidFile none\n"
             "UsePAM no\nStrictModes no\nPasswordAuthentication no\nPermitRootLogin yes\n"
             "MaxStartups 100\n"
         )
         users = Path("/etc/passwd").read_text()
         users = re.sub(r"^(root(?::[^:\n]*){4}):[^:\n]*", rf"\1:{self.home}", users, flags=re.M)
         (self._folder / "passwd").write_text(users)
-        shutil.copy(key, self.home / ".ssh" / "id_ed25519")
+        shutil.copy(hosts.key, self.home / ".ssh" / "id_ed25519")
 
-    def _connect(self, switch: int, number: int) -> None:
-        port = f"port{number}"
-        _in_network(switch, f"ip link add {port} type veth peer name eth0 netns {self.pid}")
-        _in_network(switch, f"ip link set {port} master bridge0 up")
+    def _connect(self, port: str) -> None:
+        _in_network(self._switch, f"ip link add {port} type veth peer name eth0 netns {self.pid}")
+        _in_network(self._switch, f"ip link set {port} master bridge0 up")
         for command in (
             "ip link set lo up",
             f"ip address add {self.address}/24 dev eth0",
@@ -153,8 +154,10 @@ class Host:
             "ip link add docker0 type bridge",
             "ip address add 172.17.0.1/16 dev docker0",
             "ip link set docker0 up",
+            f"tc qdisc replace dev eth0 {_SPEED}",
         ):
             _in_network(self.pid, command)
+        _in_network(self._switch, f"tc qdisc replace dev {port} {_SPEED}")
 
     def words(self, *command: str) -> list[str]:
         """The command that runs `command` on this host."""
@@ -171,12 +174,6 @@ class Host:
         assert ended.code == 0, ended.output
         return ended.output
 
-    def shape(self, megabits: int, switch: int) -> None:
-        """Limits what the host sends and receives."""
-        shaper = f"root tbf rate {megabits}mbit burst 64kb latency 100ms"
-        _in_network(self.pid, f"tc qdisc replace dev eth0 {shaper}")
-        _in_network(switch, f"tc qdisc replace dev port{self.name[4:]} {shaper}")
-
     def end(self) -> None:
         """As if its power were cut."""
         with contextlib.suppress(ProcessLookupError):
@@ -191,21 +188,21 @@ class Hosts:
     def __init__(self, folder: Path, count: int, ssh_port: int = PORT) -> None:
         require("sshd", "ssh", "ip", "tc", "unshare", "nsenter")
         Path("/run/sshd").mkdir(exist_ok=True)
-        self._port, self._key = ssh_port, folder / "key"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._key], check=True)
+        self.folder, self.ssh_port = folder, ssh_port
+        self.key = folder / "key"
+        make_key(self.key)
         self._bridge = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self.switch = self._bridge.pid
-        _wait_for_own_network(self.switch)
+        network, own = f"/proc/{self.switch}/ns/net", os.readlink("/proc/self/ns/net")
+        _wait_for(lambda: os.readlink(network) != own, "no network namespace")
         _in_network(self.switch, "ip link add bridge0 type bridge")
         _in_network(self.switch, "ip link set bridge0 up")
         self._hosts: list[Host] = []
         try:
             for number in range(1, count + 1):
-                self._hosts.append(Host(folder, number, count, self.switch, self._key, ssh_port))
+                self._hosts.append(Host(number, self, count))
             for host in self._hosts:
                 self._wait_for_ssh(host)
-                # Slower than this machine can copy, so that it shows when one is slower still.
-                host.shape(400, self.switch)
         except BaseException:
             self.end()
             raise
@@ -229,7 +226,7 @@ class Hosts:
 
     def _wait_for_ssh(self, host: Host) -> None:
         for _ in range(50):
-            words = ["ssh", "-p", str(self._port), *LEAVES_NO_TRACE, host.name, "hostname"]
+            words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
             ended = self[1].run(*words, timeout=10)
             if ended.output.strip() == host.name:
                 return
@@ -245,6 +242,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     three.end()
 
 
+def make_key(file: Path) -> None:
+    """An ssh key without a passphrase."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
+
+
 def _in_network(pid: int, command: str) -> None:
     words = ["nsenter", "--target", str(pid), "--net", *command.split()]
     ended = subprocess.run(words, capture_output=True, text=True)
@@ -252,17 +254,13 @@ def _in_network(pid: int, command: str) -> None:
 
 
 def _only_child(pid: int) -> int:
-    for _ in range(100):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        time.sleep(0.02)
-    raise AssertionError("unshare started nothing")
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return int(_wait_for(children.read_text, "unshare started nothing"))
 
 
-def _wait_for_own_network(pid: int) -> None:
+def _wait_for(there: Callable[[], _T], message: str) -> _T:
     for _ in range(100):
-        if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-            return
+        if found := there():
+            return found
         time.sleep(0.02)
-    raise AssertionError("no network namespace")
+    raise AssertionError(message)

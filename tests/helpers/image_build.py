@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Hosts, require, run
+from hosts import ROOT, Hosts, make_key, require, run
 from projects import make, repository
 
 BASE, IMAGE = "localhost/bookworm:base", "localhost/train:cpu"
@@ -139,15 +139,8 @@ def test_what_is_in_it(roots: list[Path]):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", own["created"])
 
 
-_WRITABLE = (
-    "/home/trainer",
-    "/runs",
-    "/app/runs",
-    "/app/datasets",
-    "/tmp",
-    "/var/tmp",
-    "/run/lock",
-)
+_WRITABLE = ("/home/trainer", "/runs", "/app/runs", "/app/datasets")
+_WRITABLE += ("/tmp", "/var/tmp", "/run/lock")
 
 
 @pytest.mark.parametrize("user", ["", "54321:0"])
@@ -158,7 +151,7 @@ def test_only_what_a_run_writes_is_writable(roots: list[Path], user: str):
     paths = [line for line in listed.output.splitlines() if line.startswith("/")]
     allowed = (*_WRITABLE, "/var/log/", "/var/mail", "/var/local") if user else _WRITABLE
     assert not [path for path in paths if not path.startswith(allowed)]
-    assert {"/home/trainer", "/runs", "/app/runs", "/app/datasets"} <= set(paths)
+    assert {*_WRITABLE[:4]} <= set(paths)
 
 
 def test_the_list_of_what_is_in_it(sbom: Path, roots: list[Path]):
@@ -179,26 +172,22 @@ def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
     assert "step 3/3" in ended.output
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 75])
-def test_exit_codes_arrive(roots: list[Path], code: int):
-    assert run(inside(roots[0], "sh", "-c", f"exit {code}"), 20).code == code
-
-
 def test_ssh_wants_a_user_that_is_known(roots: list[Path]):
     ended = run(inside(roots[0], "sshd", user="54321:0"), 20)
     assert ended.code == 2 and "--build-arg UID=54321" in ended.output
 
 
-def test_a_wrong_flag_ends_with_2_and_a_stop_with_75(roots: list[Path]):
+def test_exit_codes_arrive(roots: list[Path]):
+    """Of a command; of a wrong flag, and of a stop."""
+    for code in (0, 3):
+        assert run(inside(roots[0], "sh", "-c", f"exit {code}"), 20).code == code
     assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
     flags = [*_TINY, "--num_steps=100000", "--run_dir=/runs/stopped"]
     command = ["python", "train.py", "--flagfile=configs/demo.cfg", *flags]
     words = inside(roots[0], *command)
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
         try:
-            for line in running.stdout:
-                if line.startswith("step 1/"):
-                    break
+            assert any(line.startswith("step 1/") for line in running.stdout)
             running.terminate()  # as docker stop: to the first process
             assert running.wait(60) == 75
         finally:
@@ -213,17 +202,14 @@ def test_mirrors_and_certificates(image: str, tmp_path: Path):
     shown = ' && echo "certificates ${PIP_CERT:-the usual}" && python3 -m venv /tmp/pip'
     shown += " && /tmp/pip/bin/pip config list"
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://secret.example.com/simple\n")
-    secrets = [
-        f"--secret=id=pip.conf,src={tmp_path}/pip.conf",
-        f"--secret=id=ca,src={_CERTIFICATES}",
+    secrets = [f"--secret=id=pip.conf,src={tmp_path}/pip.conf"]
+    secrets += [f"--secret=id=ca,src={_CERTIFICATES}"]
+    cases = [
+        ([], "the usual", ""),
+        (secrets, "/run/secrets/ca", "global.index-url='https://secret.example.com/simple'"),
+        (["--build-arg=PIP_INDEX_URL=https://open.example.com"], "the usual", "https://open."),
     ]
-    for number, (flags, certificates, index) in enumerate(
-        [
-            ([], "the usual", ""),
-            (secrets, "/run/secrets/ca", "global.index-url='https://secret.example.com/simple'"),
-            (["--build-arg=PIP_INDEX_URL=https://open.example.com"], "the usual", "https://open."),
-        ]
-    ):
+    for number, (flags, certificates, index) in enumerate(cases):
         # Of other words each time: a layer that is kept shows nothing.
         changed = f"{text[:start]}{shown} && : {number}{text[end:]}"
         (tmp_path / "Dockerfile").write_text(changed)
@@ -245,19 +231,16 @@ def test_system_packages_come_from_a_mirror(image: str):
         lost = f"echo 'deb http://archive.ubuntu.com{path} bookworm main' >/etc/apt/sources.list"
         script = f"{lost}; APT_MIRROR={server} /tmp/apt-install file && file --version"
         assert "file-5" in buildah("run", container, "--", "sh", "-ec", script)
-        assert "archive.ubuntu.com" in buildah(
-            "run", container, "--", "cat", "/etc/apt/sources.list"
-        )
+        sources = buildah("run", container, "--", "cat", "/etc/apt/sources.list")
+        assert "archive.ubuntu.com" in sources
     finally:
         buildah("rm", container)
 
 
 def test_a_project_made_from_the_template_builds_its_own(image: str, tmp_path: Path):
     """Its Dockerfile is at the project's root, and so is what it copies; for a user of its own."""
-    project, own = (
-        make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank"),
-        "my-model:cpu",
-    )
+    project = make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank")
+    own = "my-model:cpu"
     for path in project.rglob("*.py"):
         path.chmod(0o600)  # another umask
     arguments = {"UID": "1234", "GID": "4321", "EXTRA_PACKAGES": "file less"}
@@ -282,7 +265,7 @@ def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
     hosts = Hosts(tmp_path, 2, ssh_port=2200)  # the image's own server has 2222
     try:
         key = tmp_path / "id_ed25519"
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        make_key(key)
         for root in roots:
             own = root / "home/trainer/.ssh"
             for name, source in (("id_ed25519", key), ("authorized_keys", f"{key}.pub")):
@@ -326,19 +309,14 @@ _TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
 _TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
 
 
+_DIVERGES = ["--optimizer=sgd", "--base_lr=1e30", "--num_steps=9", "--run_dir=/runs/3"]
+
+
 @pytest.mark.parametrize(
     "code, flags, said",
-    [
-        (0, [], "step 3/3"),
-        (2, ["--no_such_flag=1"], "no_such_flag"),
-        (
-            3,
-            ["--optimizer=sgd", "--base_lr=1e30", "--num_steps=9", "--run_dir=/runs/3"],
-            "diverged",
-        ),
-    ],
+    [(0, [], "step 3/3"), (2, ["--no_such_flag=1"], "no_such_flag"), (3, _DIVERGES, "diverged")],
 )
-def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], said: str):
+def test_compose_trains_on_two_nodes(compose, code: int, *, flags: list[str], said: str):
     ended = run([*compose([*_TRAIN, *flags]), *_UP], 500)
     assert ended.code == code and said in ended.output, ended.output[-5000:]
     if code != 2:
@@ -349,9 +327,7 @@ def test_a_stop_reaches_both_nodes_and_arrives_as_75(compose):
     words = compose([*_TRAIN, "--num_steps=100000", "--run_dir=/runs/stopped"])
     with subprocess.Popen([*words, *_UP], stdout=subprocess.PIPE, text=True) as running:
         try:
-            for line in running.stdout:
-                if "step 1/" in line:
-                    break
+            assert any("step 1/" in line for line in running.stdout)
             run([*words, "kill", "-s", "TERM", "node1"], 60)
             assert "saved at step" in running.stdout.read()
             assert running.wait(60) == 75

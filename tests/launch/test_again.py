@@ -19,11 +19,18 @@ AGAIN = str(ROOT / "launch/again.sh")
 _FAST = {"AGAIN_PAUSE": "0"}
 
 
-def test_crashes_are_counted():
-    ended = run([AGAIN, "--crashes", "2", "sh", "-c", "echo start; exit 137"], 20, _FAST)
-    assert ended.code == 137
-    assert ended.output.splitlines().count("start") == 3
-    assert "crash number 3: no further start" in ended.output
+@pytest.mark.parametrize(
+    ("flags", "code", "starts", "said"),
+    [
+        (["--crashes", "2"], 137, 3, "crash number 3: no further start"),
+        ([], 9, 3, "the third time in a row within a minute"),
+        ([], 75, 10, "told to stop within a minute of its start, 10 times in a row"),
+    ],
+)
+def test_a_run_that_ends_soon_after_each_start(flags, code: int, *, starts: int, said: str):
+    ended = run([AGAIN, *flags, "sh", "-c", f"echo start; exit {code}"], 20, _FAST)
+    assert ended.code == (1 if code == 75 else code) and said in ended.output
+    assert ended.output.splitlines().count("start") == starts
 
 
 def test_stops_are_not_counted(tmp_path: Path):
@@ -32,12 +39,6 @@ def test_stops_are_not_counted(tmp_path: Path):
     ended = run([AGAIN, "--crashes", "1", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
     assert ended.code == 0, ended.output
     assert len((tmp_path / "starts").read_text().split()) == 20
-
-
-def test_a_run_that_something_stops_at_once_each_time_ends():
-    ended = run([AGAIN, "sh", "-c", "echo start; exit 75"], 20, _FAST)
-    assert ended.code == 1 and ended.output.splitlines().count("start") == 10
-    assert "told to stop within a minute of its start, 10 times in a row" in ended.output
 
 
 def wait_for_state(process: int, state: str) -> None:
@@ -66,15 +67,8 @@ def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
 def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):
     ended = tmp_path / "ended"
     for code, kept in ((75, False), (0, True)):
-        words = [
-            AGAIN,
-            "--ended",
-            ended,
-            "sh",
-            "-c",
-            f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}',
-        ]
-        assert run(words, 20, _FAST).code == code
+        script = f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}'
+        assert run([AGAIN, "--ended", ended, "sh", "-c", script], 20, _FAST).code == code
         assert ended.exists() == kept
 
 
@@ -100,12 +94,6 @@ def test_told_to_stop_between_two_runs_it_ends():
         assert again.stdout.readline() == "start\n"
         again.terminate()  # it waits 10 seconds now
         assert again.wait(8) in (1, 75, 143)  # 143: the run had not quite ended
-
-
-def test_a_run_that_crashes_at_each_start_ends():
-    ended = run([AGAIN, "sh", "-c", "echo start; exit 9"], 20, _FAST)
-    assert ended.code == 9 and ended.output.splitlines().count("start") == 3
-    assert "the third time in a row within a minute" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -144,14 +132,8 @@ def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Pat
     hosts = Hosts(tmp_path, 2, ssh_port=22)  # again.sh asks ssh's own settings for the port
     try:
         (tmp_path / "hostfile").write_text("# all\nnode1 slots=1\nnode2:1\n")
-        words = [
-            AGAIN,
-            "--hostfile",
-            tmp_path / "hostfile",
-            "--ended",
-            tmp_path / "ended",
-            "hostname",
-        ]
+        words = [AGAIN, "--hostfile", tmp_path / "hostfile", "--ended", tmp_path / "ended"]
+        words.append("hostname")
         ended = hosts[1].run(*words, timeout=60)
         assert (ended.code, ended.output) == (0, "node1\n")
         (tmp_path / "ended").unlink()
@@ -197,13 +179,10 @@ class Lines:
     """What a process prints, line by line, with the time at which it came."""
 
     def __init__(self, words: list[str]) -> None:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        env = os.environ | ENVIRONMENT
         self.process = subprocess.Popen(
-            words,
-            env=os.environ | ENVIRONMENT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
+            words, env=env, text=True, stderr=subprocess.STDOUT, **pipes
         )
         self._lines: list[tuple[float, str]] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -215,15 +194,13 @@ class Lines:
     def text(self) -> str:
         return "".join(line for _, line in self._lines)
 
-    def wait_for(self, pattern: str, after: float = 0, seconds: float = 300) -> float:
+    def wait_for(self, pattern: str, after: float = 0) -> float:
         """When the first line after a time came that has the pattern."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 300
         while True:
-            found = [
-                at for at, line in list(self._lines) if at > after and re.search(pattern, line)
-            ]
-            if found:
-                return found[0]
+            for at, line in list(self._lines):
+                if at > after and re.search(pattern, line):
+                    return at
             assert time.monotonic() < end and self.process.poll() is None, self.text()[-6000:]
             time.sleep(0.1)
 
@@ -253,10 +230,8 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_pr
         assert lines.process.wait(60) == 0, lines.text()
     finally:
         hosts.end()
-    seconds = (
-        f"noticed after {noticed - cut:.0f} s, new start {going_on - noticed:.0f} s later, new step"
-    )
-    seconds += f" {again - going_on:.0f} s after that (the first start took {start:.0f} s)"
+    seconds = f"noticed after {noticed - cut:.0f} s, new start {going_on - noticed:.0f} s later,"
+    seconds += f" new step {again - going_on:.0f} s after that (the first start took {start:.0f} s)"
     record_property("a lost host", seconds)
     # The rest of the half minute is for Python and TensorFlow, which take longer on a busy machine.
     assert noticed - cut < 25 and going_on - noticed < 20, seconds
@@ -267,14 +242,12 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_pr
     assert [end["step"] for end in ends] == [_STEPS] * 2
 
 
-def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path):
+@pytest.mark.parametrize(("flags", "ranks"), [([], 6), (["-np", "3"], 3)])
+def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path, flags: list[str], ranks: int):
     (tmp_path / "left").write_text("node1:2\nnode7:4\n")
-    words = [str(ROOT / "launch/hosts.sh"), "--dry-run", "true"]
+    words = [str(ROOT / "launch/hosts.sh"), *flags, "--dry-run", "true"]
     ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
-    assert ended.code == 0 and r"-np 6 -H node1:2\,node7:4" in ended.output, ended.output
-    words[1:1] = ["-np", "3"]
-    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
-    assert ended.code == 0 and r"-np 3 -H node1:2\,node7:4" in ended.output, ended.output
+    assert ended.code == 0 and rf"-np {ranks} -H node1:2\,node7:4" in ended.output, ended.output
 
 
 def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path):
