@@ -44,7 +44,7 @@ chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='-
 
 lint: setup ## Python, shell, spelling, links, imports between rooms
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
-	@git ls-files '*.sh' .ci/run | $(IN_VENV) xargs shellcheck
+	@git ls-files '*.sh' '*.sbatch' .ci/run | $(IN_VENV) xargs shellcheck
 	@git ls-files | grep -v '\.lock$$\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) lint-imports --no-cache
 	@$(IN_VENV) python tests/helpers/links.py
