@@ -47,6 +47,9 @@ class Horovod(NamedTuple):
     fusion: float = 64 << 20
 
 
+USUAL = Horovod()
+
+
 class Job(NamedTuple):
     """One GPU's step: seconds, samples and bytes of gradients, those in order of the backward pass.
 
@@ -115,13 +118,7 @@ def expected_maximum(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def step(
-    job: Job,
-    ranks: int,
-    cluster: Cluster,
-    *,
-    horovod: Horovod = Horovod(),  # noqa: B008
-) -> dict[str, float]:
+def step(job: Job, ranks: int, cluster: Cluster, *, horovod: Horovod = USUAL) -> dict[str, float]:
     """Where the seconds of a step on `ranks` GPUs go: all wait for the slowest, then for links."""
     slowest = job.compute * (1 + job.jitter * expected_maximum(ranks))
     compute = max(slowest, job.batch * min(cluster.per_host, ranks) / job.input_rate)
@@ -154,22 +151,18 @@ def column(job: Job, gpus: int, cluster: Cluster, *, mtbf: float, save: float) -
     cells |= {f"lost: {name}": f"{part / total:.1%}" for name, part in parts.items()}
     more = {name: 2 * getattr(job, name) for name in ("compute", "batch", "accumulation")}
     for name, other, horovod in (
-        ("with --compression=fp16", job._replace(gradients=job.gradients / 2), Horovod()),
+        ("with --compression=fp16", job._replace(gradients=job.gradients / 2), USUAL),
         ("with --hierarchical_allreduce", job, Horovod("two-level")),
-        ("with --accumulation_steps, twice the batch", job._replace(**more), Horovod()),
+        ("with --accumulation_steps, twice the batch", job._replace(**more), USUAL),
     ):
-        cells[name] = (
-            f"{other.compute / sum(step(other, gpus, cluster, horovod=horovod).values()):.1%}"
-        )
+        seconds = sum(step(other, gpus, cluster, horovod=horovod).values())
+        cells[name] = f"{other.compute / seconds:.1%}"
     return cells | {"save every, minutes": f"{daly(save, mtbf / hosts) / 60:.3g}"}
 
 
-# ---------------------------------------------------------------------------- published figures
-#
-# Efficiency is samples a second on N GPUs over N times those on one; the error is in points
-# (hundredths). The model knows the network, the samples a second on one GPU, the batch, the GPUs
-# and hosts, and the link. One number is fitted: how much a rank's computing time varies (jitter),
-# for each row to all rows of other sources.
+# Published figures. Efficiency is samples a second on N GPUs over N times those on one, its error
+# in points (hundredths). The model knows the network, one GPU's samples a second, the batch, GPUs,
+# hosts and the link. How much computing times vary (jitter) is fitted to the other sources' rows.
 
 GBIT = 1e9 / 8
 TCP, RDMA = 1448 / 1538, 1024 / 1106  # payload of Ethernet frames of 1,500 bytes, of RoCE v2
@@ -271,9 +264,6 @@ def published_table() -> list[str]:
     ]
 
 
-# -------------------------------------------------------------------------------- command
-
-
 def measured(run: Path) -> Job:
     """Raises ValueError: the run is not one whose figures can be used."""
     try:
@@ -341,7 +331,6 @@ def _bytes_a_second(text: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 for a wrong value."""
     args = parse(argv)
     if args.published:
         print("\n".join(published_table()))
