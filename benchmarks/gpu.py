@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--ranks=1,2,4,8] [--batch=64] [--steps=120] [NAME ...]
     python benchmarks/gpu.py bfloat16        rows whose names begin with bfloat16
 
-First it says which GPUs, driver and NCCL there are, and stops where TensorFlow does not see a GPU.
+First it prints GPUs, driver and NCCL, and stops if TensorFlow does not see a GPU.
 Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum, no weight decay) on
 1, 2, 4, ... GPUs, one process each; rows that are about several ranks begin with 2. "bare" is the
 same model, precision and batch in a loop of 30 lines without checks; "ours" is train.py
@@ -121,8 +121,8 @@ def check() -> dict[str, Any]:
     lines = [f"{len(gpus)} GPU(s): {', '.join(dict.fromkeys(gpus))}", found["versions"]]
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
-        lines += [f"{line} (name, memory, driver)" for line in dict.fromkeys(said.splitlines())]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
+        lines += [f"{line} (name, memory, driver)" for line in dict.fromkeys(answer.splitlines())]
     except (OSError, subprocess.TimeoutExpired) as error:
         lines.append(f"nvidia-smi does not answer: {error}")
     return {"gpus": len(gpus), "fault": found["fault"], "lines": [*lines, ""]}

@@ -80,7 +80,7 @@ def run(way: str, python: str, windows: int) -> list[float]:
     """Seconds a step of each window, as rank 0 saw them, in processes of their own."""
     from ranks import last_lines, launch  # not in `worker`: PyTorch's Python has no hvdkit
 
-    # What brings no launcher of its own is started by mpirun, which tells it its rank.
+    # Ways without a launcher of their own are started by mpirun, which gives them their rank.
     launcher = "gloo" if way.startswith(("template", "bare")) else "mpirun"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(RANKS)]
@@ -167,7 +167,7 @@ def bare(clock: Clock, with_input: bool) -> None:
 
 
 def template(clock: Clock, run_dir: str, with_input: bool) -> None:
-    """train.py with flags; only its feed is another: it tells the clock where a step begins."""
+    """train.py with flags; only its feed is another, which ticks where a step begins."""
     import hvdkit
     import train
 

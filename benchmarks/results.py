@@ -167,10 +167,10 @@ def versions(torch: str | None) -> str:
         found += [f"{name} {metadata.version(name)}" for name in sorted({*installed[module]})]
     if torch:
         code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
-        said = subprocess.run([torch, "-c", code], capture_output=True, text=True)
-        if said.returncode:
-            raise SystemExit(f"--torch={torch}: {said.stderr.strip().splitlines()[-1]}")
-        found += ["torch {}, torchvision {}".format(*said.stdout.split())]
+        torchs = subprocess.run([torch, "-c", code], capture_output=True, text=True)
+        if torchs.returncode:
+            raise SystemExit(f"--torch={torch}: {torchs.stderr.strip().splitlines()[-1]}")
+        found += ["torch {}, torchvision {}".format(*torchs.stdout.split())]
     return ", ".join(found)
 
 

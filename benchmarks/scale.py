@@ -3,7 +3,7 @@
     python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192] [--steps=100000]
 
 Real ranks run over MPI on this host, many on a core: their times tell of the cores too. Of a
-mocked number of ranks there is one process: it is told that it is rank 0 of so many, all of which
+mocked number of ranks there is one process, which takes itself for rank 0 of so many, all of which
 send what it sends itself. So its times are what that number costs rank 0's own Python, memory and
 files; what the network costs is not in them.
 
@@ -79,7 +79,7 @@ _WRITTEN = ("metrics.jsonl", "tensorboard", "checkpoints", "other")
 
 
 def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
-    """What rank 0 said, of one run."""
+    """What rank 0 printed of one run."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, __file__, "rank", repr(time.time()), count if mocked else 0]
         if count > 1 and not mocked:
@@ -94,10 +94,10 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
             text=True,
             timeout=TIMEOUT,
         )
-    said = re.findall(rf"{MARK}(\{{.*\}})", ended.stdout)
-    if ended.returncode or not said:
+    rows = re.findall(rf"{MARK}(\{{.*\}})", ended.stdout)
+    if ended.returncode or not rows:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
-    return [json.loads(text) for text in said]
+    return [json.loads(text) for text in rows]
 
 
 class Watch:
@@ -180,7 +180,7 @@ def count(owner: object, name: str, *, mocked: int, exchanged) -> None:
 
 
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
-    """One rank: train.py as it is, watched; `mocked`: it is told to be one of so many."""
+    """One rank: train.py as it is, watched; `mocked`: it takes itself for rank 0 of so many."""
     sys.path.insert(0, str(TEMPLATE))
     import hvdkit.ranks.quiet
 

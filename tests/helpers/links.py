@@ -1,4 +1,4 @@
-"""Says which links in the project's pages lead nowhere: files, headings in them, named files.
+"""Lists broken links in the project's pages: files, headings in them, named files.
 
     python tests/helpers/links.py [FILE.md ...]         by default all pages; make lint; no network
 

@@ -68,7 +68,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     for done, (name, file) in enumerate(mine, start=1):
         if stopped := stop_signal.asked:
             break
-        try:  # an error ends no rank here: all ranks meet below
+        try:  # an error ends no rank here: the others wait for it below
             image = load(file)
             found = outputs_of(tf.constant(image)).numpy()
             rows += write(own.out, name, image=image, outputs=found)
