@@ -217,10 +217,8 @@ def test_a_hang_ends_with_a_message():
     )
     ended = run([sys.executable, "-c", script, ROOT / "launch"], timeout=30)
     assert ended.code == 1
-    said = (
-        f"known\nerror: rank 0 on {os.uname().nodename} hung for 0 s while doing nothing: wake up"
-    )
-    assert ended.output.strip() == said
+    hung = f"rank 0 on {os.uname().nodename} hung for 0 s while doing nothing: wake up"
+    assert ended.output.strip() == f"known\nerror: {hung}"
 
 
 # ------------------------------------------------------------------------------------ strangers
@@ -251,9 +249,8 @@ def test_a_door_answers_who_has_its_token_and_nobody_else():
         assert time.monotonic() - start < 2, "who says nothing keeps nobody waiting"
     assert ranks.closed(0, [own, door | {"addresses": ["::1", "127.0.0.1"]}]) == []
     strange = [own, door | {"addresses": ["127.0.0.1"], "token": "00" * 16}]
-    assert ranks.closed(0, strange) == [
-        (1, f"127.0.0.1 port {door['port']}: something else is there")
-    ]
+    said = f"127.0.0.1 port {door['port']}: something else is there"
+    assert ranks.closed(0, strange) == [(1, said)]
     for said in (b"\0", b"GET / HTTP/1.1\r\n\r\n" * 100):
         with socket.create_connection(place) as link, contextlib.suppress(ConnectionResetError):
             link.sendall(said)
@@ -368,7 +365,7 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
     assert (sums.level, sums.where) == ("wrong", "node3 (rank 4)")
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 16, 33, 1000])
+@pytest.mark.parametrize("count", [2, 7, 16, 33, 1000])
 def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int):
     table = doctor.rounds(count)
     assert table == doctor.rounds(count), "drawn alike on every host"

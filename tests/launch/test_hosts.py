@@ -208,7 +208,7 @@ def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
 
-# A launcher's own exit code by that of the ranks; launch/README.md has the table. horovodrun is
+# A launcher's own exit code by that of the ranks, as in launch/README.md. horovodrun is
 # over MPI, where Horovod is built with it.
 @pytest.mark.parametrize(
     ("launcher", "codes"),
