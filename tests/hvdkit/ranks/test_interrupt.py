@@ -128,7 +128,9 @@ def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
 
 
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(n, marks=[pytest.mark.slow] * (n == "mpi")) for n in LAUNCHERS]
+    # Over MPI it may take three tries; tests/launch presses Ctrl-C under hosts.sh's mpirun.
+    "launcher",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("mpi")) for n in LAUNCHERS],
 )
 def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher):
     """Steps and saves take milliseconds here: horovodrun and mpirun give ranks a few seconds.
