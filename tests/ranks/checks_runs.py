@@ -420,3 +420,46 @@ def check_other_packages_are_refused_and_other_devices_told(world):
         said = ended.message if refused else printed.getvalue()
         if world.size > 1 and (refused or world.is_chief):
             assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in said, said
+
+
+# ---- What is refused before the first step -----------------------------------------------------
+
+
+def check_a_loss_of_no_weight_is_refused(world):
+    class Constant(Small):
+        def loss(self, outputs, targets):
+            return super().loss(tf.stop_gradient(outputs), targets)
+
+    for deterministic in (False, True):
+        ended = fit(world, Constant, deterministic=deterministic)
+        assert ended.code == WRONG_USE, ended.message
+        assert "the loss depends on none of the model's weights" in ended.message, ended.message
+        assert not (ended.folder / "checkpoints").exists()
+
+
+def check_an_optimizer_that_differs_between_ranks_is_refused(world):
+    class Own(Small):
+        def optimizer(self, config):
+            return keras.optimizers.SGD(config.base_lr, momentum=0.1 * world.rank)
+
+    ended = fit(world, Own)
+    if world.size == 1:
+        assert ended.code == DONE, ended.message
+    else:
+        assert ended.code == WRONG_USE, ended.message
+        assert "optimizer differs on rank 1 " in ended.message
+        assert "momentum is 0.1, not 0.0" in ended.message, ended.message
+
+
+def check_a_rate_that_an_optimizer_calls_is_refused_by_its_line(world):
+    def rate():
+        raise KeyError("no rate")
+
+    class Own(Small):
+        def optimizer(self, config):
+            return keras.optimizers.SGD(rate)
+
+    ended = fit(world, Own)
+    assert ended.code == WRONG_USE, ended.message
+    line = rate.__code__.co_firstlineno
+    assert f"checks_runs.py, line {line}); a task's `schedule`" in ended.message, ended.message

@@ -52,6 +52,20 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
             )
 
 
+def check_optimizer(world: World, own: Mapping[str, str]) -> None:
+    """Raises Stop on all ranks when a task's optimizer has other hyperparameters on one of them."""
+    everyone, ranks = world.compare(dict(own), "agreement.optimizer")
+    if ranks:
+        first, other = everyone[0], everyone[ranks[0]]
+        odd = [n for n in {**first, **other} if first.get(n) != other.get(n)]
+        named = [f"{n} is {other.get(n)}, not {first.get(n)}" for n in odd]
+        raise Stop(
+            WRONG_USE,
+            f"the task's optimizer differs on rank {join(ranks)} from rank 0's: {join(named, 3)}. "
+            "Make it alike on every rank, of the settings alone",
+        )
+
+
 def fingerprint(world: World, config: Settings) -> dict[str, str]:
     """What the run's bits depend on besides its settings; call it after the device was chosen.
 

@@ -80,7 +80,10 @@ def prepare(config: Settings, world: World) -> RunContext:
         if not config.virtual_ranks:  # else the step seeds them by virtual rank
             dropout.draw_by_rank(model)
         with task_checks.user_code_errors("optimizer"):
-            optimizer = optimizers.build(config, model, tasks.optional(task, "optimizer"))
+            own = tasks.optional(task, "optimizer")
+            optimizer = optimizers.build(config, model, own)
+    if own:
+        agreement.check_optimizer(world, optimizers.hyperparameters(optimizer))
     state = State(model, optimizer, config.precision)
     folder = Path(config.run_dir) / "checkpoints"
     with world.fail_together("opening the data"):

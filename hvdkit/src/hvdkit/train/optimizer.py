@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Number
+from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -145,8 +148,13 @@ def _own(
         raise ValueError(
             f"--weight_decay={config.weight_decay} and the task's optimizer both decay: choose one"
         )
-    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-        raise ValueError("optimizer: give it a number as rate; a task's `schedule` sets the rate")
+    if callable(rate := optimizer._learning_rate):
+        code = getattr(rate, "__code__", None)
+        where = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
+        raise ValueError(
+            f"optimizer: give it a number as rate, not {rate!r:.80}{where}; a task's `schedule` "
+            "sets the rate"
+        )
     for name, instead in (
         ("gradient_accumulation_steps", "--accumulation_steps"),
         ("loss_scale_factor", "--precision=float16"),
@@ -156,6 +164,12 @@ def _own(
             raise ValueError(f"optimizer: {name} is not supported: use {instead}")
     optimizer.build(variables)
     return optimizer
+
+
+def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Its numbers, texts and switches by name, to compare over ranks; not the rate, a variable."""
+    public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_") and n != "name"}
+    return {n: repr(v) for n, v in public.items() if isinstance(v, str | Number | None)}
 
 
 def l2_weight(config: Settings) -> float:

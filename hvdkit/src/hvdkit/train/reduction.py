@@ -6,11 +6,13 @@ docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,6 +23,7 @@ from hvdkit.settings import Settings
 
 _BUFFER = 128 << 20  # bytes of gradients that travel as bfloat16, as Horovod's own for others
 _CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
+NO_GRADIENTS = "the loss depends on none of the model's weights"
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 # make_step of the template's train.py.
@@ -88,6 +91,18 @@ def arguments(config: Settings) -> dict[str, Any]:
         "groups": groups,
         "sparse_as_dense": groups is not None,  # a group of sparse and dense ones is refused
     }
+
+
+@contextlib.contextmanager
+def refuse_empty_group(config: Settings) -> Iterator[None]:
+    """Turns what Horovod raises at a group without any gradient into a sentence."""
+    try:
+        yield
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if config.deterministic and "/horovod/" in frames[-1].filename and "unpack" in str(error):
+            raise ValueError(NO_GRADIENTS) from error
+        raise
 
 
 def needs_own_step(config: Settings) -> str:

@@ -140,6 +140,8 @@ class Step:
     def apply(self, found: Reduced) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
         settings, state, traced = self._settings, self._state, self._step("run.update")
+        if not any(found.had):
+            raise ValueError(reduction.NO_GRADIENTS)
         traced.updates += 1
         scale = tf.cast(state.loss_scale.value, tf.float64)
         loss_sum, count, _, added = tf.unstack(found.sums)
@@ -173,8 +175,6 @@ class Step:
         optimizer, before = self._state.optimizer, self._step("run.update").before
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
-        if not pairs:
-            raise ValueError("the loss depends on none of the model's weights")
 
         def leave_no_trace() -> None:
             for variable, value in zip(self._untrained, before):
@@ -196,7 +196,8 @@ class Step:
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
-                result = function(batch)
+                with reduction.refuse_empty_group(self._settings):
+                    result = function(batch)
                 if self._traced.updates != 1 or not isinstance(result, Mapping):
                     raise ValueError(
                         "a step calls run.update(gradients) once and returns what it returns"
