@@ -7,10 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tiny_runs import TINY_FLAGS
 
 from hvdkit.settings import project
-from ranks import PROJECT
+from ranks import PROJECT, TINY_FLAGS
 
 project.use(PROJECT)
 # A shell starts what is in its background deaf to Ctrl-C, and programs under test would inherit it.

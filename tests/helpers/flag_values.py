@@ -114,8 +114,8 @@ LEFT_OUT = {
     "train_split": "names files: test_readers_open.py",
     "val_split": "names files: test_readers_open.py",
     "run_dir": "every run here has one of its own",
-    "dry_run": "keeps nothing: test_dry_run.py",
-    "find_lr": "keeps nothing: test_find_lr.py",
+    "dry_run": "keeps nothing: test_modes.py",
+    "find_lr": "keeps nothing: test_modes.py",
     "backbone_weights": "names a file: test_pretrained.py",
     "backbone_preprocessing": "of such a file: test_pretrained.py",
 }

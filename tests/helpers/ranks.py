@@ -20,6 +20,20 @@ ROOT = HELPERS.parents[1]
 PROJECT = ROOT / "template"
 project.use(PROJECT)
 
+# A run of a few seconds; flags after these win.
+TINY_FLAGS = (
+    "--model=tiny",
+    "--image_size=32",
+    "--eval_crop=32",
+    "--global_batch_size=7",
+    "--eval_batch_size=4",
+    "--num_steps=4",
+    "--warmup_steps=0",
+    "--log_every=1",
+    "--eval_every=0",
+    "--checkpoint_every=0",
+)
+
 
 def train(ranks: int, *flags: str, **how) -> Launch:
     """Runs train.py with the demo's settings and `flags`."""

@@ -124,15 +124,18 @@ def folder(world: World) -> Path:
     return Path(world.broadcast_object(made, "small_runs.folder"))
 
 
-def fit(world: World, task: type = Small, stop_signal: Any = None, **settings) -> Outcome:
+def fit(
+    world: World, task: type = Small, *, stop_signal: Any = None, own_train: Any = None, **settings
+) -> Outcome:
     """Trains `task` with USUAL and `settings`; on every rank alike. Exceptions but Stop get out."""
     settings = {"run_dir": ""} | USUAL | settings
     settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
-    return fit_config(dataclasses.replace(Settings(), **settings), world, task, stop_signal)
+    config = dataclasses.replace(Settings(), **settings)
+    return fit_config(config, world, task, stop_signal=stop_signal, own_train=own_train)
 
 
 def fit_config(
-    config: Settings, world: World, task: type = Small, stop_signal: Any = None
+    config: Settings, world: World, task: type, *, stop_signal: Any = None, own_train: Any = None
 ) -> Outcome:
     """As `fit`, with settings that are whole."""
     built: list[keras.Model] = []
@@ -149,7 +152,7 @@ def fit_config(
         world_lib.set_up(world, config)  # as hvdkit.main does
         with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
-        run_on(world, config, train.train, stop_signal=stop_signal or StopSignal())
+        run_on(world, config, own_train or train.train, stop_signal=stop_signal or StopSignal())
     except Stop as stop:
         code, message = stop.code, str(stop)
     finally:

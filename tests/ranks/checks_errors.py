@@ -9,13 +9,13 @@ from pathlib import Path
 
 from PIL import Image
 from small_runs import fit_config, folder
-from tiny_runs import TINY_FLAGS
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
 from hvdkit.data.readers.listing import Names
 from hvdkit.run import context as run_lib
 from hvdkit.stop import WRONG_USE
+from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
 

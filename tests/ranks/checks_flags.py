@@ -102,7 +102,7 @@ class Sweep:
         config = self.start(values)
         own = config.task == "varied"
         task = Varied if own else importlib.import_module(f"tasks.{config.task}").Task
-        return fit_config(config, self.world, task, stop_signal)
+        return fit_config(config, self.world, task, stop_signal=stop_signal)
 
     def start(self, values: Iterable[str]) -> Settings:
         """As a new process would: settings, Horovod with the knobs that they turn."""

@@ -100,7 +100,7 @@ def train(world, name, task=Ordinary, stop_signal=None, **settings):
     left_out = name not in ("", *RUNS)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
     run_dir = FOLDER / f"{LAUNCH}-{name}"
-    return fit(world, task, stop_signal, **{"run_dir": run_dir} | VIRTUAL | settings)
+    return fit(world, task, stop_signal=stop_signal, **{"run_dir": run_dir} | VIRTUAL | settings)
 
 
 def leave(world, name, ended):

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
-from tiny_runs import TINY_FLAGS
 
 from hvdkit.commands import predict
 from hvdkit.commands.export import Exported
 from hvdkit.data.shipped import Digits
 from hvdkit.evaluate import metrics
-from ranks import PROJECT, last_lines, launch, train
+from ranks import PROJECT, TINY_FLAGS, last_lines, launch, train
 
 DIGITS = ["--flagfile=configs/digits.cfg", "--num_steps=40", "--eval_every=20", "--log_every=20"]
 DIGITS += ["--checkpoint_every=20", "--global_batch_size=32", "--warmup_steps=0"]

@@ -6,9 +6,10 @@ import pytest
 
 from ranks import CHECKS, names_of_checks, run_checks
 
-# A task's mistakes are told before the first step, on 1 rank as on 2.
+# On 1 rank as on 2.
 BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures")
 PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers")}
+SLOW = {1: pytest.mark.slow, 2: ()}
 # Those of a task are there where the task is.
 FILES = {
     ranks: [f for part in parts if (f := CHECKS / f"checks_{part}.py").exists()]
@@ -25,7 +26,12 @@ def outcomes():
 # The first waits for its launch: a minute, and several on a busy machine.
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("ranks", "name"), [(n, name) for n, files in FILES.items() for name in names_of_checks(*files)]
+    ("ranks", "name"),
+    [
+        pytest.param(n, name, marks=SLOW[n])
+        for n, files in FILES.items()
+        for name in names_of_checks(*files)
+    ],
 )
 def test_small_run(ranks, name, outcomes):
     if ranks not in outcomes:
