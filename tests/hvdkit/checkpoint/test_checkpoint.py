@@ -211,23 +211,25 @@ def test_changed_settings_are_named(kept, capsys):
 def test_another_number_of_ranks_is_named_where_it_changes_numbers(kept):
     plain = Settings(bn_sync="full")
     before = files.read_manifest(save(kept, 7, config=plain))
-    assert changes(before, plain, 4, normed=True) == []
+    assert changes(before, plain, ranks=4, normed=True) == []
     for config, normed, word in (
         (replace(plain, lr_scaling="linear"), False, "--lr_scaling=linear multiplies"),
         (Settings(bn_sync="mean"), True, "--bn_sync=mean normalizes"),
         (Settings(bn_sync="moments"), True, "--bn_sync=moments normalizes"),
     ):
-        found = [x for x in changes(before, config, 4, normed) if "were 1, are 4" in x]
+        found = [x for x in changes(before, config, ranks=4, normed=normed) if "were 1, are 4" in x]
         assert len(found) == 1 and word in found[0]
-        assert not [x for x in changes(before, config, 1, normed) if "are" in x]
-        assert not any("normalizes" in x for x in changes(before, config, 4, normed=False))
+        assert not [x for x in changes(before, config, ranks=1, normed=normed) if "are" in x]
+        assert not any("normalizes" in x for x in changes(before, config, ranks=4, normed=False))
 
 
 def test_a_setting_that_came_later_had_its_default(kept):
     before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
-    assert changes(before, Settings(), 1, True) == []
-    assert changes(before, Settings(clip_norm=1.0), 1, True) == ["--clip_norm was 0.0, is 1.0"]
+    assert changes(before, Settings(), ranks=1, normed=True) == []
+    assert changes(before, Settings(clip_norm=1.0), ranks=1, normed=True) == [
+        "--clip_norm was 0.0, is 1.0"
+    ]
 
 
 def test_the_manifest_says_what_it_is(kept):
@@ -305,7 +307,7 @@ def test_a_file_that_may_not_grow_so_far_leaves_nothing(kept):
 def test_a_kill_at_any_moment_of_saving_a_step_again_loses_nothing(tmp_path):
     def saves(folder, value):
         arrays = {"w": np.full((2, 3), value, np.float32)}
-        writing.write(folder, 5, arrays, {}, 1, "", {})
+        writing.write(folder, 5, arrays, config={}, ranks=1, tensorflow="", fingerprint={})
 
     def start(folder):
         saves(folder, 1.0)

@@ -273,7 +273,8 @@ def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
         arrays = {"w": np.float32(100 + step)}
-        writing.write(folder / "checkpoints", step, arrays, {"seed": 1}, 1, "", {})
+        about = {"config": {"seed": 1}, "ranks": 1, "tensorflow": "", "fingerprint": {}}
+        writing.write(folder / "checkpoints", step, arrays, **about)
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
     settings_lib.write(Settings(seed=1), folder / "config.cfg")

@@ -46,8 +46,9 @@ def test_an_evaluation_comes_every_so_often_and_at_the_end(every, steps):
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [4, 8, 10]), (3, [3, 4, 6, 8, 9, 10])])
 def test_a_checkpoint_comes_as_often_as_asked_and_with_each_evaluation(every, steps):
-    run = SimpleNamespace(config=config(eval_every=4, checkpoint_every=every))
-    assert due(Save(run, None, None, None, None)) == steps
+    context = SimpleNamespace(config=config(eval_every=4, checkpoint_every=every))
+    run = SimpleNamespace(context=context, saver=None, sync=None, telemetry=None)
+    assert due(Save(run, None)) == steps
 
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():
@@ -61,13 +62,14 @@ def test_one_step_is_saved_once():
     saved = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = SimpleNamespace(variables={})
-    run = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
+    context = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
     waited = []
     saver = SimpleNamespace(
         save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
     )
     telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
-    save = Save(run, saver, lambda: None, telemetry, saved_at=4)
+    run = SimpleNamespace(context=context, saver=saver, sync=lambda: None, telemetry=telemetry)
+    save = Save(run, saved_at=4)
     for step in (4, 5, 5, 6):
         save(step)
     assert saved == [5, 6]

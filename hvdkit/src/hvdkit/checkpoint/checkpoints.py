@@ -135,9 +135,10 @@ class Checkpoints:
         Raises:
           OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
-        about = (copy.config, self.world.size, tf.__version__, self.fingerprint)
+        about = {"config": copy.config, "fingerprint": self.fingerprint}
+        about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
         try:
-            return writing.write(self.folder, copy.step, copy.arrays, *about)
+            return writing.write(self.folder, copy.step, copy.arrays, **about)
         finally:
             self._prune(copy.step - copy.skipped)
 
@@ -253,7 +254,7 @@ class Checkpoints:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)
                 normed = any(name.endswith("/moving_mean") for name in variables)
-                changed = changes(before, config, self.world.size, normed)
+                changed = changes(before, config, ranks=self.world.size, normed=normed)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
         if changed:
@@ -302,7 +303,7 @@ def check_types(variables: Variables) -> None:
         writing.check_type(name, np.dtype(raw(variable).dtype.as_numpy_dtype))
 
 
-def changes(before: Manifest, config: Settings, ranks: int, normed: bool) -> list[str]:
+def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> list[str]:
     """What makes this another run than the one that `before` was saved by, in words.
 
     Args:

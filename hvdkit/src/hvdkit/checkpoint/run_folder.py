@@ -35,6 +35,7 @@ def begin(
     run_dir: Path,
     found: Found | None,
     config: Settings,
+    *,
     evaluates_first: bool,
     given: Settings | None = None,
 ) -> str:

@@ -21,7 +21,7 @@ from hvdkit.train import preprocessing, variable_names
 def start(model: keras.Model, config: Settings) -> None:
     """Loads --init_from into the model and tells a person what it took from there."""
     path = Path(config.init_from)
-    left = load(model, path, config.init_skip_mismatched, config.init_ema)
+    left = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
     what = "averages of the weights" if config.init_ema else "weights"
     logs.say(f"starting from the {what} of {path}")
     if left:
@@ -29,7 +29,7 @@ def start(model: keras.Model, config: Settings) -> None:
 
 
 def load(
-    model: keras.Model, path: Path, skip_mismatched: bool, averages: bool = False
+    model: keras.Model, path: Path, skip_mismatched: bool, *, averages: bool = False
 ) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 

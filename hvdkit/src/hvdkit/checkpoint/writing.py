@@ -38,6 +38,7 @@ def write(
     folder: Path,
     step: int,
     arrays: Mapping[str, np.ndarray],
+    *,
     config: Mapping[str, Any],
     ranks: int,
     tensorflow: str,

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import tensorflow as tf
 
 from hvdkit.checkpoint.checkpoints import Best, Found
-from hvdkit.checkpoint.saver import Saver
-from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.evaluate import metrics
-from hvdkit.evaluate.evaluator import Evaluator, stopped_improving
-from hvdkit.observe.telemetry import Telemetry
+from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
 from hvdkit.ranks.agreement import Drift
-from hvdkit.ranks.interrupt import StopSignal
-from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
@@ -31,6 +26,9 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
 from hvdkit.train.state import averaged_weights
+
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
 
 Result = Mapping[str, tf.Tensor]  # what the train step returns
 
@@ -65,10 +63,9 @@ class Log:
 
     settles = True
 
-    def __init__(
-        self, run: RunContext, telemetry: Telemetry, feed: TrainingFeed, pace: Pace
-    ) -> None:
-        self._run, self._telemetry, self._feed, self._pace = run, telemetry, feed, pace
+    def __init__(self, run: Run) -> None:
+        self._run, self._telemetry = run.context, run.telemetry
+        self._feed, self._pace = run.feed, run.health.pace
         self._waited = 0.0  # of the feed's seconds, those that were logged
 
     def due(self, step: int) -> bool:
@@ -152,17 +149,11 @@ class Save:
 
     settles = True
 
-    def __init__(
-        self,
-        run: RunContext,
-        saver: Saver,
-        sync: Callable[[], None],
-        telemetry: Telemetry,
-        saved_at: int | None,
-    ) -> None:
-        self._run, self._saver = run, saver
-        self._sync, self._telemetry = sync, telemetry
-        self._saved_at = saved_at  # the step whose checkpoint is there already
+    def __init__(self, run: Run, saved_at: int | None) -> None:
+        """`saved_at`: the step whose checkpoint is there already."""
+        self._run, self._saver = run.context, run.saver
+        self._sync, self._telemetry = run.sync, run.telemetry
+        self._saved_at = saved_at
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
@@ -207,20 +198,12 @@ class Evaluate:
 
     settles = True
 
-    def __init__(
-        self,
-        run: RunContext,
-        evaluator: Evaluator,
-        saver: Saver,
-        sync: Callable[[], None],
-        telemetry: Telemetry,
-        stop_signal: StopSignal,
-        scored_since: int,
-    ) -> None:
+    def __init__(self, run: Run, scored_since: int) -> None:
         """`scored_since`: the step from which on this run's folder has its scores."""
-        self._run, self._evaluator, self._stop_signal = run, evaluator, stop_signal
-        self._saver, self._sync, self._telemetry = saver, sync, telemetry
-        self._best, self._scored_since = run.checkpoints.best(), scored_since
+        self._run, self._saver = run.context, run.saver
+        self._evaluator, self._stop_signal = run.evaluator, run.health.stop_signal
+        self._sync, self._telemetry = run.sync, run.telemetry
+        self._best, self._scored_since = run.context.checkpoints.best(), scored_since
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
     def due(self, step: int) -> bool:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,13 +24,16 @@ from hvdkit.checkpoint import files, run_folder
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.run.actions import Evaluate, Result, Save
+from hvdkit.run.actions import Result
 from hvdkit.run.benchmark import count_operations, peak_bytes
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
+
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
 
 STEPS = 2
 _PREFIX = ".dry-run-"
@@ -97,10 +100,11 @@ class DryRun:
 
     settles = True
 
-    def __init__(self, run: RunContext, first_step: int, save: Save, evaluate: Evaluate) -> None:
-        self._run, self._save, self._evaluate = run, save, evaluate
-        self._last = min(first_step + STEPS, run.config.num_steps)
-        if first_step >= run.config.num_steps:
+    def __init__(self, run: Run) -> None:
+        self._run, self._save, self._evaluate = run.context, run.save, run.evaluate
+        first_step = run.start.step
+        self._last = min(first_step + STEPS, run.settings.num_steps)
+        if first_step >= run.settings.num_steps:
             say(run.world, "dry run: the checkpoint is of the last step, so there is none to try")
 
     def due(self, step: int) -> bool:

@@ -50,6 +50,7 @@ class Health:
         self,
         world: World,
         config: Settings,
+        *,
         sampler: Sampler,
         feed: Feed,
         stop_signal: StopSignal,

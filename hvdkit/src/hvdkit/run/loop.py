@@ -82,7 +82,14 @@ class Run:
         self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
         self.saver = Saver(context.checkpoints)
-        self.health = Health(world, self.settings, self.sampler, self.feed, stop_signal, self.saver)
+        self.health = Health(
+            world,
+            self.settings,
+            sampler=self.sampler,
+            feed=self.feed,
+            stop_signal=stop_signal,
+            saver=self.saver,
+        )
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._result: Result | None = None  # of the newest step
         self._ending: Ending | None = None
@@ -220,7 +227,8 @@ class Run:
         with world.fail_together("opening the run folder"):
             if world.is_chief:
                 run_dir = Path(settings.run_dir)
-                note = run_folder.begin(run_dir, start.found, settings, make_up, self.given)
+                how = {"evaluates_first": make_up, "given": self.given}
+                note = run_folder.begin(run_dir, start.found, settings, **how)
                 if note:
                     say(world, note)
             self.telemetry = Telemetry(

@@ -88,40 +88,24 @@ def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:
     A checkpoint of another folder is not in this one yet, nor are the scores before it; scores of
     another measure do not count.
     """
-    context, start = run.context, run.start
+    start = run.start
     is_own = start.source == "own"
-    save = Save(
-        context,
-        run.saver,
-        run.sync,
-        run.telemetry,
-        start.step if is_own else None,
-    )
-    other_step, other_measure = context.checkpoints.other_scores()
+    other_step, other_measure = run.context.checkpoints.other_scores()
     if other_measure:
         say(run.world, f"note: {other_measure}")
-    scored_since = other_step if is_own else start.step
-    evaluate = Evaluate(
-        context,
-        run.evaluator,
-        run.saver,
-        run.sync,
-        run.telemetry,
-        run.health.stop_signal,
-        scored_since,
-    )
-    return save, evaluate
+    save = Save(run, start.step if is_own else None)
+    return save, Evaluate(run, other_step if is_own else start.step)
 
 
 def actions(run: Run, others: list[Action]) -> list[Action]:
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
     context, settings = run.context, run.settings
     found: list[Action] = [Sync(context, run.sync), CheckDrift(context)]
-    found += [Log(context, run.telemetry, run.feed, run.health.pace), *others]
+    found += [Log(run), *others]
     if run.mode.name == "benchmark":
         return [*found, run.benchmark]
     if run.mode.name == "dry_run":
-        return [*found, dry_run.DryRun(context, run.start.step, run.save, run.evaluate)]
+        return [*found, dry_run.DryRun(run)]
     if run.mode.name == "find_lr":
         run_dir = Path(settings.run_dir)
         page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
