@@ -140,7 +140,7 @@ class Step:
     def apply(self, found: Reduced) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
         settings, state, traced = self._settings, self._state, self._step("run.update")
-        if not any(found.had):
+        if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
         traced.updates += 1
         scale = tf.cast(state.loss_scale.value, tf.float64)
