@@ -97,6 +97,7 @@ def rate(words: list[object], cores: int) -> float:
 def make(kind: str, root: Path) -> None:
     """The set's files in `root`, and the set packed beside it."""
     from hvdkit.data import pack, scenes
+    from hvdkit.data.open import reader_of
     from hvdkit.data.pack import Smaller
 
     if kind == "demo":
@@ -107,10 +108,10 @@ def make(kind: str, root: Path) -> None:
     out = root.with_name(f"{root.name}-packed")
     for split in ("train", "val"):
         with contextlib.redirect_stderr(io.StringIO()):  # its bar
-            source = pack.READERS[layout](root, split)
+            source = reader_of(layout)(root, split, 0)
             if kind == "photos":
                 source = Smaller(source, SHORT_SIDE, QUALITY)
-            pack.pack(source, out, split, 4, kind)
+            pack.pack(source, out, split, shards=4, packed_from=kind)
 
 
 def _photos(root: Path) -> None:
@@ -171,7 +172,8 @@ def template(kind: str, folder: Path, workers: int, *, layout: str = "") -> Iter
     source, _ = task.sources()
     order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
     read = reader(source, task.training_example, keyed=True)
-    with TrainingFeed(source, order, read, 0, tf.int64.max // BATCH, workers) as feed:
+    steps = tf.int64.max // BATCH
+    with TrainingFeed(source, order, read, num_steps=steps, workers=workers) as feed:
         while True:
             yield feed.next()
             if feed.error:

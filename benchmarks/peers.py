@@ -301,7 +301,7 @@ def _feed(steps: int, rank: int, size: int):
     source, _ = task.sources()
     order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)
     read = reader(source, task.training_example, keyed=True)
-    return TrainingFeed(source, order, read, 0, steps, workers=1)
+    return TrainingFeed(source, order, read, num_steps=steps, workers=1)
 
 
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:

@@ -21,15 +21,14 @@ import models
 
 MODELS = {
     "small": models.classifier,
-    "resnet20": partial(resnet.cifar_resnet, 20),
-    "resnet56": partial(resnet.cifar_resnet, 56),
+    "resnet20": partial(resnet.cifar_resnet, depth=20),
+    "resnet56": partial(resnet.cifar_resnet, depth=56),
     "resnet50": resnet.resnet50,
     "resnet50_keras": resnet.resnet50_keras,
 }
 PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
 MOST_CONFUSED = 1000  # classes: with more, there is no confusion matrix
 LARGE = 64  # pixels: pictures from this size on are augmented as photographs
-SMALLEST_CROP = 0.08  # of their area: the least that a random crop keeps
 
 
 class Task:
@@ -44,21 +43,19 @@ class Task:
         # Mirrored digits are invalid. For other data, only you know.
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
-        # None: pictures are shifted, not scaled.
-        self.smallest = SMALLEST_CROP if config.image_size >= LARGE else None
+        # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
+        self.smallest = 0.08 if config.image_size >= LARGE else None
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
-        size = self.config.image_size
+        how = {"size": self.config.image_size, "mirror": self.mirror}
         if self.smallest is None:
-            image = augment.shifted(sample, key, size=size, mirror=self.mirror)
+            image = augment.shifted(sample, key, **how)
         else:
-            image = augment.random_resized(
-                sample, key, size=size, mirror=self.mirror, smallest=self.smallest
-            )
+            image = augment.random_resized(sample, key, smallest=self.smallest, **how)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -98,16 +95,14 @@ class Task:
             # Among equal scores the last class, as in in_top.
             classes = outputs.shape[-1]
             predicted = classes - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
-            counted = tf.ones_like(targets, tf.bool)
             sums["confusion"] = metrics.confusion_matrix(
-                targets, predicted, counted, num_classes=classes
+                targets, predicted, tf.ones_like(targets, tf.bool), num_classes=classes
             )
         if self.config.num_classes > 5:
             sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
         return sums
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Accuracy and top-5 accuracy."""
         samples = max(int(sums["samples"]), 1)
         figures = {"accuracy": float(sums["hits"] / samples)}
         if "hits_of_5" in sums:

@@ -88,7 +88,7 @@ def _run(config, world):
     world.broadcast_variables(list(state.variables.values()))
     size, micro = config.global_batch_size, config.accumulation_steps
     order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
-    feed = TrainingFeed(run.train_source, order, run.train_reader, 0, config.num_steps)
+    feed = TrainingFeed(run.train_source, order, run.train_reader, num_steps=config.num_steps)
     step = make_train_step(config, world, run.task, state=state, spec=feed.spec)
     step(feed.next(), votes.votes())
     start = time.monotonic()

@@ -107,7 +107,7 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     )
     world.broadcast_variables(list(run.state.variables.values()))
     reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
-    feed = EvaluationFeed(run.val_source, reader, size, world.rank, world.size)
+    feed = EvaluationFeed(run.val_source, reader, size, rank=world.rank, size=world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures
     tf.config.run_functions_eagerly(False)

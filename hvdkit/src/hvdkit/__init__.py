@@ -1,8 +1,8 @@
 """The engine of a training template for TensorFlow 2 and Horovod.
 
-A fork's train.py uses `Run` and `main`, its settings.py `Settings` and `setting`; everything else
-has a room of its own, named for what it does: settings, ranks, data, train, checkpoint, observe,
-evaluate, run, commands.
+A fork's train.py uses `Run` and `main`, its settings.py `Settings`, `setting` and `add_reader`;
+everything else has a room of its own, named for what it does: settings, ranks, data, train,
+checkpoint, observe, evaluate, run, commands.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
-    from hvdkit.settings import Settings, setting
+    from hvdkit.settings import Settings, add_reader, setting
 
-__all__ = ["Run", "Settings", "__version__", "check_flags", "main", "setting"]
+__all__ = ["Run", "Settings", "__version__", "add_reader", "check_flags", "main", "setting"]
 __version__ = "0.1.0"
 
 
@@ -47,6 +47,6 @@ def __getattr__(name: str) -> Any:
     # TensorFlow takes seconds to import: only where something of it is used.
     if name == "Run":
         return importlib.import_module("hvdkit.run.loop").Run
-    if name in ("Settings", "setting"):
+    if name in ("Settings", "add_reader", "setting"):
         return getattr(importlib.import_module("hvdkit.settings"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ def command(name, run, *words, ranks=1):
 def save_digits(folder, count):
     """The first validation scans as PNG files; returns their labels."""
     folder.mkdir()
-    source, labels = Digits("val"), []
+    source, labels = Digits(None, "val"), []
     for number in range(count):
         sample = source.read(number)
         Image.fromarray(sample["image"].numpy()).save(folder / f"{number:03d}.png")

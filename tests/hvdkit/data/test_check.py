@@ -15,6 +15,7 @@ from PIL import Image
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack, pipeline
+from hvdkit.data.open import reader_of
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.source import Arrays
 from hvdkit.settings import project
@@ -47,7 +48,7 @@ def run(whole):
 
 def packed(root: Path, shards: int = 2) -> Path:
     readers.write_classes(root / "raw")
-    return pack.pack(ClassFolders(root / "raw", "train"), root / "out", "train", shards, "")
+    return pack.pack(ClassFolders(root / "raw", "train"), root / "out", "train", shards=shards)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, hig
     write(tmp_path)
     code, said = run(f"--data_dir={tmp_path}")
     assert code == 0, said
-    train = f"train: {len(pack.READERS[layout](tmp_path, 'train'))} samples, labels 0 to {highest}"
+    train = f"train: {len(reader_of(layout)(tmp_path, 'train', 0))} samples, labels 0 to {highest}"
     assert said.splitlines()[0] == f"{train} ({layout}): all is well"
     assert said.splitlines()[1].startswith("val: ") and said.endswith(": all is well\n")
 
@@ -133,7 +134,7 @@ def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
         readers.save(tmp_path / "val2" / name / "v.png", readers.noise(0))
     assert run(f"--data_dir={tmp_path}")[0] == 0
     for split in ("train", "val2"):
-        pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, 1, "")
+        pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, shards=1)
     for where in (tmp_path, tmp_path / "out"):
         code, said = run(f"--data_dir={where}", "--split=train", "--split=val2")
         assert code == 1 and said.count(f"{where / 'val2'} and {where / 'train'} hold") == 1, said
@@ -192,7 +193,7 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
 
     source = Torn(x=np.arange(50))
     reader = pipeline.reader(source, lambda sample: sample, keyed=False)
-    feeds = [pipeline.EvaluationFeed(source, reader, 4, rank, 3) for rank in range(3)]
+    feeds = [pipeline.EvaluationFeed(source, reader, 4, rank=rank, size=3) for rank in range(3)]
     told = []
     for feed in feeds:
         try:
@@ -283,6 +284,8 @@ def test_labels_of_another_size_than_their_pictures():
             return {"image": tf.zeros([4, 6, 3], tf.uint8), "label": tf.zeros(size, tf.uint8)}
 
     told: list[str] = []
-    highest, counted = check.read_all(Odd(x=np.arange(3)), 2, "label {}".format, told.append)
+    highest, counted = check.read_all(
+        Odd(x=np.arange(3)), 2, where="label {}".format, tell=told.append
+    )
     assert told == ["label 1 is 4 x 5 pixels (height x width), its picture 4 x 6"]
     assert highest == 0 and counted.samples == 2

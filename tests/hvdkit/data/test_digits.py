@@ -45,8 +45,8 @@ def test_the_splits_share_no_scan_and_hold_all():
 
 
 def test_a_sample_is_a_picture_and_its_class():
-    digits = Digits("val")
-    assert len(digits) == 359 and digits.fingerprint() != Digits("train").fingerprint()
+    digits = Digits(None, "val")
+    assert len(digits) == 359 and digits.fingerprint() != Digits(None, "train").fingerprint()
     sample = digits.read(tf.constant(358, tf.int64))
     assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
     assert int(sample["label"]) == 8  # the last row
@@ -55,14 +55,14 @@ def test_a_sample_is_a_picture_and_its_class():
 
 
 def test_every_process_sees_the_same_digits():
-    assert Digits("val").fingerprint().startswith("472f7f2151d0e223")
+    assert Digits(None, "val").fingerprint().startswith("472f7f2151d0e223")
 
 
 def test_wrong_use_is_named():
     with pytest.raises(ValueError, match="test"):
-        Digits("test")
+        Digits(None, "test")
     with pytest.raises(ValueError, match="num_classes=11"):
-        Digits("train", 11)
+        Digits(None, "train", 11)
 
 
 @pytest.mark.parametrize("crop", [augment.shifted, augment.random_resized])

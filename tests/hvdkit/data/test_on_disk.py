@@ -59,5 +59,5 @@ def test_a_packed_split(tmp_path, unsafe):
     samples = source.Arrays(
         image=np.zeros((3, 8, 8, 3), np.uint8), label=np.array([0, 1, 2], np.int32)
     )
-    pack.pack(samples, tmp_path, "train", 2, packed_from="arrays")
+    pack.pack(samples, tmp_path, "train", shards=2)
     assert unsafe["train"] == []

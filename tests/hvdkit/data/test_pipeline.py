@@ -40,7 +40,11 @@ class Busy:
 def test_as_many_examples_at_once_as_there_are_workers(workers: int):
     busy = Busy()
     feed = TrainingFeed(
-        SOURCE, Sampler(40, 20, 1, 1, 0, 1), reader(SOURCE, busy, True), 0, 2, workers
+        SOURCE,
+        Sampler(40, 20, 1, 1, 0, 1),
+        reader(SOURCE, busy, True),
+        num_steps=2,
+        workers=workers,
     )
     feed.next()
     assert busy.most == workers
@@ -48,7 +52,7 @@ def test_as_many_examples_at_once_as_there_are_workers(workers: int):
     assert feed.waited() > 20 * 0.02 / workers * 0.8
 
     busy = Busy()
-    feed = EvaluationFeed(SOURCE, reader(SOURCE, busy, keyed=False), 8, 0, 1, workers)
+    feed = EvaluationFeed(SOURCE, reader(SOURCE, busy, keyed=False), 8, workers=workers)
     assert sum(len(batch["x"]) for batch in feed) == 40
     assert busy.most == workers
 
@@ -64,12 +68,16 @@ def test_batches_are_the_same_on_a_device_of_their_own():
 
     limit = 40
     taken = reader(SOURCE, take, keyed=True)
-    feeds = [TrainingFeed(SOURCE, order, taken, 1, 4, 2, device) for device in ("", "/CPU:0")]
+    feeds = [
+        TrainingFeed(SOURCE, order, taken, first_step=1, num_steps=4, device=device)
+        for device in ("", "/CPU:0")
+    ]
     for _ in range(3):
         ours, other = (feed.next()["x"].numpy() for feed in feeds)
         np.testing.assert_array_equal(ours, other)
     limit = 0
-    feed = TrainingFeed(SOURCE, order, reader(SOURCE, take, keyed=True), 1, 4, 2, "/CPU:0")
+    taken = reader(SOURCE, take, keyed=True)
+    feed = TrainingFeed(SOURCE, order, taken, first_step=1, num_steps=4, device="/CPU:0")
     assert feed.next()["x"].numpy().max() == 0 and "x < y" in feed.error
 
 
@@ -99,7 +107,8 @@ def test_samples_keep_their_order_however_long_each_takes():
 
         return {"x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])}
 
-    feed = TrainingFeed(SOURCE, order, reader(SOURCE, slow, keyed=True), 2, 3, workers=4)
+    made = reader(SOURCE, slow, keyed=True)
+    feed = TrainingFeed(SOURCE, order, made, first_step=2, num_steps=3, workers=4)
     assert feed.next()["x"][0].numpy().tolist() == ids
 
 
@@ -118,7 +127,7 @@ def test_the_sample_that_cannot_be_read_is_the_one_named():
             return {"x": tf.identity(sample["x"])}
 
     source = Source(x=np.arange(40))
-    feed = TrainingFeed(source, order, reader(source, take, keyed=True), 0, 5)
+    feed = TrainingFeed(source, order, reader(source, take, keyed=True), num_steps=5)
     for step in range(3):
         assert feed.error is None, step
         feed.next()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source
 from hvdkit.run import context as run_lib
-from hvdkit.settings.data import FORMATS
+from hvdkit.settings.data import FORMATS, add_reader
 from ranks import PROJECT
 
 CONFIGS = PROJECT / "configs"
@@ -48,7 +50,7 @@ def settings(root: Path, format: str, classes: int, task: str = "segmentation"):
 )
 def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes: int, reader):
     write(tmp_path)
-    kind = open_lib.KINDS[format]
+    kind = open_lib.kind_of(open_lib.reader_of(format))
     default = {"map": "folders", "class": "class_folders"}[kind]
     source = open_one(settings(tmp_path, format, classes), "train", default)
     assert type(source) is reader
@@ -61,7 +63,7 @@ def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes:
     words = (f"--data_format={format}", "--task=segmentation takes")
     readers.fails(lambda: open_one(config, "val", other), *words)
 
-    pack.pack(source, tmp_path / "packed", "train", 1, "")
+    pack.pack(source, tmp_path / "packed", "train", shards=1)
     config = settings(tmp_path / "packed", "records", classes)
     assert isinstance(open_one(config, "train", default), records.Records)
     readers.fails(lambda: open_one(config, "train", other), "--data_format=records")
@@ -151,7 +153,7 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
         readers.fails(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
     # Packs keep the names.
     for name in ("large", "small"):
-        pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, 1, "")
+        pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, shards=1)
     config = dataclasses.replace(
         config, data_dir=str(tmp_path / "packs"), data_format="records", num_classes=4
     )
@@ -164,7 +166,7 @@ def test_one_class_cannot_be_told_apart(tmp_path: Path):
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
     readers.fails(lambda: open_one(config, "train", "class_folders"), *words)
     told: list[str] = []
-    check.check(tmp_path, "class_folders", "train", 0, told.append, {})
+    check.check(tmp_path, "train", "class_folders", classes=0, tell=told.append, others={})
     assert len(told) == 1 and "holds one class only" in told[0]
 
 
@@ -177,8 +179,52 @@ def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
         assert labels == records[:, place].tolist()
 
 
-def test_every_format_is_a_choice_of_the_flag():
-    assert set(open_lib.KINDS) | {"", "records"} == set(FORMATS)
+def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
+    """`hvdkit pack` takes it as its run does."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "squares.py").write_text(SQUARES)
+    (tmp_path / "settings.py").write_text(
+        'import hvdkit\nhvdkit.add_reader("squares", "squares.Squares")\n'
+        "class Settings(hvdkit.Settings): ...\n"
+    )
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True
+        )
+
+    opened = run("train.py", "--data_format=squares")
+    assert opened.stdout.split() == ["4", "3"], opened.stderr
+    packed = run(
+        *["-m", "hvdkit", "pack", "--from=squares", "--split=train", "--out=out", "--root=."]
+    )
+    assert "4 samples, labels below 3" in packed.stdout, packed.stderr
+    wrong = run("train.py", "--data_format=circles")
+    assert wrong.returncode == 2 and "records, squares" in wrong.stderr
+
+
+SQUARES = """
+import numpy as np
+from hvdkit.data.source import Arrays
+
+class Squares(Arrays):
+    def __init__(self, root, split, num_classes):
+        count = {"train": 4, "val": 3}[split]
+        super().__init__(image=np.zeros((count, 8, 8, 3), np.uint8), label=np.arange(count) % 3)
+"""
+TRAIN = """
+import sys, settings
+from hvdkit.settings import from_command_line
+config = from_command_line([*sys.argv, "--num_classes=3"], settings.Settings)
+from hvdkit.data.open import open_sources
+print(*map(len, open_sources(config, "digits")))
+"""
+
+
+def test_a_reader_needs_a_name_of_its_own_and_its_module():
+    for name, reader in (("voc", "mine.Voc"), ("mine", "Mine")):
+        readers.fails(lambda n=name, r=reader: add_reader(n, r), repr(name), repr(reader))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)

@@ -14,6 +14,7 @@ import readers
 import tensorflow as tf
 
 from hvdkit.data import pack, scenes
+from hvdkit.data.open import reader_of
 from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.class_folders import ClassFolders
@@ -31,7 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packed(demo: Path, out: Path, shards: int = 3) -> Path:
-    return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards, "demo")
+    return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards=shards)
 
 
 def command(*flags: object) -> None:
@@ -57,7 +58,7 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
     for split in ("train", "val"):
         flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
         command(*flags, "--shards=2")
-        source, found = pack.READERS[layout](root, split), Records(out, split)
+        source, found = reader_of(layout)(root, split, 0), Records(out, split)
         assert readers.same(source, found) and len(found) == len(source)
         assert found.kind == ("map" if layout in ("voc", "cityscapes") else "class")
         labels = [sample["label"] for sample in readers.read_all(found)]
@@ -82,7 +83,7 @@ def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
 
 def test_jpeg_files_go_in_as_they_are(tmp_path: Path):
     readers.write_voc(tmp_path)
-    folder = pack.pack(Voc(tmp_path, "val"), tmp_path / "out", "val", 1, "")
+    folder = pack.pack(Voc(tmp_path, "val"), tmp_path / "out", "val", shards=1)
     shard = next(folder.glob("*.tfrecord")).read_bytes()
     assert (tmp_path / "JPEGImages" / "2007_000003.jpg").read_bytes() in shard
 
@@ -94,7 +95,7 @@ def test_fingerprint_tells_contents(demo: Path, tmp_path: Path):
     for number in range(2):  # of one size, but other pixels
         root = tmp_path / f"raw{number}"
         readers.save(root / "train" / "a" / "a.png", readers.noise(number))
-        folder = pack.pack(ClassFolders(root, "train"), root / "out", "train", 1, "")
+        folder = pack.pack(ClassFolders(root, "train"), root / "out", "train", shards=1)
         sets.append((next(folder.glob("*.tfrecord")), Records(root / "out", "train")))
     assert sets[0][0].stat().st_size == sets[1][0].stat().st_size
     assert sets[0][1].fingerprint() != sets[1][1].fingerprint()
@@ -169,7 +170,7 @@ def test_a_set_is_written_whole_or_not_at_all(
         assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
     with pack.hidden_folder(out, "other"):
-        another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", 1, "")  # noqa: E731
+        another = lambda: pack.pack(ImageLabelFolder(demo, "train", 11), out, "other", shards=1)  # noqa: E731
         readers.fails(another, out / "other", "is being written by another process")
     monkeypatch.setattr(pack, "_verify", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -188,7 +189,7 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
 
     source = Changing(demo, "train", 11)
     with pytest.raises(ValueError, match=r"sample 7 read back .* differs from what was packed"):
-        pack.pack(source, tmp_path, "train", 2, "")
+        pack.pack(source, tmp_path, "train", shards=2)
     assert not any(tmp_path.iterdir())
 
 
@@ -208,7 +209,7 @@ def same_sized(root: Path) -> list[Path]:
             pixels = readers.noise(ord(name) + 9 * number)
             readers.save(root / f"raw{number}" / "train" / name / "a.png", pixels)
         source = ClassFolders(root / f"raw{number}", "train")
-        folders.append(pack.pack(source, root / f"out{number}", "train", 2, ""))
+        folders.append(pack.pack(source, root / f"out{number}", "train", shards=2))
     return folders
 
 
@@ -231,7 +232,7 @@ def test_a_set_with_256_classes(tmp_path: Path):
     """Only in a label picture does 255 mean ignored."""
     images = np.stack([readers.noise(number) for number in range(3)])
     source = Arrays(image=images, label=np.array([0, 255, 254], np.int32))
-    pack.pack(source, tmp_path, "train", 1, "")
+    pack.pack(source, tmp_path, "train", shards=1)
     found = Records(tmp_path, "train")
     assert found.num_classes == 256
     assert [int(sample["label"]) for sample in readers.read_all(found)] == [0, 255, 254]
@@ -248,7 +249,7 @@ def test_a_set_of_one_class_folder_of_many_samples(tmp_path: Path):
     for number in range(40):
         readers.save(tmp_path / "train" / "a" / f"{number:03d}.png", readers.noise(number, 4, 5))
     source = ClassFolders(tmp_path, "train")
-    pack.pack(source, tmp_path / "out", "train", 7, "")
+    pack.pack(source, tmp_path / "out", "train", shards=7)
     found = Records(tmp_path / "out", "train")
     order = [(7 * n + 3) % 40 for n in range(40)]
     dataset = tf.data.Dataset.from_tensor_slices(tf.constant(order, tf.int64))
@@ -262,7 +263,7 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str):
     """To the short side asked for, with labels on them; smaller ones go in as they are."""
     root, out = tmp_path / "raw", tmp_path / "packed"
     {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
-    source = pack.READERS[layout](root, "train")
+    source = reader_of(layout)(root, "train", 0)
     sides = [min(sample["image"].shape[:2]) for sample in readers.read_all(source)]
     limit = sorted(sides)[0]
     flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")

@@ -30,7 +30,8 @@ def feed(size: int, batch_size: int, rank: int = 0, ranks: int = 1) -> Evaluatio
     """Samples 0, 1, 2, ... of weights 1, 2, 3, ..."""
     numbers = np.arange(size, dtype=np.float32)
     source = Arrays(x=numbers[:, None], weight=numbers + 1)
-    return EvaluationFeed(source, reader(source, example, keyed=False), batch_size, rank, ranks)
+    made = reader(source, example, keyed=False)
+    return EvaluationFeed(source, made, batch_size, rank=rank, size=ranks)
 
 
 def test_batch_norm_and_dropout_are_as_in_use():

@@ -50,7 +50,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
     shares = (0, 1, config.virtual_ranks)
     sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
     found: list[dict[str, Any]] = []
-    with TrainingFeed(source, sampler, reader, 0, config.num_steps) as feed:
+    with TrainingFeed(source, sampler, reader, num_steps=config.num_steps) as feed:
         for _ in range(config.num_steps):
             batch = feed.next()
             if feed.error:

@@ -74,9 +74,9 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
     run, path = load_run.restored(config, world, own.checkpoint)
     with world.fail_together("reading the validation data"):
         reader = task_checks.reader(run.task, run.val_source, training=False)
-        share = (world.rank, world.size)
-        workers = world_lib.data_workers(world, config)
-        feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, *share, workers)
+        share = {"rank": world.rank, "size": world.size}
+        share["workers"] = world_lib.data_workers(world, config)
+        feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, **share)
     evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
     evaluator.try_out()
     evaluator.on_batch = worst.add

@@ -83,7 +83,7 @@ def training_pair(
     of_window, of_colour = tf.split(image_ops.uniform(key, 7), [4, 3])
     shape = tf.shape(sample["label"])[:2]
     where = cut(shape, draw_window(shape, of_window, how), how)
-    return cut_image(sample, where, of_colour, how), cut_label(sample["label"], where, how)
+    return cut_image(sample, where, of_colour, how=how), cut_label(sample["label"], where, how)
 
 
 def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
@@ -139,7 +139,7 @@ def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
 
 
 def cut_image(
-    sample: dict[str, tf.Tensor], where: Cut, draws: tf.Tensor, how: Augmentation
+    sample: dict[str, tf.Tensor], where: Cut, draws: tf.Tensor, *, how: Augmentation
 ) -> tf.Tensor:
     """A part of a sample's image, scaled and recoloured: uint8 [*how.size, 3]."""
     image = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)

@@ -24,15 +24,16 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
-from hvdkit.data import pack, pipeline
+from hvdkit.data import pipeline
 from hvdkit.data.labels import IGNORE, one_class
+from hvdkit.data.open import reader_of
 from hvdkit.data.readers import records
 from hvdkit.data.readers.pairs import ImageLabelFolder
-from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.logs import join
+from hvdkit.settings import of_project
+from hvdkit.settings.data import READERS
 
-READERS: dict[str, Callable[[Path, str], Source]] = {**pack.READERS, "records": Records}
 # Files by which a format is recognized without --data_format.
 _SIGNS = {
     "records": (f"[!.]*/{records.META}",),
@@ -47,44 +48,42 @@ _SIGNS = {
 
 def check(
     root: Path,
-    layout: str,
     split: str,
+    layout: str,
+    *,
     classes: int,
     tell: Callable[[str], None],
-    partner: dict[str, Source],
+    others: dict[str, Source],
 ) -> tuple[str, Counts | None]:
     """Reads one split; `tell` gets each fault, in a sentence.
 
     Args:
       layout: a key of READERS.
       classes: number of classes; 0: as the reader says.
-      partner: splits read before, by name; this one is added. Their classes must be the same.
+      others: splits read before, by name; this one is added. Their classes must be the same.
 
     Returns what was read, in words, and counts over the good samples.
     """
     try:
         if layout == "records" and not _is_whole(root / split, tell):
             return "not read", None
-        if layout == "folders" and classes:
-            source = ImageLabelFolder(root, split, classes)
-        else:
-            source = READERS[layout](root, split)
+        source = reader_of(layout)(root, split, classes)
     except (ValueError, OSError) as error:
         tell(str(error))
         return "not read", None
-    for name, other in partner.items():
+    for name, other in others.items():
         if differ := unshared_classes(source, other):
             tell(
                 f"{root / split} and {root / name} hold different classes: only one of the two "
                 f"has {join(differ)}; labels would not agree, so make them the same"
             )
-    partner[split] = source
+    others[split] = source
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
     # A folder of label pictures does not say how many classes there are.
     open_end = not classes and isinstance(source, ImageLabelFolder)
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
-    highest, counted = read_all(source, classes or source.num_classes, where, tell)
+    highest, counted = read_all(source, classes or source.num_classes, where=where, tell=tell)
     counted.classes = highest + 1 if open_end else classes or source.num_classes
     for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
         print(f"{split}: {line}", flush=True)
@@ -93,7 +92,7 @@ def check(
 
 
 def read_all(
-    source: Source, classes: int, where: Callable[[int], str], tell: Callable[[str], None]
+    source: Source, classes: int, *, where: Callable[[int], str], tell: Callable[[str], None]
 ) -> tuple[int, Counts]:
     """The highest label of all samples, and counts over the good ones."""
     highest, counted = -1, Counts(classes)
@@ -109,7 +108,7 @@ def read_all(
         elif wrong:
             tell(f"{where(index)}: label {wrong[0]} is no class; classes are 0 to {classes - 1}")
         else:
-            counted.add(found.high, found.values, *found.size)
+            counted.add(found)
     return highest, counted
 
 
@@ -209,15 +208,14 @@ class Counts:
         self._sizes: list[tuple[int, int]] = []
         self._pixels = False
 
-    def add(self, label: int, values: np.ndarray, height: int, width: int) -> None:
-        """A sample's class, or its pixels of each value (`of_label`), and its picture's size."""
+    def add(self, sample: _Sample) -> None:
         self.samples += 1
-        self._sizes.append((height, width))
-        if len(values):
+        self._sizes.append(sample.size)
+        if len(sample.values):
             self._pixels = True
-            self._of[:_VALUES] += values
-        elif 0 <= label < len(self._of):
-            self._of[label] += 1
+            self._of[:_VALUES] += sample.values
+        elif 0 <= sample.high < len(self._of):
+            self._of[sample.high] += 1
 
     def of_classes(self) -> np.ndarray:
         """int64 [classes]; ignored pixels and invalid labels are not counted."""
@@ -275,6 +273,7 @@ def balanced(counts: np.ndarray) -> list[float]:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
+    of_project()  # it may add readers
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
@@ -294,12 +293,14 @@ def main(argv: list[str]) -> int:
         layout = args.data_format or _layout(args.data_dir)
     except ValueError as error:
         parser.error(str(error))
-    splits, partner = args.split or _splits(args.data_dir, layout), {}
+    splits, others = args.split or _splits(args.data_dir, layout), {}
     trained = "train" if "train" in splits else splits[0]
     for split in splits:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
-            partner = {}
-        read, counted = check(args.data_dir, layout, split, args.num_classes, tell, partner)
+            others = {}
+        read, counted = check(
+            args.data_dir, split, layout, classes=args.num_classes, tell=tell, others=others
+        )
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         print(f"{split}: {read} ({layout}): {verdict}", flush=True)

@@ -1,30 +1,38 @@
 """Opens data_dir with the reader that --data_format names, or with the task's default."""
 
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import tensorflow as tf
 
 from hvdkit.data.labels import IGNORE, one_class
-from hvdkit.data.readers.cifar import Cifar
-from hvdkit.data.readers.cityscapes import Cityscapes
-from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.pairs import ImageLabelFolder, PicturePairs
-from hvdkit.data.readers.records import Records
-from hvdkit.data.readers.voc import Voc
+from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.data.source import Source, Synthetic, unshared_classes
 from hvdkit.logs import join
 from hvdkit.settings import Settings
+from hvdkit.settings.data import READERS
 
-# What a label is: a class for each pixel (map), or one for the picture (class).
-KINDS = {
-    "folders": "map",
-    "voc": "map",
-    "cityscapes": "map",
-    "class_folders": "class",
-    "cifar10": "class",
-    "cifar100": "class",
-    "digits": "class",
-}
+
+def reader_of(name: str) -> Callable[[Path, str, int], Source]:
+    """The reader of a --data_format; called with folder, split and number of classes (0: unknown).
+
+    Raises ValueError if it cannot be imported.
+    """
+    module, _, attribute = READERS[name].rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--data_format={name}: its reader {READERS[name]} cannot be imported: {error}"
+        ) from None
+
+
+def kind_of(reader: object) -> str:
+    """What the label of a reader, or of a source, is: "class", or "map", a class for each pixel."""
+    return getattr(reader, "kind", "class")
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
@@ -45,8 +53,8 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
             f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
             f"different classes: only one of the two has {join(differ)}; make them the same"
         )
-    _check_number(config, train, splits[0], default)
-    _check_number(config, val, splits[1], default)
+    for split, source in zip(splits, (train, val)):
+        _check_number(config, source, split=split, name=config.data_format or default)
     return train, val
 
 
@@ -57,27 +65,25 @@ def trained_on_too(train: Source, val: Source) -> int:
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:
-    if KINDS[default] == "map" and config.num_classes > IGNORE:
+    kind = kind_of(reader_of(default))
+    if kind == "map" and config.num_classes > IGNORE:
         raise ValueError(
             f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
             f"leaves at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
         )
     if config.synthetic_data:
-        return _synthetic(config, KINDS[default])
+        return _synthetic(config, kind)
     name = config.data_format or default
-    source = _open(name, config, split)
-    kind = source.kind if isinstance(source, Records) else KINDS[name]
-    if kind != KINDS[default]:
-        words = {"map": "a class for each pixel", "class": "one class for a picture"}
+    source = reader_of(name)(Path(config.data_dir), split, config.num_classes)
+    if kind_of(source) != kind:
         raise ValueError(
-            f"--data_format={name}: {config.data_dir} has {words[kind]}, --task={config.task} "
-            f"takes {words[KINDS[default]]}; choose other data or another task"
+            f"--data_format={name}: {config.data_dir} has {_words(kind_of(source))}, "
+            f"--task={config.task} takes {_words(kind)}; choose other data or another task"
         )
     return source
 
 
-def _check_number(config: Settings, source: Source, split: str, default: str) -> None:
-    name = config.data_format or default
+def _check_number(config: Settings, source: Source, *, split: str, name: str) -> None:
     known = getattr(source, "num_classes", config.num_classes)
     if known == 1 and name == "class_folders":
         raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
@@ -89,26 +95,12 @@ def _check_number(config: Settings, source: Source, split: str, default: str) ->
         )
 
 
+def _words(kind: str) -> str:
+    return {"map": "a class for each pixel", "class": "one class for a picture"}.get(kind, kind)
+
+
 def _synthetic(config: Settings, kind: str) -> Source:
     size = config.image_size
     label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
     form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
     return Synthetic(1024, form)
-
-
-def _open(name: str, config: Settings, split: str) -> Source:
-    root = Path(config.data_dir)
-    if name == "folders":
-        return ImageLabelFolder(root, split, config.num_classes)
-    if name == "digits":
-        from hvdkit.data.shipped import (
-            Digits,  # here: a fork without that task goes without it
-        )
-
-        return Digits(split, config.num_classes)
-    if name in ("cifar10", "cifar100"):
-        classes = {"cifar10": 10, "cifar100": 20 if config.num_classes == 20 else 100}[name]
-        return Cifar(root, split, classes)
-    readers = {"voc": Voc, "cityscapes": Cityscapes, "class_folders": ClassFolders}
-    readers["records"] = Records
-    return readers[name](root, split)

@@ -24,7 +24,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,22 +33,11 @@ import tensorflow as tf
 from hvdkit import logs, whole_files
 from hvdkit.data import image_ops, pipeline
 from hvdkit.data.labels import IGNORE
+from hvdkit.data.open import reader_of
 from hvdkit.data.readers import pictures, records
-from hvdkit.data.readers.cifar import Cifar
-from hvdkit.data.readers.cityscapes import Cityscapes
-from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.pairs import ImageLabelFolder
-from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Source, digest
-
-READERS: dict[str, Callable[[Path, str], Source]] = {
-    "folders": lambda root, split: ImageLabelFolder(root, split, num_classes=256),
-    "voc": Voc,
-    "cityscapes": Cityscapes,
-    "class_folders": ClassFolders,
-    "cifar10": partial(Cifar, classes=10),
-    "cifar100": partial(Cifar, classes=100),
-}
+from hvdkit.settings import of_project
+from hvdkit.settings.data import READERS
 
 
 class Packed(NamedTuple):
@@ -60,7 +48,7 @@ class Packed(NamedTuple):
     label: int  # its highest class
 
 
-def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -> Path:
+def pack(source: Source, out: Path, split: str, *, shards: int = 16, packed_from: str = "") -> Path:
     """Writes OUT/SPLIT, whole or not at all; reads all of it back before renaming it into place.
 
     Args:
@@ -80,7 +68,7 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
             raise ValueError(f"{out / split} is there already; remove it, or give another --out")
         folder = work / split
         folder.mkdir()
-        pixels = _write(source, folder, min(shards, len(source)), packed_from)
+        pixels = _write(source, folder, min(shards, len(source)), packed_from=packed_from)
         _verify(records.Records(work, split), pixels)
         for path in folder.iterdir():
             whole_files.flush(path)
@@ -88,7 +76,7 @@ def pack(source: Source, out: Path, split: str, shards: int, packed_from: str) -
     return out / split
 
 
-def _write(source: Source, folder: Path, shards: int, packed_from: str) -> list[int]:
+def _write(source: Source, folder: Path, shards: int, *, packed_from: str) -> list[int]:
     """Writes all files of a split; returns the CRC-32 of each sample's pixels."""
     samples, content = _packed(source), hashlib.sha256()
     pixels, index, listed, highest = [], [], [], 0
@@ -186,7 +174,9 @@ def _kind(source: Source) -> str:
 
 
 def _pixels(sample: dict[str, Any]) -> int:
-    return zlib.crc32(sample["label"].tobytes(), zlib.crc32(sample["image"].tobytes()))
+    label = np.asarray(sample["label"])
+    label = label if label.ndim else np.int64(label)  # a class, of whatever dtype it is
+    return zlib.crc32(label.tobytes(), zlib.crc32(sample["image"].tobytes()))
 
 
 def _feature(value: bytes | int) -> tf.train.Feature:
@@ -303,8 +293,10 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    of_project()  # it may add readers
+    formats = [name for name in READERS if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
-    parser.add_argument("--from", dest="layout", choices=READERS, required=True)
+    parser.add_argument("--from", dest="layout", choices=formats, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--split", required=True, help="which split to pack")
     parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
@@ -318,13 +310,13 @@ def _main(argv: list[str]) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     name = args.split if args.name is None else args.name
     try:
-        source = READERS[args.layout](args.root, args.split)
+        source = reader_of(args.layout)(args.root, args.split, 0)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
         if args.short_side is not None:
             quality = 90 if args.quality is None else args.quality
             source = Smaller(source, args.short_side, quality)
             packed_from += f", short side {args.short_side}, quality {quality}"
-        folder = pack(source, args.out, name, args.shards, packed_from)
+        folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{error}\n")
     packed = records.Records(args.out, name)

@@ -92,7 +92,8 @@ class TrainingFeed:
         source: Source,
         order: Order,
         reader: Reader,
-        first_step: int,
+        *,
+        first_step: int = 0,
         num_steps: int,
         workers: int = 2,
         device: str = "",
@@ -165,8 +166,9 @@ class EvaluationFeed:
         source: Source,
         reader: Reader,
         batch_size: int,
-        rank: int,
-        size: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
         workers: int = 2,
     ) -> None:
         self.reader = reader

@@ -74,7 +74,7 @@ class Sampler:
         positions = self.local_positions(step)
         first = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
         # Drawn for the whole global batch, in one op, which takes no longer.
-        keys = self._draw(_KEYS, first, self.global_batch_size, tf.int32)[:, :2]
+        keys = self._draw(_KEYS, first, self.global_batch_size, dtype=tf.int32)[:, :2]
         return self.order(positions), tf.gather(keys, positions - first)
 
     def local_positions(self, step: tf.Tensor) -> tf.Tensor:
@@ -115,11 +115,11 @@ class Sampler:
         first, count = epochs[0], epochs[-1] - epochs[0] + 1
         # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
         # leave most of the key constant.
-        keys = self._draw(_ORDERS, first, count, tf.uint32)[:, :3]
+        keys = self._draw(_ORDERS, first, count, dtype=tf.uint32)[:, :3]
         return _permute(offsets, tf.gather(keys, epochs - first), self.num_samples)
 
     def _draw(
-        self, use: int, first: tf.Tensor, count: tf.Tensor | int, dtype: tf.DType
+        self, use: int, first: tf.Tensor, count: tf.Tensor | int, *, dtype: tf.DType
     ) -> tf.Tensor:
         """Four random 32-bit words for each of `count` numbers from `first` on: [count, 4].
 

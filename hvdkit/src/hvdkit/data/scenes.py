@@ -97,14 +97,14 @@ def scene(settings: Settings, split: str, index: int) -> Scene:
     for _ in range(rng.integers(*settings.digits, endpoint=True)):
         scan = int(rng.choice(SCANS[split]))
         ink, digit, ring = _shape(scan, int(rng.integers(*settings.box, endpoint=True)))
-        place = _free_place(rng, owner, digit | ring, settings.overlap)
+        place = _free_place(rng, owner, digit | ring, overlap=settings.overlap)
         if place is None:
             continue
         used.append(scan)
         class_id = _scans()[1][scan] + 1
         label[place] = np.where(digit, class_id, np.where(ring, IGNORE, label[place]))
         owner[place] = np.where(digit, len(used), np.where(ring, 0, owner[place]))
-        _paint(rng, canvas[place], ink, float(rng.uniform(*settings.contrast)))
+        _paint(rng, canvas[place], ink, contrast=float(rng.uniform(*settings.contrast)))
     return Scene(np.rint(canvas * 255).astype(np.uint8), label, tuple(used), photo)
 
 
@@ -148,7 +148,7 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
     return made or settings
 
 
-def preview(root: Path, path: Path, split: str = "train", count: int = 30) -> None:
+def preview(root: Path, path: Path, *, split: str = "train", count: int = 30) -> None:
     """Writes a contact sheet: the first scenes of a split, each image beside its label.
 
     Ignored pixels are white; the names of the classes stand below in their colours.
@@ -208,7 +208,7 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _free_place(
-    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray, overlap: float
+    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray, *, overlap: float
 ) -> tuple[slice, slice] | None:
     """Rows and columns where a digit hides little of earlier ones; None if none is found."""
     areas = np.bincount(owner.ravel())[1:]
@@ -222,7 +222,9 @@ def _free_place(
     return None
 
 
-def _paint(rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray, contrast: float) -> None:
+def _paint(
+    rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray, *, contrast: float
+) -> None:
     """Lays ink on `patch` (float32 [H, W, 3] in [0, 1], in place), darker or brighter than it."""
     under = float(patch[ink >= _INK].mean())
     rooms = {-1: under, 1: 1 - under}

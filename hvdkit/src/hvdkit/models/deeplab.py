@@ -40,8 +40,8 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
     x = layers.UpSampling2D(4, interpolation="bilinear")(x)
-    x = layers.Concatenate()([x, _conv(low, 48, 1, "decoder_low")])
-    x = _conv(_conv(x, 256, 3, "decoder_1"), 256, 3, "decoder_2")
+    x = layers.Concatenate()([x, _conv(low, 48, 1, name="decoder_low")])
+    x = _conv(_conv(x, 256, 3, name="decoder_1"), 256, 3, name="decoder_2")
     # In float32 at least, whatever the precision.
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
@@ -65,14 +65,14 @@ class SpreadOver(layers.Layer):
 
 def _pyramid(x):
     """Atrous spatial pyramid pooling: 1 x 1, three rates, and the picture's mean."""
-    branches = [_conv(x, 256, 1, "aspp_1x1")]
-    branches += [_conv(x, 256, 3, f"aspp_rate{rate}", rate) for rate in _RATES]
+    branches = [_conv(x, 256, 1, name="aspp_1x1")]
+    branches += [_conv(x, 256, 3, name=f"aspp_rate{rate}", rate=rate) for rate in _RATES]
     pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
-    branches.append(SpreadOver()([_conv(pooled, 256, 1, "aspp_picture"), x]))
-    return _conv(layers.Concatenate()(branches), 256, 1, "aspp_project")
+    branches.append(SpreadOver()([_conv(pooled, 256, 1, name="aspp_picture"), x]))
+    return _conv(layers.Concatenate()(branches), 256, 1, name="aspp_project")
 
 
-def _conv(x, filters: int, kernel: int, name: str, rate: int = 1):
+def _conv(x, filters: int, kernel: int, *, name: str, rate: int = 1):
     """Convolution, batch norm, ReLU."""
     x = layers.Conv2D(
         filters,

@@ -12,7 +12,7 @@ from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import Preprocess, scaled, wide
 
 
-def cifar_resnet(depth: int, size: int, num_classes: int, dropout: float) -> keras.Model:
+def cifar_resnet(size: int, num_classes: int, dropout: float, *, depth: int) -> keras.Model:
     """ResNet of He et al. 2015 (arXiv:1512.03385, section 4.2) for pictures of 32 pixels.
 
     Depth is 6n + 2: three stages of n blocks with 16, 32 and 64 filters; shortcuts have no
@@ -23,7 +23,7 @@ def cifar_resnet(depth: int, size: int, num_classes: int, dropout: float) -> ker
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
             x = _block(x, filters, strides=2 if stage and not block else 1)
-    return _model(image, x, num_classes, dropout, f"resnet{depth}")
+    return _model(image, x, num_classes, dropout=dropout, name=f"resnet{depth}")
 
 
 def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -37,15 +37,15 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
     if size < 32:
         raise ValueError(f"--image_size={size}: resnet50 needs at least 32")
     image = keras.Input((size, size, 3), name="image")
-    x = _torch_conv(scaled(image), "stem", 64, 7, strides=2)
+    x = _torch_conv(scaled(image), 64, 7, name="stem", strides=2)
     x = layers.ZeroPadding2D(1)(layers.ReLU()(x))  # after ReLU nothing is less than the padding
     x = layers.MaxPooling2D(3, 2)(x)
     for stage, (filters, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
         for block in range(1, blocks + 1):
             strides = 2 if stage > 1 and block == 1 else 1
-            x = _bottleneck(x, f"stage{stage}_block{block}", filters, strides)
+            x = _bottleneck(x, filters, strides, name=f"stage{stage}_block{block}")
     logits = keras.initializers.RandomNormal(stddev=0.01)
-    return _model(image, x, num_classes, dropout, "resnet50", logits)
+    return _model(image, x, num_classes, dropout=dropout, name="resnet50", logits=logits)
 
 
 def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -60,7 +60,7 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     image = keras.Input((size, size, 3), name="image")
     pixels = Preprocess(name="preprocess")(image)
     body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
-    model = _model(image, body.output, num_classes, dropout, "resnet50_keras")
+    model = _model(image, body.output, num_classes, dropout=dropout, name="resnet50_keras")
     model.backbone = body.layers[-1].name  # the last layer that --backbone_weights fills
     return model
 
@@ -81,11 +81,11 @@ class PadChannels(layers.Layer):
         return super().get_config() | {"channels": self.channels}
 
 
-def _conv(x, filters: int, kernel: int = 3, strides: int = 1, relu: bool = True):
-    """Convolution, batch norm and optionally ReLU."""
-    x = layers.Conv2D(
-        filters, kernel, strides, "same", use_bias=False, kernel_initializer="he_normal"
-    )(x)
+def _conv(x, filters: int, *, strides: int = 1, relu: bool = True):
+    """A 3x3 convolution, batch norm and optionally ReLU."""
+    x = layers.Conv2D(filters, 3, strides, "same", use_bias=False, kernel_initializer="he_normal")(
+        x
+    )
     # Keras's 0.99 would follow too slowly for short runs, which read the statistics early.
     x = layers.BatchNormalization(momentum=0.9)(x)
     return layers.ReLU()(x) if relu else x
@@ -102,18 +102,18 @@ def _shortcut(x, filters: int, strides: int):
     return x if x.shape[-1] == filters else PadChannels(filters)(x)
 
 
-def _bottleneck(x, name: str, filters: int, strides: int):
+def _bottleneck(x, filters: int, strides: int, *, name: str):
     """1x1, 3x3 and 1x1 convolutions with a shortcut, which has a 1x1 where shapes change."""
     shortcut = x
     if strides > 1 or x.shape[-1] != 4 * filters:
-        shortcut = _torch_conv(x, f"{name}_shortcut", 4 * filters, 1, strides)
-    y = layers.ReLU()(_torch_conv(x, f"{name}_1", filters, 1))
-    y = layers.ReLU()(_torch_conv(y, f"{name}_2", filters, 3, strides))
-    y = _torch_conv(y, f"{name}_3", 4 * filters, 1, gamma="zeros")
+        shortcut = _torch_conv(x, 4 * filters, 1, name=f"{name}_shortcut", strides=strides)
+    y = layers.ReLU()(_torch_conv(x, filters, 1, name=f"{name}_1"))
+    y = layers.ReLU()(_torch_conv(y, filters, 3, name=f"{name}_2", strides=strides))
+    y = _torch_conv(y, 4 * filters, 1, name=f"{name}_3", gamma="zeros")
     return layers.ReLU()(layers.Add()([shortcut, y]))
 
 
-def _torch_conv(x, name: str, filters: int, kernel: int, strides: int = 1, gamma: str = "ones"):
+def _torch_conv(x, filters: int, kernel: int, *, name: str, strides=1, gamma="ones"):
     """Convolution and batch norm with Torch's padding and constants (fb.resnet.torch)."""
     if kernel > 1:
         x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left with strides
@@ -127,7 +127,7 @@ def _torch_conv(x, name: str, filters: int, kernel: int, strides: int = 1, gamma
 
 
 def _model(
-    image, x, num_classes: int, dropout: float, name: str, logits="glorot_uniform"
+    image, x, num_classes: int, *, dropout: float, name: str, logits="glorot_uniform"
 ) -> keras.Model:
     """Global mean, dropout and logits (initialized by `logits`), these in float32 at least."""
     inputs = {"image": image}

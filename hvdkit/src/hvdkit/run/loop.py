@@ -124,16 +124,16 @@ class Run:
             context.train_source,
             self.sampler,
             context.train_reader,
-            self.start.step,
-            settings.num_steps,
-            workers,
-            world_lib.gpu(),
+            first_step=self.start.step,
+            num_steps=settings.num_steps,
+            workers=workers,
+            device=world_lib.gpu(),
         )
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
             source = modes.scored(context)
-            size, share = settings.eval_batch_size, (world.rank, world.size)
-            val_feed = EvaluationFeed(source, reader, size, *share, workers)
+            share = {"rank": world.rank, "size": world.size, "workers": workers}
+            val_feed = EvaluationFeed(source, reader, settings.eval_batch_size, **share)
         self.evaluator = Evaluator(context, val_feed)
 
     # ---- the step ---------------------------------------------------------------------------

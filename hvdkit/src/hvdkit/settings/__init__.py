@@ -2,6 +2,7 @@
 
 Settings            every setting; a fork's settings.py subclasses it
 setting             a field of it, with its help and limits
+add_reader          a value of --data_format
 parse               settings from a command line
 load                the same, and absl's FLAGS hold them
 from_command_line   the same, for a program's start: a mistake ends it with exit code 2
@@ -11,11 +12,13 @@ of_project          the fork's own Settings
 """
 
 from hvdkit.settings.all import Settings
+from hvdkit.settings.data import add_reader
 from hvdkit.settings.fields import setting
 from hvdkit.settings.parse import check, from_command_line, load, of_project, parse, write
 
 __all__ = [
     "Settings",
+    "add_reader",
     "check",
     "from_command_line",
     "load",

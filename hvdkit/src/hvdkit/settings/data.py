@@ -43,8 +43,34 @@ class TaskSettings(Room):
         return weights
 
 
-FORMATS = ("", "folders", "voc", "cityscapes", "class_folders", "cifar10", "cifar100", "digits")
-FORMATS += ("records",)
+# The reader of each layout of data_dir, "module.name", which hvdkit/data/open.py calls.
+READERS = {
+    "folders": "hvdkit.data.readers.pairs.ImageLabelFolder",
+    "voc": "hvdkit.data.readers.voc.Voc",
+    "cityscapes": "hvdkit.data.readers.cityscapes.Cityscapes",
+    "class_folders": "hvdkit.data.readers.class_folders.ClassFolders",
+    "cifar10": "hvdkit.data.readers.cifar.cifar10",
+    "cifar100": "hvdkit.data.readers.cifar.cifar100",
+    "digits": "hvdkit.data.shipped.Digits",
+    "records": "hvdkit.data.readers.records.Records",
+}
+FORMATS = ["", *READERS]
+
+
+def add_reader(name: str, reader: str) -> None:
+    """Adds a value of --data_format; for a fork's settings.py.
+
+    Args:
+      reader: "module.name" of a class or function, imported when it is used, that takes
+        data_dir, a split and the number of classes, and returns a `hvdkit.data.source.Source`.
+    """
+    if name in FORMATS or "." not in reader:
+        raise ValueError(
+            f"add_reader({name!r}, {reader!r}): give a new name and module.name, as "
+            'add_reader("text", "text_files.TextFiles")'
+        )
+    READERS[name] = reader
+    FORMATS.append(name)
 
 
 class DataSettings(Room):

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
@@ -63,7 +63,7 @@ def setting(
     default: Any,
     help: str,
     *,
-    choices: tuple = (),
+    choices: Sequence[str] = (),
     low: float = -math.inf,
     above: float = -math.inf,
     below: float = math.inf,

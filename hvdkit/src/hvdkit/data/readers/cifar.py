@@ -80,6 +80,15 @@ class Cifar:
         return source.digest([*self._listing, ("label", self._label)])
 
 
+def cifar10(root: Path, split: str, _: int = 0) -> Cifar:
+    return Cifar(root, split, 10)
+
+
+def cifar100(root: Path, split: str, num_classes: int = 0) -> Cifar:
+    """With the 100 fine labels, or the 20 coarse ones where that many are asked for."""
+    return Cifar(root, split, 20 if num_classes == 20 else 100)
+
+
 def _load(path: Path, layout: _Layout) -> np.ndarray:
     """The file's records, uint8 [n, bytes of a record]."""
     records = np.fromfile(path, np.uint8).reshape(-1, len(layout.labels) + _PIXELS)

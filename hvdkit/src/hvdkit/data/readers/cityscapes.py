@@ -16,7 +16,7 @@ from hvdkit.data import shared_listing
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.listing import Names
-from hvdkit.data.readers.pairs import PicturePairs, listed
+from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.logs import join
 
 CLASS_NAMES = (
@@ -44,17 +44,13 @@ class Cityscapes(PicturePairs):
 
     class_names = CLASS_NAMES
 
-    def __init__(self, root: Path, split: str):
+    def __init__(self, root: Path, split: str, _: int = 0):
         root = Path(root)
-        images, labels = shared_listing.found(
-            ("cityscapes", str(root), split), lambda: _list(root, split)
-        )
+        files = shared_listing.found(("cityscapes", str(root), split), lambda: _list(root, split))
         super().__init__(
             root,
-            images,
-            labels,
+            files,
             NUM_CLASSES,
-            IGNORE,
             table=train_ids(),
             way_out=f"these files hold ids 0..{LAST_ID}; take the original labelIds (a 255 in "
             "them says that they were made train ids already)",
@@ -90,9 +86,9 @@ def _list(root: Path, split: str) -> tuple[Names, Names]:
                 f"archives of leftImg8bit and {kind} that have this split whole"
             )
     names = sorted(images)
-    return listed(
-        [f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names],
-        [f"{kind}/{split}/{name}{ending}" for name in names],
+    return (
+        Names.of(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names),
+        Names.of(f"{kind}/{split}/{name}{ending}" for name in names),
     )
 
 

@@ -41,7 +41,7 @@ class ClassFolders:
     would be left out, or a file has another size on this host.
     """
 
-    def __init__(self, root: Path, split: str):
+    def __init__(self, root: Path, split: str, _: int = 0):
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
         listed = _Listed(*shared_listing.found(key, lambda: _list(self.root, split)))

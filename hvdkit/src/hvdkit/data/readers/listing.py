@@ -48,14 +48,14 @@ def read_names(path: Path) -> dict[str, int]:
     known: dict[str, int] = {}
     for number, name in enumerate(map(str.strip, read_lines(path)), start=1):
         if name:
-            check_new(known, name, number, path)
+            check_new(known, name, line=number, where=path)
             names[name] = number
     if not names:
         raise ValueError(f"{path} lists no name; write one a line")
     return names
 
 
-def check_new(known: dict[str, int], name: str, line: int, where: Path) -> None:
+def check_new(known: dict[str, int], name: str, *, line: int, where: Path) -> None:
     """Adds a name and its line to `known`; ValueError if that path is known, however spelled."""
     first = known.setdefault(os.path.normpath(name), line)
     if first != line:
@@ -110,7 +110,7 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     return [f"{folder.name}/{found[name]}" for name in names]
 
 
-def check_there(root: Path, paths: Sequence[str], lines: Sequence[int], where: Path) -> None:
+def check_there(root: Path, paths: Sequence[str], lines: Iterable[int], *, where: Path) -> None:
     """Raises ValueError for paths relative to root that are not files.
 
     Args:

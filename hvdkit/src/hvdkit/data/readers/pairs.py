@@ -28,35 +28,31 @@ class PicturePairs:
     """Listed files as a `source.Source`.
 
     Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1], "file": the picture's bytes}.
-    Label values are below `num_classes`, or `ignore_label`. No file is opened here. Pictures are
+    Label values are below `num_classes`, or IGNORE. No file is opened here. Pictures are
     turned by their EXIF orientation; labels belong to the turned picture, as viewers show it.
 
     Args:
-      images, labels: paths relative to root, of one length; labels are 8-bit grey or palette PNGs.
-        A reader that lists many files calls `listed` in `shared_listing.found`, on rank 0.
+      files: paths of the pictures and of their labels, relative to root; labels are 8-bit grey or
+        palette PNGs. A reader lists them in `shared_listing.found`, on rank 0.
       table: uint8 [256], the class of each value in the files; None if the values are classes.
-        An invalid value maps to a class that is neither below `num_classes` nor `ignore_label`.
+        An invalid value maps to a class that is neither below `num_classes` nor IGNORE.
       way_out: how to fix a value that is no class.
     """
+
+    kind = "map"
 
     def __init__(
         self,
         root: Path,
-        images: Names | Sequence[str],
-        labels: Names | Sequence[str],
+        files: Sequence[Names],
         num_classes: int,
-        ignore_label: int = IGNORE,
+        *,
         table: np.ndarray | None = None,
         way_out: str = "map the values, or raise num_classes",
     ):
-        self.root = root
-        self.num_classes = num_classes
-        self.ignore_label = ignore_label
-        self._images, self._labels, self._table, self._way_out = (
-            *listed(images, labels),
-            table,
-            way_out,
-        )
+        self.root, self.num_classes = root, num_classes
+        self._images, self._labels = files
+        self._table, self._way_out = table, way_out
         self._folder = os.fsencode(os.path.join(root, ""))
         names = str(root), self._images.digest(), self._labels.digest()
         self._sizes = listing.sizes(names, self._looked_at)
@@ -79,7 +75,7 @@ class PicturePairs:
         if self._table is not None:
             label = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
         if self.num_classes < 256:
-            known = (label < self.num_classes) | (label == self.ignore_label)
+            known = (label < self.num_classes) | (label == IGNORE)
             pictures.require(tf.reduce_all(known), "a label value is no class", label_path)
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
@@ -90,7 +86,7 @@ class PicturePairs:
             image = pictures.load(image_path)
             label = pictures.load(label_path, deep=True)  # check_label_kind explains more
             pictures.check_label_kind(label_path, label)
-            self._check_sizes(image_path, image, label_path, label)
+            _check_sizes({image_path: image, label_path: label})
             self._check_values(label_path, np.asarray(label))
             self.read(tf.constant(index, tf.int64))
         except ValueError as problem:
@@ -121,42 +117,38 @@ class PicturePairs:
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
 
-    def _check_sizes(
-        self, image_path: Path, image: Image.Image, label_path: Path, label: Image.Image
-    ) -> None:
-        turns = int(exif.orientation(image_path.read_bytes()))
-        shown = _shown(image, turns)
-        there = _shown(label, int(exif.orientation(label_path.read_bytes())))
-        if shown == there:
-            return
-        if image.size == there:
-            raise ValueError(
-                f"{label_path} fits {image_path} as it is stored, {_words(there)}; its EXIF "
-                f"orientation {turns} turns that picture to {_words(shown)}, as viewers show it: "
-                "turn the label too, or take the orientation out of all pictures of the set"
-            )
-        raise ValueError(
-            f"{image_path} is {_words(shown)} and {label_path} is {_words(there)} (width x "
-            "height); make them one size (labels without interpolation)"
-        )
-
     def _check_values(self, path: Path, label: np.ndarray) -> None:
         ids = label if self._table is None else self._table[label]
-        wrong = (ids >= self.num_classes) & (ids != self.ignore_label)
+        wrong = (ids >= self.num_classes) & (ids != IGNORE)
         if wrong.any():
             row, column = np.argwhere(wrong)[0]
             values = np.unique(label[wrong]).tolist()
             raise ValueError(
                 f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
                 f"class ({np.count_nonzero(wrong)} such pixels, values {join(values)}); "
-                f"classes are 0..{self.num_classes - 1} and {self.ignore_label} is ignored: "
+                f"classes are 0..{self.num_classes - 1} and {IGNORE} is ignored: "
                 f"{self._way_out}"
             )
 
 
-def listed(images: Names | Sequence[str], labels: Names | Sequence[str]) -> tuple[Names, Names]:
-    """Paths of pictures and of labels, stored compactly."""
-    return tuple(x if isinstance(x, Names) else Names.of(x) for x in (images, labels))
+def _check_sizes(pair: dict[Path, Image.Image]) -> None:
+    """Raises ValueError if a picture and its label have different sizes when both are turned."""
+    (image_path, image), (label_path, label) = pair.items()
+    turns = int(exif.orientation(image_path.read_bytes()))
+    shown = _shown(image, turns)
+    there = _shown(label, int(exif.orientation(label_path.read_bytes())))
+    if shown == there:
+        return
+    if image.size == there:
+        raise ValueError(
+            f"{label_path} fits {image_path} as it is stored, {_words(there)}; its EXIF "
+            f"orientation {turns} turns that picture to {_words(shown)}, as viewers show it: "
+            "turn the label too, or take the orientation out of all pictures of the set"
+        )
+    raise ValueError(
+        f"{image_path} is {_words(shown)} and {label_path} is {_words(there)} (width x "
+        "height); make them one size (labels without interpolation)"
+    )
 
 
 def _shown(picture: Image.Image, orientation: int) -> tuple[int, int]:
@@ -185,17 +177,10 @@ class ImageLabelFolder(PicturePairs):
     a listed name lacks its image or label, or a name is listed twice.
     """
 
-    def __init__(self, root: Path, split: str, num_classes: int, ignore_label: int = IGNORE):
-        if not (1 <= num_classes <= 256 and 0 <= ignore_label <= 255):
-            raise ValueError(
-                f"num_classes={num_classes} and ignore_label={ignore_label}: labels have 8 bits, "
-                "so give 1 to 256 classes and a label to ignore from 0 to 255"
-            )
+    def __init__(self, root: Path, split: str, num_classes: int = 0):
         root = Path(root)
-        images, labels = shared_listing.found(
-            ("folders", str(root), split), lambda: _list(root, split)
-        )
-        super().__init__(root, images, labels, num_classes, ignore_label)
+        files = shared_listing.found(("folders", str(root), split), lambda: _list(root, split))
+        super().__init__(root, files, num_classes or 256)
         self.is_demo: bool = shared_listing.found(("demo", str(root)), (root / MARKER).is_file)
 
     def fingerprint(self) -> str:
@@ -211,4 +196,4 @@ def _list(root: Path, split: str) -> tuple[Names, Names]:
         listing.check_folder(root / name, content)
     names = listing.read_names(root / "splits" / f"{split}.txt")
     images = listing.find(root / "images", names, IMAGE_SUFFIXES)
-    return listed(images, listing.find(root / "labels", names, (".png",)))
+    return Names.of(images), Names.of(listing.find(root / "labels", names, (".png",)))

@@ -67,7 +67,7 @@ class Records:
     it is read; `hvdkit check` compares everything.
     """
 
-    def __init__(self, root: Path, split: str):
+    def __init__(self, root: Path, split: str, _: int = 0):
         self.folder = Path(root) / split
         meta = _read_meta(self.folder)
         self.kind: str = meta["kind"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit.data import shared_listing
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.listing import Names
-from hvdkit.data.readers.pairs import PicturePairs, listed
+from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 
 NUM_CLASSES = 21
@@ -36,12 +36,12 @@ class Voc(PicturePairs):
 
     class_names = CLASS_NAMES
 
-    def __init__(self, root: Path, split: str):
-        year, *names = shared_listing.found(
+    def __init__(self, root: Path, split: str, _: int = 0):
+        year, *files = shared_listing.found(
             ("voc", str(root), split), lambda: _list(Path(root), split)
         )
         super().__init__(
-            Path(year), *names, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
+            Path(year), files, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
         )
 
 
@@ -58,11 +58,12 @@ def _list(root: Path, split: str) -> tuple[str, Names, Names]:
     names = listing.read_names(path)
     first = next(iter(names))
     if first.startswith("/") or len(first.split()) > 1:
-        return str(root), *listed(*_pairs(root, path, names))
+        return str(root), *map(Names.of, _pairs(root, path, names))
     folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
     listing.check_folder(root / folder, "label PNGs")
     images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
-    return str(root), *listed(images, listing.find(root / folder, names, (".png",)))
+    labels = listing.find(root / folder, names, (".png",))
+    return str(root), Names.of(images), Names.of(labels)
 
 
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
@@ -80,9 +81,9 @@ def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], li
                 f"{path}, line {number}: {line!r} is not a picture and its label, as "
                 "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png"
             )
-        listing.check_new(known, pair[0], number, path)  # pictures may share a label
+        listing.check_new(known, pair[0], line=number, where=path)  # pictures may share a label
         images.append(pair[0])
         labels.append(pair[1])
     for paths in (images, labels):
-        listing.check_there(root, paths, list(lines.values()), path)
+        listing.check_there(root, paths, lines.values(), where=path)
     return images, labels

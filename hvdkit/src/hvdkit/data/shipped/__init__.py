@@ -52,10 +52,10 @@ class Digits(Arrays):
       ValueError: a split that is neither train nor val, or other than 10 classes.
     """
 
-    def __init__(self, split: str, num_classes: int = NUM_CLASSES) -> None:
+    def __init__(self, _: object, split: str, num_classes: int = NUM_CLASSES) -> None:
         if split not in ROWS:
             raise ValueError(f"digits: no split {split!r}; there are {sorted(ROWS)}")
-        if num_classes != NUM_CLASSES:
+        if num_classes not in (0, NUM_CLASSES):
             raise ValueError(f"--num_classes={num_classes}: the digits have {NUM_CLASSES} classes")
         (scans, labels), rows = digits(), list(ROWS[split])
         shades = np.rint(scans[rows] * (255 / 16)).astype(np.uint8)
