@@ -173,12 +173,6 @@ def test_names_and_images_that_come_twice_are_named(root: Path):
     fails(root, root / "images", "b.jpg and b.png")
 
 
-@pytest.mark.parametrize(("classes", "ignore"), [(0, 255), (257, 255), (5, 256), (5, -1)])
-def test_numbers_of_classes_that_do_not_fit_are_named(root: Path, classes: int, ignore: int):
-    with pytest.raises(ValueError, match=f"num_classes={classes} and ignore_label={ignore}"):
-        pairs.ImageLabelFolder(root, "train", classes, ignore)
-
-
 @pytest.mark.parametrize("folder", ["images", "labels"])
 def test_damaged_files_are_explained(root: Path, folder: str):
     path = root / folder / "b.png"

@@ -135,7 +135,7 @@ def test_overlap_is_limited():
 
 def test_the_reader_for_folders_reads_it(demo: Path):
     for split, count in (("train", 12), ("val", 6)):
-        source = pairs.ImageLabelFolder(demo, split, scenes.NUM_CLASSES, scenes.IGNORE)
+        source = pairs.ImageLabelFolder(demo, split, scenes.NUM_CLASSES)
         assert len(source) == count
         assert [source.explain(index) for index in range(count)] == [None] * count
 
