@@ -109,10 +109,10 @@ TASK_VALUES: dict[str, list[str]] = {
 }
 
 LEFT_OUT = {
-    "data_dir": "names files: test_readers_*.py",
-    "data_format": "names files: test_readers_*.py",
-    "train_split": "names files: test_readers_open.py",
-    "val_split": "names files: test_readers_open.py",
+    "data_dir": "names files: test_open.py",
+    "data_format": "names files: test_open.py",
+    "train_split": "names files: test_open.py",
+    "val_split": "names files: test_open.py",
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_modes.py",
     "find_lr": "keeps nothing: test_modes.py",

@@ -1,13 +1,20 @@
-"""Augmentation: drawn from the key alone, image and label stay on each other."""
+"""Augmentation: drawn from the key alone, image and label stay on each other; by which settings."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from hvdkit.data import augment, image_ops
+from hvdkit.data.scenes import MARKER
+from hvdkit.settings import Settings
+from tasks import segmentation
 
 # No colour changes, so that pixels can be told again.
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
@@ -220,3 +227,172 @@ def test_settings_out_of_range_are_named(name: str, value: object):
     with pytest.raises(ValueError) as error:
         augment.Augmentation(**{"size": (4, 4), name: value})
     assert f"{name}={value}" in str(error.value)
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+
+
+@pytest.mark.parametrize("crop", [augment.shifted, augment.random_resized])
+def test_a_crop_is_its_keys(crop):
+    one, same, other = (
+        crop({"image": NOISE}, tf.constant(k), size=16, mirror=True)
+        for k in ([1, 2], [1, 2], [1, 3])
+    )
+    assert one.shape == (16, 16, 3) and one.dtype == tf.uint8
+    np.testing.assert_array_equal(one, same)
+    assert np.abs(one.numpy().astype(int) - other).max() > 12
+
+
+def test_shifts_reach_an_eighth_both_ways_and_no_further():
+    """Each crop is the picture at one of 9 x 9 places, mirrored or not; all of them come up."""
+    image = NOISE[:32, :32]
+    padded = np.pad(image, [(4, 4), (4, 4), (0, 0)])
+    places = {padded[y : y + 32, x : x + 32][::8, ::8].tobytes(): (y, x)
+              for y in range(9) for x in range(9)}  # fmt: skip
+    seen, turned = set(), 0
+    shift = tf.function(
+        lambda key: augment.shifted({"image": tf.constant(image)}, key, size=32, mirror=True)
+    )
+    for number in range(500):
+        crop = shift(tf.constant([number, 0])).numpy()
+        ways = [places.get(c[::8, ::8].tobytes()) for c in (crop, crop[:, ::-1])]
+        assert ways.count(None) == 1
+        turned += ways[0] is None
+        seen.add(ways[0] or ways[1])
+    assert {y for y, _ in seen} == {x for _, x in seen} == set(range(9))
+    assert 200 < turned < 300
+
+
+def drawn_parts(height: int, width: int, keys: int, smallest: float = 0.08):
+    """Ten draws a key, and the part that they give; float32 [keys, 10, 4] and int32 [keys, 4]."""
+    draws = np.random.default_rng(0).random((keys, 10, 4), np.float32)
+    shape = tf.constant([height, width])
+    made = tf.function(lambda d: tf.map_fn(
+        lambda one: augment.random_part(shape, one, smallest), d, fn_output_signature=tf.int32
+    ))  # fmt: skip
+    return draws, made(draws).numpy()
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (40, 200), (5, 3), (1, 1)])
+def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
+    """The rule of torchvision's RandomResizedCrop, written out one try after the other."""
+    draws, found = drawn_parts(height, width, 400)
+    fell_back = 0
+    for own, (top, left, high, wide) in zip(draws.astype(np.float64), found):
+        for y, x, area, ratio in own:
+            area, ratio = height * width * (0.08 + 0.92 * area), 0.75 * (16 / 9) ** ratio
+            h, w = np.round(np.sqrt([area / ratio, area * ratio]))
+            if 1 <= h <= height and 1 <= w <= width:
+                place = np.floor([y * (height - h + 1), x * (width - w + 1)])
+                break
+        else:
+            h, w = min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))
+            place = (height - h) // 2, (width - w) // 2
+            fell_back += 1
+        assert np.abs(np.array([*place, h, w]) - [top, left, high, wide]).max() <= 1  # rounding
+        assert 0 <= top <= height - high and 0 <= left <= width - wide
+    assert (fell_back > 50) == (width == 200)
+
+
+def test_parts_of_a_photograph_seldom_touch_both_sides():
+    """Cut at the edge instead of drawn anew, 26 % of them would reach from side to side."""
+    _, found = drawn_parts(375, 500, 4000)
+    assert np.mean((found[:, 2] == 375) | (found[:, 3] == 500)) < 0.015
+    area, ratio = found[:, 2] * found[:, 3] / (375 * 500), found[:, 3] / found[:, 2]
+    assert 0.079 < area.min() < 0.09 and area.max() > 0.9
+    assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
+
+
+def test_fine_stripes_of_a_crop_come_out_grey():
+    """Of stripes of one pixel, a crop that leaves pixels out would take some and not others."""
+    stripes = np.zeros((640, 640, 3), np.uint8)
+    stripes[:, ::2] = 255
+    sample = {"image": stripes}
+    for crop in (
+        augment.centred(sample, 64),
+        augment.random_resized(sample, [1, 2], size=32, mirror=False, smallest=0.9),
+    ):
+        assert np.abs(crop[2:-2, 2:-2].numpy() - 127.5).max() < 13
+
+
+def test_evaluation_takes_the_middle():
+    image = np.zeros((40, 60, 3), np.uint8)
+    image[4:36, 14:46] = 255  # 32 pixels, the middle of the 40 in the middle
+    assert (augment.centred({"image": image}, 16, share=0.8).numpy() == 255).all()
+    assert augment.centred({"image": image}, 16, share=1.0).numpy().min() == 0
+    small = NOISE[:32, :32]
+    np.testing.assert_array_equal(augment.centred({"image": small}, 32, share=1.0), small)
+
+
+DEMO, USUAL = ((0.8, 1.25), False), ((0.5, 2.0), True)
+
+
+def opened(root: Path, **settings) -> tuple[segmentation.Task, str]:
+    config = dataclasses.replace(Settings(), data_dir=str(root), image_size=32, **settings)
+    task = segmentation.Task(config)
+    train, val = task.sources()
+    return task, train.fingerprint() + val.fingerprint()
+
+
+def scale_and_mirror(root: Path, **settings) -> tuple[tuple[float, float], bool]:
+    task, _ = opened(root, **settings)
+    return task.how.scale, task.how.mirror
+
+
+def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
+    copy, plain = tmp_path / "staged", tmp_path / "plain"
+    shutil.copytree(tiny_data, copy)
+    # Where the demo is made, under its usual name, it is no other set.
+    monkeypatch.setattr(segmentation, "DEMO", tiny_data)
+    tasks, prints = zip(opened(tiny_data), opened(copy))
+    assert scale_and_mirror(tiny_data) == scale_and_mirror(copy) == DEMO and prints[0] == prints[1]
+    one, other = (
+        task.training_example(task.sources()[0].read(tf.constant(3, tf.int64)), tf.constant([1, 2]))
+        for task in tasks
+    )
+    np.testing.assert_array_equal(one["inputs"]["image"], other["inputs"]["image"])
+
+    shutil.copytree(copy, plain, ignore=shutil.ignore_patterns(MARKER))
+    assert scale_and_mirror(plain) == USUAL
+    assert opened(plain)[1] != prints[0]  # a rank that lacks the marker does not go unnoticed
+    monkeypatch.setattr(segmentation, "DEMO", plain)
+    with pytest.raises(ValueError, match=f"{plain} is not empty and not a finished demo"):
+        opened(plain)[0].prepare()
+
+
+def test_flags_have_the_last_word(tiny_data):
+    assert scale_and_mirror(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
+    assert scale_and_mirror(tiny_data, synthetic_data=True) == USUAL
+    assert scale_and_mirror(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
+
+
+def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
+    """Logits 0 and ln 3: probabilities 1/4 and 3/4; smoothed, the target of class 1 is 1/8, 7/8."""
+    settings = {"model": "tiny", "num_classes": 2, "dropout": 0.3, "label_smoothing": 0.25}
+    task, _ = opened(tiny_data, **settings)
+    model = task.build_model()
+    assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
+    logits = tf.reshape(tf.constant([0.0, np.log(3.0)], tf.float32), (1, 1, 1, 2))
+    losses, _ = task.loss(logits, {"label": tf.ones([1, 1, 1, 1], tf.uint8)})
+    expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
+    np.testing.assert_allclose(losses[0, 0, 0], expected, rtol=1e-6)
+
+
+def test_an_evaluation_is_in_evaluation_mode(tiny_data):
+    task, _ = opened(tiny_data, model="tiny", dropout=0.5)
+    model = task.build_model()
+    inputs = {"image": tf.random.stateless_uniform([2, 32, 32, 3], [1, 2], maxval=255.0)}
+    inputs["key"] = tf.zeros([2, 2], tf.int32)
+    outputs = task.predict(model, inputs)
+    np.testing.assert_array_equal(outputs, model(inputs, training=False))
+    assert np.any(outputs != model(inputs, training=True))
+
+
+def test_the_mean_is_over_the_classes_that_occur(tiny_data):
+    """Class 0: 3 of 4 right, IoU 3/5; class 1: 1 of 2, IoU 1/3; class 2 occurs nowhere."""
+    task, _ = opened(tiny_data, num_classes=3)
+    figures = task.metrics({"confusion": np.array([[3, 1, 0], [1, 1, 0], [0, 0, 0]])})
+    np.testing.assert_allclose(figures["miou"], (3 / 5 + 1 / 3) / 2)
+    np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
+    assert np.isnan(figures["iou_2"])
+    assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0

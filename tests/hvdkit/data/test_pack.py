@@ -1,19 +1,23 @@
-"""Packed sets: same samples under the same ids, and what is said of a broken shard or index."""
+"""Packed sets: same samples under the same ids, whole or not there, and how damage is reported."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+from small_checkpoints import save
 
-from hvdkit.data import pack, scenes
+from hvdkit.data import pack, scenes, source
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
@@ -22,6 +26,7 @@ from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Arrays
+from ranks import PROJECT
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +298,117 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str):
     with pytest.raises(SystemExit):  # of what would it be?
         command(*flags, "--as=wrong", "--quality=50")
     assert not (out / "wrong").exists()
+
+
+_KILLED = """
+import os, pathlib, signal, sys
+from hvdkit.data import pack
+with pack.hidden_folder(pathlib.Path(sys.argv[1]), "train") as work:
+    (work / "shard").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_kill_left_goes_at_the_next_start(tmp_path: Path):
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    project = PROJECT
+    assert subprocess.run(command, cwd=project).returncode == -9
+    assert list(tmp_path.rglob("shard"))
+    with pack.hidden_folder(tmp_path, "train") as work:
+        assert not list(work.iterdir())
+        (work / "shard").write_bytes(b"")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "train.packing-2", ".packing"])
+def test_names_that_no_pack_can_have(name: str):
+    readers.fails(lambda: pack._check_name(name), repr(name), "--as")
+
+
+def test_one_at_a_time_and_two_of_two_names(tmp_path: Path):
+    def second() -> None:
+        with pack.hidden_folder(tmp_path, "train"):
+            pass
+
+    with pack.hidden_folder(tmp_path, "train") as train:
+        (train / "shard").write_bytes(b"")
+        readers.fails(second, tmp_path / "train", "is being written by another process", "--as")
+        with pack.hidden_folder(tmp_path, "val"):  # which leaves the other's alone
+            pass
+        assert (train / "shard").exists()
+    second()
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_are_not_followed(tmp_path: Path):
+    mine = tmp_path / "mine"
+    (mine / "inner").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".train.packing").symlink_to(mine)
+    with pytest.raises(OSError), pack.hidden_folder(tmp_path / "out", "train"):
+        pass
+    (tmp_path / "out" / ".val.packing").mkdir()
+    (tmp_path / "out" / ".val.packing" / "link").symlink_to(mine)
+    with pack.hidden_folder(tmp_path / "out", "val"):
+        pass
+    assert (mine / "inner").is_dir()
+
+
+def test_a_disk_without_locks_will_do(tmp_path: Path, monkeypatch):
+    def no_locks(*_: object) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pack.hidden_folder(tmp_path, "train") as work:
+        assert os.listdir(tmp_path) == [work.name]
+
+
+@pytest.fixture
+def unsafe(monkeypatch):
+    """By the name that a rename gave: what of it was not flushed when it got that name."""
+    flushed: dict[tuple[int, int], int] = {}  # of each file and folder: its size when it was
+    found: dict[str, list[str]] = {}
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        flushed[about.st_dev, about.st_ino] = about.st_size
+
+    def check(move):
+        def renamed(path: Path, target: Path):
+            inside = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
+            late = [
+                p.name
+                for p in inside
+                if flushed.get((p.stat().st_dev, p.stat().st_ino)) != p.stat().st_size
+            ]
+            found[Path(target).name] = late
+            moved = move(path, target)
+            flushed.pop((target.parent.stat().st_dev, target.parent.stat().st_ino), None)
+            return moved
+
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", watched)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, check(getattr(Path, name)))
+    found["flushed"] = flushed
+    return found
+
+
+def test_a_checkpoint(kept, unsafe):
+    flushed = unsafe.pop("flushed")
+    path = save(kept, 7)
+    assert unsafe == {"manifest.json": [], "step-00000007": []}
+    parent = kept.folder.stat()  # which holds the new name
+    assert path.parent == kept.folder and (parent.st_dev, parent.st_ino) in flushed
+
+
+def test_a_packed_split(tmp_path, unsafe):
+    unsafe.pop("flushed")
+    samples = source.Arrays(
+        image=np.zeros((3, 8, 8, 3), np.uint8), label=np.array([0, 1, 2], np.int32)
+    )
+    pack.pack(samples, tmp_path, "train", shards=2)
+    assert unsafe["train"] == []

@@ -1,0 +1,237 @@
+"""Pictures as viewers show them, turned by EXIF or not, and parts of their files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from PIL import Image, ImageOps
+
+from hvdkit.data import image_ops
+from hvdkit.data.readers import exif, pairs, pictures
+from hvdkit.train import task_checks
+
+RNG = np.random.default_rng(0)
+SHAPE = (61, 83)
+SMOOTH = np.asarray(Image.fromarray(RNG.integers(0, 256, (9, 11, 3), np.uint8)).resize(SHAPE[::-1]))
+
+# In a graph, as tf.data has it.
+whole = tf.function(pictures.decode_image, input_signature=[tf.TensorSpec([], tf.string)])
+size = tf.function(pictures.size, input_signature=[tf.TensorSpec([], tf.string)])
+part = tf.function(
+    pictures.decode_part,
+    input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([4], tf.int32)],
+)
+
+
+def file(format: str, mode: str = "RGB", orientation: int = 0, **how) -> bytes:
+    out = io.BytesIO()
+    if orientation:
+        block = Image.Exif()
+        block[0x0112] = orientation
+        how["exif"] = block.tobytes()
+    Image.fromarray(SMOOTH).convert(mode).save(out, format, **how)
+    return out.getvalue()
+
+
+FILES = {
+    "half the colours": file("JPEG"),
+    "half of them in rows only": file("JPEG", subsampling=1),
+    "all colours": file("JPEG", subsampling=0),
+    "progressive": file("JPEG", progressive=True),
+    "grey": file("JPEG", "L"),
+    "CMYK": file("JPEG", "CMYK"),
+    "upright by EXIF": file("JPEG", orientation=1),
+    "turned by EXIF": file("JPEG", orientation=6),
+    "PNG": file("PNG"),
+    "palette": file("PNG", "P"),
+    "turned PNG": file("PNG", orientation=8),
+    "BMP": file("BMP"),
+}
+# Colours are stored for pairs of columns: at a part's edges a neighbour is missing.
+SPREAD = ("half the colours", "half of them in rows only", "progressive", "CMYK", "upright by EXIF")
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_part_has_the_pixels_of_the_whole(kind: str):
+    data = tf.constant(FILES[kind])
+    image = whole(data).numpy()
+    assert image.shape[:2] == (SHAPE[::-1] if "turned" in kind else SHAPE)
+    assert size(data).numpy().tolist() == list(image.shape[:2])
+    for _ in range(60):
+        high, wide = (int(RNG.integers(1, length + 1)) for length in image.shape[:2])
+        top = int(RNG.integers(0, image.shape[0] - high + 1))
+        left = int(RNG.integers(0, image.shape[1] - wide + 1))
+        found = part(data, tf.constant([top, left, high, wide])).numpy()
+        expected = image[top : top + high, left : left + wide]
+        if kind in SPREAD:
+            assert np.abs(found.astype(int) - expected).max() < 64
+            found, expected = found[:, 1:-1], expected[:, 1:-1]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_where_only_a_part_is_cut_the_image_is_not_decoded():
+    """Its file is cut off after the part, so that whoever decoded it would fail."""
+    data = file("JPEG", quality=95)
+    dataset = tf.data.Dataset.from_tensors(data[: len(data) * 2 // 3])
+
+    def read(data: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {"file": data, "image": pictures.decode_image(data)}
+
+    def cut(data: tf.Tensor) -> tf.Tensor:
+        return image_ops.cut(read(data), tf.constant([2, 3, 10, 20]))
+
+    [found] = dataset.map(cut)
+    np.testing.assert_array_equal(found, whole(tf.constant(data))[2:12, 3:23])
+    with pytest.raises(tf.errors.OpError):
+        list(dataset.map(lambda data: read(data)["image"]))
+
+
+def test_without_a_file_the_image_is_cut():
+    sample = {"image": tf.constant(SMOOTH)}
+    assert image_ops.size(sample).numpy().tolist() == list(SHAPE)
+    np.testing.assert_array_equal(image_ops.cut(sample, [5, 7, 20, 30]), SMOOTH[5:25, 7:37])
+
+
+def test_a_file_that_is_not_the_images_is_refused():
+    """Else a source that changes pictures would be trained on them as they were."""
+    data = tf.constant(FILES["PNG"])
+    task_checks.check_file({"image": tf.constant(SMOOTH), "file": data})
+    for image in (SMOOTH ^ 1, SMOOTH[1:], SMOOTH[:, ::-1]):
+        with pytest.raises(ValueError, match='code that changes "image" must remove "file"'):
+            task_checks.check_file({"image": tf.constant(image), "file": data})
+
+
+def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than_one():
+    for side, smooth in ((40, False), (30, True)):
+        expected = tf.image.resize(SMOOTH, [side, side], antialias=smooth).numpy()
+        other = tf.image.resize(SMOOTH, [side, side], antialias=not smooth).numpy()
+        found = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
+        assert np.abs(found - expected).max() <= 0.5 + 1e-3 < np.abs(found - other).max()
+
+
+def test_mirrored():
+    for turn in (False, True):
+        found = image_ops.mirrored(tf.constant(SMOOTH), tf.constant(turn))
+        np.testing.assert_array_equal(found, SMOOTH[:, ::-1] if turn else SMOOTH)
+
+
+def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
+    """Depth 8 and colour grey where a PNG has them, in a file that is none."""
+    data = b"x" * 24 + bytes([8, 0]) + b"x" * 40
+    with pytest.raises(tf.errors.InvalidArgumentError, match="8-bit grey or a palette PNG"):
+        pictures.decode_label(tf.constant(data), tf.constant("a.png"))
+
+
+ROWS, COLUMNS = np.mgrid[:24, :40]
+RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
+
+# In a graph, as tf.data has it.
+graph = {"input_signature": [tf.TensorSpec([], tf.string)], "autograph": False}
+decode, found = tf.function(pictures.decode_image, **graph), tf.function(exif._found, **graph)
+
+
+def picture(orientation: int, format: str = "JPEG", order: str = ">", **also) -> bytes:
+    """A file of RAMP with an EXIF of three entries; `order` of its bytes, as struct names it."""
+    block, file = Image.Exif(), io.BytesIO()
+    block.endian = order
+    block[0x010F], block[0x0112], block[0x0131] = "a maker of cameras", orientation, "software"
+    kind = {"subsampling": 0, "quality": 100} if format == "JPEG" else {}
+    Image.fromarray(RAMP).save(file, format, exif=block.tobytes(), **kind, **also)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_every_orientation_as_pillow_turns_it(format):
+    seen = set()
+    for orientation in range(10):  # 0 and 9 mean nothing
+        for order in "<>":
+            data = picture(orientation, format, order)
+            shown = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+            read = decode(data).numpy()
+            assert read.shape == shown.shape == ((40, 24, 3) if 5 <= orientation <= 8
+                                                 else (24, 40, 3))  # fmt: skip
+            # Two decoders of JPEG round otherwise.
+            assert np.abs(read.astype(int) - shown).max() <= 12, (orientation, order)
+            assert exif.orientation(data) == (orientation if 1 <= orientation <= 8 else 1)
+            seen.add(read.tobytes())
+    assert len(seen) == 8
+
+
+def test_segments_before_the_exif_are_passed():
+    """JFIF's, a comment and a colour profile come before it in files of some programs."""
+    data = picture(6)
+    jfif, rest = data[2:20], data[20:]
+    assert jfif[:2] == b"\xff\xe0" and rest[:2] == b"\xff\xe1"
+    for before in (
+        b"",
+        jfif,
+        jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
+    ):
+        assert exif.orientation(data[:2] + before + rest) == 6
+    # It is looked for in the first 16 KiB: 10 bytes of heads come before its 6-byte name.
+    for size, found in ((2**14 - 16, 6), (2**14 - 15, 1)):
+        comment = b"\xff\xfe" + (size + 2).to_bytes(2, "big") + bytes(size)
+        assert exif.orientation(data[:2] + comment + rest) == found, size
+    # The name inside a comment begins no Exif segment.
+    fake = b"\xff\xfe\x00\x12Exif\0\0II*\0\x08\0\0\0\0\0"
+    assert exif.orientation(data[:2] + fake + rest) == 6
+    table = rest.index(b"\xff\xdb")
+    plain = data[:20] + rest[table:]
+    assert exif.orientation(plain) == 1
+    np.testing.assert_array_equal(decode(plain), pictures.decode_image(plain))
+
+
+def test_what_cannot_be_understood_counts_as_none():
+    """Cut and changed headers: an orientation or none, and never an error of the parser's."""
+    rng, seen = np.random.default_rng(0), set()
+    for whole in (picture(6), picture(6, "PNG")):
+        for _ in range(100):
+            data = bytearray(whole[: rng.integers(0, 250)])
+            for place in rng.integers(0, 250, rng.integers(0, 5)):
+                data[place : place + 1] = rng.bytes(1)
+            seen.add(int(found(bytes(data))))
+    assert {1, 6} <= seen <= set(range(1, 9))
+
+
+def write(root: Path, data: bytes, label: np.ndarray, **also) -> pairs.ImageLabelFolder:
+    for folder in ("images", "labels", "splits"):
+        (root / folder).mkdir(exist_ok=True)
+    (root / "images" / "a.jpg").write_bytes(data)
+    Image.fromarray(label).save(root / "labels" / "a.png", **also)
+    (root / "splits" / "train.txt").write_text("a\n")
+    return pairs.ImageLabelFolder(root, "train", 5)
+
+
+def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
+    """It lies on the turned picture; with an orientation of its own it is turned itself."""
+    ids = np.random.default_rng(1).integers(0, 5, (24, 40), np.uint8)
+    for orientation in (8,):
+        data = picture(orientation)
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        block = Image.Exif()
+        block[0x0112] = orientation
+        stored = write(tmp_path, data, ids, exif=block.tobytes())
+        shown = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png")))
+        for source in (stored, write(tmp_path, data, shown)):
+            (sample,) = readers.read_all(source)
+            np.testing.assert_array_equal(sample["label"][..., 0], shown)
+            assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
+
+
+def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
+    source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
+    words = (
+        "a.png fits",
+        "a.jpg as it is stored, 40x24",
+        "orientation 6",
+        "24x40",
+        "turn the label",
+    )
+    readers.explained(source, 0, *words)
+    source = write(tmp_path, picture(6), np.zeros((24, 24), np.uint8))
+    readers.explained(source, 0, "a.jpg is 24x40", "a.png is 24x24", "make them one size")

@@ -1,0 +1,74 @@
+"""Arrays, the scanned digits and the colours of classes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdkit.data import shipped
+from hvdkit.data.labels import COLOURS
+from hvdkit.data.shipped import ROWS, Digits
+from hvdkit.data.source import Arrays
+
+
+def test_arrays_are_read_by_name_and_told_apart_by_content():
+    arrays = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 7]))
+    sample = arrays.read(tf.constant(1, tf.int64))
+    assert len(arrays) == 3 and sample["x"].numpy().tolist() == [0, 1, 0] and sample["label"] == 6
+    same = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 7]))
+    other = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 8]))
+    assert arrays.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+@pytest.mark.parametrize("lengths", [{}, {"x": 0}, {"x": 2, "label": 3}])
+def test_arrays_of_no_or_different_lengths_are_refused(lengths):
+    with pytest.raises(ValueError, match="of one length") as error:
+        Arrays(**{name: np.zeros(n) for name, n in lengths.items()})
+    assert str(lengths) in str(error.value)
+
+
+def test_what_is_shipped_is_what_scikit_learn_has():
+    """SHA-256 of load_digits and load_sample_images as arrays of bytes."""
+    arrays = [*shipped.digits(), *map(np.asarray, shipped.photographs())]
+    assert [hashlib.sha256(array.tobytes()).hexdigest() for array in arrays] == [
+        "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3",
+        "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0",
+        "e701459344fd69797154c91add3bb5d70e5ed1a61d8bed889bab3a796104698d",
+        "3202904ed246795bf616c66d7859cd7c6080eff736c6e38dc5cc62779742033f",
+    ]
+
+
+def test_the_splits_share_no_scan_and_hold_all():
+    assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
+
+
+def test_a_sample_is_a_picture_and_its_class():
+    digits = Digits(None, "val")
+    assert len(digits) == 359 and digits.fingerprint() != Digits(None, "train").fingerprint()
+    sample = digits.read(tf.constant(358, tf.int64))
+    assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
+    assert int(sample["label"]) == 8  # the last row
+    labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
+    assert labels == set(range(10))
+
+
+def test_every_process_sees_the_same_digits():
+    assert Digits(None, "val").fingerprint().startswith("472f7f2151d0e223")
+
+
+def test_wrong_use_is_named():
+    with pytest.raises(ValueError, match="test"):
+        Digits(None, "test")
+    with pytest.raises(ValueError, match="num_classes=11"):
+        Digits(None, "train", 11)
+
+
+def test_background_is_dark_grey_ignored_white_and_no_two_classes_alike():
+    assert COLOURS.shape == (256, 3) and COLOURS.dtype == np.uint8
+    assert COLOURS[0].tolist() == [63, 63, 63] and COLOURS[255].tolist() == [255, 255, 255]
+    apart = COLOURS[:22].astype(int)
+    distances = np.abs(apart[:, None] - apart[None]).sum(-1) + 999 * np.eye(22, dtype=int)
+    assert distances.min() > 20
