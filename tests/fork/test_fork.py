@@ -253,7 +253,7 @@ def newer(source, tmp_path) -> Path:
     engine, template = repository / "hvdkit/src/hvdkit", repository / "template"
     edit(engine / "ranks/world.py", "from __future__", "NEWER = True\nfrom __future__")
     (engine / "newer.py").write_text("NEWER = True\n")
-    (engine / "words.py").unlink()
+    (engine / "testing.py").unlink()
     for name in ("train.py", "settings.py", "tasks/blank.py", "configs/blank.cfg", "Makefile"):
         edit(template / name, "", "# changed by us\n")
     edit(template / "README.md.jinja", "", "# changed by us\n")
@@ -279,7 +279,7 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
         assert text.startswith("# mine\n") and "# changed by us" not in text, name
     engine = fork / ENGINE / "src/hvdkit"
     assert "NEWER = True" in (engine / "ranks/world.py").read_text()
-    assert (engine / "newer.py").exists() and not (engine / "words.py").exists()
+    assert (engine / "newer.py").exists() and not (engine / "testing.py").exists()
     for name in ("launch/bind.sh", "Dockerfile"):
         assert (fork / name).read_text().count("\n# changed by us\n") == 1
     assert os.access(fork / "launch/bind.sh", os.X_OK)
