@@ -11,8 +11,14 @@ from hvdkit.train.preprocessing import Preprocess
 from tasks.segmentation import MODELS
 
 CLASSES = 5
-# Run a few times: to optimize the graph would take longer.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def not_optimized():
+    """Each graph runs a few times: to optimize it would take longer."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 @pytest.fixture(scope="module")
