@@ -114,25 +114,6 @@ def test_no_digit_touches_background_or_another_digit():
             assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
 
 
-def test_digits_differ_from_what_they_lie_on_in_both_directions():
-    signs = []
-    for index in range(100):
-        drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "train", index)
-        digit = (drawn.label > 0) & (drawn.label != scenes.IGNORE)
-        beside = touching(touching(touching(digit))) & (drawn.label == 0)
-        signs.append(np.sign(drawn.image[digit].mean() - drawn.image[beside].mean()))
-    assert min(np.mean(np.equal(signs, 1)), np.mean(np.equal(signs, -1))) > 0.2
-
-
-def test_overlap_is_limited():
-    apart, close = (scenes.Settings(digits=(5, 5), overlap=share) for share in (0.0, 0.9))
-    counts = {
-        settings.overlap: sum(len(scenes.scene(settings, "train", i).scans) for i in range(40))
-        for settings in (apart, close)
-    }
-    assert counts[0.0] < counts[0.9] == 200
-
-
 def test_the_reader_for_folders_reads_it(demo: Path):
     for split, count in (("train", 12), ("val", 6)):
         source = pairs.ImageLabelFolder(demo, split, scenes.NUM_CLASSES)
@@ -203,17 +184,6 @@ def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how:
     assert len(contents(root)) == 2 * (12 + 6) + 3
 
 
-def test_two_at_once_make_one_set(tmp_path: Path, demo: Path):
-    root = tmp_path / "demo"
-    both = [
-        subprocess.Popen(command(root, "--train", "12", "--val", "6"), cwd=PROJECT)
-        for _ in range(2)
-    ]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
-    assert contents(root) == contents(demo)
-    assert list(tmp_path.iterdir()) == [root]
-
-
 def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, demo: Path):
     # The other set appears after this one has looked: the rename must not go over it.
     root = tmp_path / "demo"
@@ -243,13 +213,3 @@ def test_impossible_settings_are_named(name: str, value: object):
     with pytest.raises(ValueError) as error:
         scenes.Settings(**{name: value})
     assert f"{name}={value}" in str(error.value)
-
-
-def test_preview_shows_images_and_labels(demo: Path, tmp_path: Path):
-    scenes.preview(demo, tmp_path / "sheet.png", count=7)
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
-    assert sheet.shape == (2 * 132 + 24, 5 * 260, 3)
-    image = np.asarray(Image.open(demo / "images" / "train-00000.png"))
-    label = np.asarray(Image.open(demo / "labels" / "train-00000.png"))
-    np.testing.assert_array_equal(sheet[:128:2, :128:2], image)
-    np.testing.assert_array_equal(sheet[:128:2, 128:256:2], scenes.PALETTE[label])

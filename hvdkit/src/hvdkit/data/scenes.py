@@ -1,7 +1,6 @@
 """The demo data set: scanned handwritten digits on photographs, to be segmented.
 
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
-        [--preview PNG]
 
 It is made once, without a network, from data/shipped: 1,797 scans of handwritten digits and two
 photographs. Training and validation share neither a scan nor a pixel of a photograph. The folders
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageFilter
 
 from hvdkit.data import shipped
 from hvdkit.data.labels import IGNORE
@@ -31,13 +30,6 @@ NUM_CLASSES = len(CLASS_NAMES)
 SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of shipped.digits
 COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
-
-# One colour a class, for pictures of labels; ignored pixels are drawn white.
-PALETTE = np.full((256, 3), 255, np.uint8)
-PALETTE[:NUM_CLASSES] = [
-    (60, 60, 60), (230, 25, 75), (60, 180, 75), (255, 225, 25), (0, 130, 200), (245, 130, 48),
-    (145, 30, 180), (70, 240, 240), (240, 50, 230), (170, 110, 40), (128, 128, 255),
-]  # fmt: skip
 
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
 _TRIES = 30  # to find a place for a digit before it is left out
@@ -146,29 +138,6 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
     if (made := _made_with(Path(root))) is None:
         make(root, settings)
     return made or settings
-
-
-def preview(root: Path, path: Path, *, split: str = "train", count: int = 30) -> None:
-    """Writes a contact sheet: the first scenes of a split, each image beside its label.
-
-    Ignored pixels are white; the names of the classes stand below in their colours.
-    """
-    root, zoom, columns, gap = Path(root), 2, 5, 4
-    names = (root / "splits" / f"{split}.txt").read_text().split()[:count]
-    size = Image.open(root / "images" / f"{names[0]}.png").width * zoom
-    width, height = 2 * size + gap, size + gap
-    sheet = Image.new("RGB", (columns * width, -(-len(names) // columns) * height + 24))
-    for place, name in enumerate(names):
-        image = Image.open(root / "images" / f"{name}.png")
-        label = Image.fromarray(PALETTE[np.asarray(Image.open(root / "labels" / f"{name}.png"))])
-        row, column = divmod(place, columns)
-        for side, picture in enumerate((image, label)):
-            picture = picture.resize((size, size), Image.Resampling.NEAREST)
-            sheet.paste(picture, (column * width + side * size, row * height))
-    for place, name in enumerate(CLASS_NAMES):
-        corner, colour = (4 + 110 * place, sheet.height - 22), tuple(PALETTE[place].tolist())
-        ImageDraw.Draw(sheet).text(corner, name, fill=colour, font_size=18)
-    sheet.save(path)
 
 
 @functools.cache
@@ -283,14 +252,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
-    parser.add_argument("--preview", type=Path, metavar="PNG", help="write a contact sheet")
     args = parser.parse_args(argv[1:])
     try:
         settings = Settings(train=args.train, val=args.val, size=args.size, seed=args.seed)
         make(args.root, settings)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
-    if args.preview:
-        preview(args.root, args.preview)
     print(f"{args.root}: {settings.train} training and {settings.val} validation scenes")
     return 0
