@@ -200,7 +200,9 @@ class StopsAt(StopSignal):
 
 def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
     settings = {"eval_every": 2, "num_steps": 6, "run_dir": folder(world) / "run"}
-    ended = fit(world, Small, StopsAt(world, 3), **settings)  # two steps, then the evaluation
+    ended = fit(
+        world, Small, stop_signal=StopsAt(world, 3), **settings
+    )  # two steps, then the evaluation
     assert ended.code == PREEMPTED and "saved at step 2" in ended.message, ended.message
     assert ended.checkpoints == ["step-00000002"]
     again = fit(world, **settings)
@@ -214,13 +216,13 @@ def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
 
 def check_a_stop_saves_the_step_it_names(world):
     for question in (1, 3):
-        ended = fit(world, Small, StopsAt(world, question), num_steps=9, log_every=9)
+        ended = fit(world, Small, stop_signal=StopsAt(world, question), num_steps=9, log_every=9)
         step = question + 1  # the step that was under way when the votes were counted
         assert ended.code == PREEMPTED, ended.message
         assert ended.checkpoints == [f"step-{step:08d}"], ended.checkpoints
         assert f"saved at step {step}" in ended.message
     # The last step is in the records: a rerun does not make it again.
-    ended = fit(world, Small, StopsAt(world, 1), num_steps=9, log_every=2)
+    ended = fit(world, Small, stop_signal=StopsAt(world, 1), num_steps=9, log_every=2)
     assert not world.is_chief or [r["step"] for r in ended.records] == [2]
 
 
@@ -241,5 +243,7 @@ def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
             train._arrays["id"] = np.arange(60)
             return train, val
 
-    ended = fit(world, Broken, StopsAt(world, 1), num_steps=9, log_every=9, max_bad_steps=1)
+    ended = fit(
+        world, Broken, stop_signal=StopsAt(world, 1), num_steps=9, log_every=9, max_bad_steps=1
+    )
     assert ended.code == DIVERGED and not ended.checkpoints, (ended.code, ended.message)
