@@ -17,8 +17,9 @@ from hosts import ROOT, Hosts, hosts  # noqa: F401
 from slurm import Slurm
 
 STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
-TRAINING = [sys.executable, str(ROOT / "template" / "train.py"), "--eval_every=0", "--log_every=1"]
-BLANK = [*TRAINING, f"--flagfile={ROOT}/template/configs/blank.cfg", "--num_steps=2"]
+TRAINING = [sys.executable, str(ROOT / "template" / "train.py")]
+BLANK = [*TRAINING, f"--flagfile={ROOT}/template/configs/blank.cfg"]
+BLANK += ["--num_steps=2", "--eval_every=0"]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "gone")
 STOPPED = ("FAILED", "75:0", "0")  # state, exit code, restarts
@@ -117,11 +118,12 @@ def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm,
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_training_is_preempted_requeued_and_goes_on_to_the_end(slurm: Slurm, tmp_path: Path):
+def test_training_is_preempted_requeued_and_goes_on(slurm: Slurm, tiny_data: Path, tmp_path: Path):
     steps = 120
     flags = ["--flagfile=configs/demo.cfg", "--image_size=32", "--eval_crop=32"]
     flags += ["--global_batch_size=4", "--warmup_steps=0", "--checkpoint_every=0"]
-    flags += ["--synthetic_data", f"--num_steps={steps}", f"--run_dir={tmp_path}/run"]
+    flags += ["--eval_batch_size=8", "--log_every=1", "--eval_every=0"]
+    flags += [f"--data_dir={tiny_data}", f"--num_steps={steps}", f"--run_dir={tmp_path}/run"]
     job = Job(slurm, tmp_path, SBATCH, *TRAINING, *flags)
     job.wait_for(f"step 2/{steps}", 220)
     job.preempt(tmp_path)
