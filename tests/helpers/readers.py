@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,24 @@ def save(path: Path, pixels: np.ndarray, palette: bytes | None = None) -> None:
 def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
     """A picture, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def write_pairs(root: Path, pairs: dict[str, tuple], *splits: str) -> None:
+    """Folders of images and labels; `pairs` has them by name, as arrays, and each split has all."""
+    for name, pair in pairs.items():
+        for folder, pixels in zip(("images", "labels"), pair):
+            save(root / folder / f"{name}.png", pixels)
+    (root / "splits").mkdir(exist_ok=True)
+    for split in splits or ("train",):
+        (root / "splits" / f"{split}.txt").write_text("\n".join(pairs))
+
+
+@contextlib.contextmanager
+def without(path: Path) -> Iterator[None]:
+    """The file or folder is away inside."""
+    path.rename(path.parent / "aside")
+    yield
+    (path.parent / "aside").rename(path)
 
 
 def fails(make: Callable[[], object], *parts: object) -> None:

@@ -24,6 +24,27 @@ def network(classes: int = 3, start: float = 0.0) -> keras.Model:
     return model
 
 
+def save(folder, model: keras.Model, *, step: int = 1, optimizer=None) -> checkpoints.Checkpoints:
+    """Writes a checkpoint of the model into the folder."""
+    if optimizer is None:
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    kept = checkpoints.Checkpoints(folder, 9, WORLD)
+    kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Settings()))
+    return kept
+
+
+def averaging(model: keras.Model, **average) -> keras.optimizers.Optimizer:
+    optimizer = keras.optimizers.SGD(0.1, **average)
+    optimizer.build(model.trainable_variables)
+    return optimizer
+
+
+def same(one, other) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
+
+
 def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int) -> list:
     """Plain steps with gradients 1, 2, 3, ...; the first weight after each of them."""
     track = []
@@ -36,8 +57,7 @@ def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int)
 
 def test_averages_are_there_inside_and_gone_after():
     model = network(start=1.0)
-    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
-    optimizer.build(model.trainable_variables)
+    optimizer = averaging(model, use_ema=True, ema_momentum=0.9)
     with averaged_weights(model, optimizer):  # no step yet: an average of nothing would be zeros
         assert model.trainable_variables[0].numpy()[0, 0] == 1.0
     track = steps(model, optimizer, 4)
@@ -48,29 +68,24 @@ def test_averages_are_there_inside_and_gone_after():
     with pytest.raises(KeyError), averaged_weights(model, optimizer):
         np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
         raise KeyError
-    for variable, value in zip(model.variables, own):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    same(model.variables, own)
 
 
 def test_averages_are_part_of_the_state(tmp_path):
     """So that a checkpoint holds them, and an evaluation after a restart is of the same weights."""
     model, other = network(start=1.0), network()
-    optimizers = [keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5) for _ in range(2)]
-    for network_, optimizer in zip((model, other), optimizers):
-        optimizer.build(network_.trainable_variables)
+    optimizers = [averaging(net, use_ema=True, ema_momentum=0.5) for net in (model, other)]
     steps(model, optimizers[0], 3)
-    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
-    kept.write(kept.copy(3, State(model, optimizers[0], "float32").variables, Settings()))
+    kept = save(tmp_path, model, step=3, optimizer=optimizers[0])
     found = kept.find("auto", 3)
     kept.restore(found, State(other, optimizers[1], "float32").variables, Settings())
     with averaged_weights(model, optimizers[0]), averaged_weights(other, optimizers[1]):
-        for a, b in zip(model.variables, other.variables):
-            np.testing.assert_array_equal(a.numpy(), b.numpy())
+        same(model.variables, other.variables)
 
 
 def test_without_an_average_nothing_happens():
-    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1)
-    optimizer.build(model.trainable_variables)
+    model = network(start=1.0)
+    optimizer = averaging(model)
     steps(model, optimizer, 1)
     weight = model.trainable_variables[0].numpy()
     with averaged_weights(model, optimizer):
@@ -80,12 +95,8 @@ def test_without_an_average_nothing_happens():
 @pytest.fixture
 def run_dir(tmp_path):
     """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
-    kept = checkpoints.Checkpoints(tmp_path / "run" / "checkpoints", 9, WORLD)
     for step, score in ((1, 0.5), (2, 0.9), (3, None)):
-        model = network(start=float(step))
-        optimizer = keras.optimizers.Adam()
-        optimizer.build(model.trainable_variables)
-        kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Settings()))
+        kept = save(tmp_path / "run" / "checkpoints", network(start=float(step)), step=step)
         if score is not None:
             kept.add_score(step, score)
     return tmp_path / "run"
@@ -117,12 +128,6 @@ def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
     assert starts(model) == {1.0}
     with pytest.raises(ValueError, match=r"step-00000002/state.npz is damaged"):
         warm_start.load(model, run_dir / "checkpoints" / "step-00000002", False)
-
-
-def test_a_keras_file(tmp_path):
-    network(start=5.0).save(tmp_path / "model.keras")
-    model = network()
-    assert not warm_start.load(model, tmp_path / "model.keras", False) and starts(model) == {5.0}
 
 
 @pytest.mark.parametrize("kept", [0, 7, 0.3, 0.9])
@@ -158,25 +163,15 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     if kind == "keras":
         there.save(tmp_path / "model.keras")
     else:
-        optimizer = keras.optimizers.SGD()
-        optimizer.build(there.trainable_variables)
-        kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 1, WORLD)
-        kept.write(kept.copy(1, State(there, optimizer, "float32").variables, Settings()))
+        save(tmp_path / "checkpoints", there)
     model = unnamed(70.0, before=3)
+    state = next(v for v in model.variables if v.name == "seed_generator_state")
+    state.assign([3, 1])
     assert [v.path for v in model.variables] != [v.path for v in there.variables]
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
     assert not warm_start.load(model, path, False)
-    for here, other in zip(model.weights, there.weights):
-        np.testing.assert_array_equal(here.numpy(), other.numpy())
-
-
-def test_states_of_random_layers_are_the_new_runs_own(tmp_path):
-    unnamed(5.0).save(tmp_path / "model.keras")
-    model = unnamed(70.0)
-    state = next(v for v in model.variables if v.name == "seed_generator_state")
-    state.assign([3, 1])
-    assert not warm_start.load(model, tmp_path / "model.keras", False)
-    assert state.numpy().tolist() == [3, 1]
+    same(model.weights, there.weights)
+    assert state.numpy().tolist() == [3, 1], "states of random layers are the new run's own"
 
 
 def test_a_model_inside_another_is_taken_from_a_file_of_its_own(tmp_path):
@@ -191,11 +186,10 @@ def test_a_model_inside_another_is_taken_from_a_file_of_its_own(tmp_path):
 
 def averaged_run(folder, count, **average):
     """A run's checkpoint after so many steps; returns its weights, and those it evaluates."""
-    model, optimizer = network(start=1.0), keras.optimizers.SGD(0.1, **average)
-    optimizer.build(model.trainable_variables)
+    model = network(start=1.0)
+    optimizer = averaging(model, **average)
     steps(model, optimizer, count)
-    kept = checkpoints.Checkpoints(folder / "checkpoints", 1, WORLD)
-    kept.write(kept.copy(count, State(model, optimizer, "float32").variables, Settings()))
+    save(folder / "checkpoints", model, step=count, optimizer=optimizer)
     own = [v.numpy() for v in model.variables]
     with averaged_weights(model, optimizer):
         return own, [v.numpy() for v in model.variables]
@@ -207,8 +201,7 @@ def test_averages_of_another_run_on_request(tmp_path):
     for wanted, values in ((False, own), (True, averages)):
         model = network(start=70.0)
         assert not warm_start.load(model, tmp_path, False, averages=wanted)
-        for variable, value in zip(model.variables, values):
-            np.testing.assert_array_equal(variable.numpy(), value)
+        same(model.variables, values)
 
 
 @pytest.mark.parametrize(("count", "average"), [(3, {}), (0, {"use_ema": True})])
@@ -233,24 +226,20 @@ def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
     assert starts(model) == {2.0, 70.0}
 
 
-def test_a_model_that_shares_nothing_is_an_error_even_so(run_dir):
+def test_what_holds_no_weights_of_the_model_is_an_error(run_dir):
+    for name in ("nothing", "model.h5"):
+        with pytest.raises(ValueError, match=rf"{name} is no .keras file"):
+            warm_start.load(network(), run_dir / name, False)
     x = keras.Input((4,))
     with pytest.raises(ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"):
         warm_start.load(keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True)
-
-
-@pytest.mark.parametrize("name", ["nothing", "model.h5"])
-def test_what_holds_no_weights_is_an_error(name, tmp_path):
-    with pytest.raises(ValueError, match=rf"{name} is no .keras file"):
-        warm_start.load(network(), tmp_path / name, False)
 
 
 def test_weights_of_another_precision_are_cast(run_dir):
     keras.config.set_floatx("float64")
     try:
         x = keras.Input((4,))
-        y = keras.layers.Dense(5, name="body", dtype="float64")(x)
-        model = keras.Model(x, y)
+        model = keras.Model(x, keras.layers.Dense(5, name="body", dtype="float64")(x))
     finally:
         keras.config.set_floatx("float32")
     assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
@@ -280,30 +269,23 @@ def test_real_runs(name, outcomes):
 def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     """Two models inside another may name their layers alike; order tells them apart."""
 
-    def twins(start: float) -> keras.Model:
-        parts = [
-            keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="body")], name="part")
-            for _ in range(2)
-        ]
+    class Twins(keras.Model):
+        def __init__(self, start: float):
+            super().__init__()
+            self.one, self.other = (
+                keras.Sequential(
+                    [keras.Input((4,)), keras.layers.Dense(4, name="body")], name="part"
+                )
+                for _ in range(2)
+            )
+            self(np.zeros((1, 4), np.float32))
+            for number, variable in enumerate(self.variables):
+                variable.assign(np.full(variable.shape, start + number, np.float32))
 
-        class Both(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.one, self.other = parts
+        def call(self, x):
+            return self.other(self.one(x))
 
-            def call(self, x):
-                return self.other(self.one(x))
-
-        model = Both()
-        model(np.zeros((1, 4), np.float32))
-        for number, variable in enumerate(model.variables):
-            variable.assign(np.full(variable.shape, start + number, np.float32))
-        return model
-
-    trained, fresh = twins(10.0), twins(0.0)
-    optimizer = keras.optimizers.SGD(0.1)
-    optimizer.build(trained.trainable_variables)
-    kept = checkpoints.Checkpoints(tmp_path, 1, WORLD)
-    path = kept.write(kept.copy(3, State(trained, optimizer, "float32").variables, Settings()))
-    warm_start.load(fresh, path, skip_mismatched=False)
+    fresh = Twins(0.0)
+    save(tmp_path / "checkpoints", Twins(10.0))
+    warm_start.load(fresh, tmp_path, skip_mismatched=False)
     assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]

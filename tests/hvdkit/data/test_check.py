@@ -71,12 +71,11 @@ def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, hig
 
 
 def test_every_bad_sample_is_named(tmp_path: Path, run):
-    for number in range(9):
-        save = lambda kind, pixels, n=number: readers.save(tmp_path / kind / f"{n}.png", pixels)  # noqa: E731
-        save("images", readers.noise(number))
-        save("labels", np.full((12, 16), 255 if number == 8 else number % 3, np.uint8))
-    (tmp_path / "splits").mkdir()
-    (tmp_path / "splits" / "train.txt").write_text("\n".join(map(str, range(9))))
+    ids = [*range(8), 255]
+    labels = [np.full((12, 16), n if n == 255 else n % 3, np.uint8) for n in ids]
+    readers.write_pairs(
+        tmp_path, {str(n): (readers.noise(n), label) for n, label in enumerate(labels)}
+    )
     assert run(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")[0] == 0
     (tmp_path / "images" / "2.png").write_bytes(b"no picture")
     (tmp_path / "labels" / "5.png").write_bytes(b"")
@@ -207,14 +206,10 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
 
 def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
     """Two pictures of 4 x 6: class 0 on 30 pixels, class 2 on 10, and 8 ignored."""
-    for part in ("images", "labels", "splits"):
-        (tmp_path / part).mkdir()
     labels = np.zeros((2, 4, 6), np.uint8)
     labels[0, :, :2], labels[1, :1, :2], labels[1, 3], labels[1, 2, :2] = 2, 2, 255, 255
-    for number, label in enumerate(labels):
-        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / f"images/{number}.png")
-        Image.fromarray(label).save(tmp_path / f"labels/{number}.png")
-    (tmp_path / "splits/train.txt").write_text("0\n1\n")
+    pairs = {str(n): (np.zeros((4, 6, 3), np.uint8), label) for n, label in enumerate(labels)}
+    readers.write_pairs(tmp_path, pairs)
     code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")
     assert code == 0, printed
     assert re.search(r"  0 +30 pixels +75.000%", printed), printed
@@ -247,20 +242,15 @@ def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
     assert "--class_weights=0.75,1.5" in printed
 
 
-def pairs(folder: Path, sizes: dict[str, tuple[tuple[int, int], int]]) -> Path:
-    """Folders of pictures of 4 x 6; of each label, by name, its size and class."""
-    for part in ("images", "labels", "splits"):
-        (folder / part).mkdir(parents=True)
-    for name, (size, number) in sizes.items():
-        Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(folder / f"images/{name}.png")
-        Image.fromarray(np.full(size, number, np.uint8)).save(folder / f"labels/{name}.png")
-    for split in ("train", "val"):
-        (folder / "splits" / f"{split}.txt").write_text("\n".join(sizes) + "\n")
-    return folder
+def pairs(folder: Path, *classes: int) -> None:
+    """In both splits, pictures whose labels are of one class each."""
+    labels = {str(n): np.full((4, 6), n, np.uint8) for n in classes}
+    of_all = {name: (np.zeros((4, 6, 3), np.uint8), label) for name, label in labels.items()}
+    readers.write_pairs(folder, of_all, "train", "val")
 
 
 def test_without_a_number_of_classes_those_that_occur_are_counted(tmp_path: Path, whole):
-    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 2)})
+    pairs(tmp_path, 0, 2)
     code, printed = whole(f"--data_dir={tmp_path}")
     assert code == 0, printed
     assert "1 class(es) never occur: 1" in printed and not re.search(r"^train: +3 ", printed, re.M)
@@ -270,7 +260,7 @@ def test_without_a_number_of_classes_those_that_occur_are_counted(tmp_path: Path
 
 
 def test_faults_come_without_weights(tmp_path: Path, whole):
-    pairs(tmp_path, {"a": ((4, 6), 0), "b": ((4, 6), 7)})
+    pairs(tmp_path, 0, 7)
     code, printed = whole(f"--data_dir={tmp_path}", "--num_classes=3")
     assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
 

@@ -45,11 +45,8 @@ def root(tmp_path: Path) -> Path:
     readers.write_classes(tmp_path / "classes")
     readers.write_voc(tmp_path / "voc")
     readers.write_cityscapes(tmp_path / "cityscapes")
-    for name in "ab":
-        readers.save(tmp_path / f"folders/images/{name}.jpg", readers.noise(1))
-        readers.save(tmp_path / f"folders/labels/{name}.png", readers.noise(1)[..., 0])
-    (tmp_path / "folders" / "splits").mkdir()
-    (tmp_path / "folders" / "splits" / "train.txt").write_text("a\nb\n")
+    pair = readers.noise(1), readers.noise(1)[..., 0]
+    readers.write_pairs(tmp_path / "folders", {"a": pair, "b": pair})
     return tmp_path
 
 

@@ -28,13 +28,14 @@ part = tf.function(
 )
 
 
-def file(format: str, mode: str = "RGB", orientation: int = 0, **how) -> bytes:
-    out = io.BytesIO()
+def file(format: str, mode: str = "RGB", *, orientation: int = 0, pixels=SMOOTH, **how) -> bytes:
+    """With an orientation, an EXIF of three entries; `order` of its bytes, as struct names it."""
+    out, block = io.BytesIO(), Image.Exif()
     if orientation:
-        block = Image.Exif()
-        block[0x0112] = orientation
+        block.endian = how.pop("order", ">")
+        block[0x010F], block[0x0112], block[0x0131] = "a maker of cameras", orientation, "software"
         how["exif"] = block.tobytes()
-    Image.fromarray(SMOOTH).convert(mode).save(out, format, **how)
+    Image.fromarray(pixels).convert(mode).save(out, format, **how)
     return out.getvalue()
 
 
@@ -130,19 +131,13 @@ def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
 ROWS, COLUMNS = np.mgrid[:24, :40]
 RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
 
-# In a graph, as tf.data has it.
-graph = {"input_signature": [tf.TensorSpec([], tf.string)], "autograph": False}
-decode, found = tf.function(pictures.decode_image, **graph), tf.function(exif._found, **graph)
+found = tf.function(exif._found, input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
 
 
-def picture(orientation: int, format: str = "JPEG", order: str = ">", **also) -> bytes:
-    """A file of RAMP with an EXIF of three entries; `order` of its bytes, as struct names it."""
-    block, file = Image.Exif(), io.BytesIO()
-    block.endian = order
-    block[0x010F], block[0x0112], block[0x0131] = "a maker of cameras", orientation, "software"
-    kind = {"subsampling": 0, "quality": 100} if format == "JPEG" else {}
-    Image.fromarray(RAMP).save(file, format, exif=block.tobytes(), **kind, **also)
-    return file.getvalue()
+def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
+    """RAMP in a file that says how it is turned."""
+    how = {"subsampling": 0, "quality": 100} if format == "JPEG" else {}
+    return file(format, orientation=orientation, pixels=RAMP, order=order, **how)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
@@ -152,7 +147,7 @@ def test_every_orientation_as_pillow_turns_it(format):
         for order in "<>":
             data = picture(orientation, format, order)
             shown = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
-            read = decode(data).numpy()
+            read = whole(data).numpy()
             assert read.shape == shown.shape == ((40, 24, 3) if 5 <= orientation <= 8
                                                  else (24, 40, 3))  # fmt: skip
             # Two decoders of JPEG round otherwise.
@@ -183,15 +178,15 @@ def test_segments_before_the_exif_are_passed():
     table = rest.index(b"\xff\xdb")
     plain = data[:20] + rest[table:]
     assert exif.orientation(plain) == 1
-    np.testing.assert_array_equal(decode(plain), pictures.decode_image(plain))
+    np.testing.assert_array_equal(whole(plain), pictures.decode_image(plain))
 
 
 def test_what_cannot_be_understood_counts_as_none():
     """Cut and changed headers: an orientation or none, and never an error of the parser's."""
     rng, seen = np.random.default_rng(0), set()
-    for whole in (picture(6), picture(6, "PNG")):
+    for sound in (picture(6), picture(6, "PNG")):
         for _ in range(100):
-            data = bytearray(whole[: rng.integers(0, 250)])
+            data = bytearray(sound[: rng.integers(0, 250)])
             for place in rng.integers(0, 250, rng.integers(0, 5)):
                 data[place : place + 1] = rng.bytes(1)
             seen.add(int(found(bytes(data))))
@@ -199,39 +194,29 @@ def test_what_cannot_be_understood_counts_as_none():
 
 
 def write(root: Path, data: bytes, label: np.ndarray, **also) -> pairs.ImageLabelFolder:
-    for folder in ("images", "labels", "splits"):
-        (root / folder).mkdir(exist_ok=True)
-    (root / "images" / "a.jpg").write_bytes(data)
+    readers.write_pairs(root, {"a": (RAMP, label)})
+    (root / "images" / "a.png").write_bytes(data)
     Image.fromarray(label).save(root / "labels" / "a.png", **also)
-    (root / "splits" / "train.txt").write_text("a\n")
     return pairs.ImageLabelFolder(root, "train", 5)
 
 
 def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
     """It lies on the turned picture; with an orientation of its own it is turned itself."""
     ids = np.random.default_rng(1).integers(0, 5, (24, 40), np.uint8)
-    for orientation in (8,):
-        data = picture(orientation)
-        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        block = Image.Exif()
-        block[0x0112] = orientation
-        stored = write(tmp_path, data, ids, exif=block.tobytes())
-        shown = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png")))
-        for source in (stored, write(tmp_path, data, shown)):
-            (sample,) = readers.read_all(source)
-            np.testing.assert_array_equal(sample["label"][..., 0], shown)
-            assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
+    data, block = picture(8), Image.Exif()
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    block[0x0112] = 8
+    stored = write(tmp_path, data, ids, exif=block.tobytes())
+    shown = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png")))
+    for source in (stored, write(tmp_path, data, shown)):
+        (sample,) = readers.read_all(source)
+        np.testing.assert_array_equal(sample["label"][..., 0], shown)
+        assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
 
 
 def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
     source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
-    words = (
-        "a.png fits",
-        "a.jpg as it is stored, 40x24",
-        "orientation 6",
-        "24x40",
-        "turn the label",
-    )
-    readers.explained(source, 0, *words)
+    stored = "a.png as it is stored, 40x24"
+    readers.explained(source, 0, "a.png fits", stored, "orientation 6", "24x40", "turn the label")
     source = write(tmp_path, picture(6), np.zeros((24, 24), np.uint8))
-    readers.explained(source, 0, "a.jpg is 24x40", "a.png is 24x24", "make them one size")
+    readers.explained(source, 0, "a.png is 24x40", "a.png is 24x24", "make them one size")

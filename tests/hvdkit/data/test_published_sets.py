@@ -14,13 +14,34 @@ import readers
 import tensorflow as tf
 from PIL import Image
 
+from hvdkit.data.open import reader_of
+from hvdkit.data.readers import voc as voc_reader
 from hvdkit.data.readers.cifar import Cifar
-from hvdkit.data.readers.cityscapes import Cityscapes
+from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
 
+# Ids and train ids as the authors' table pairs them, written down a second time and by name.
+TRAIN_IDS = {
+    7: "road", 8: "sidewalk", 11: "building", 12: "wall", 13: "fence", 17: "pole",
+    19: "traffic light", 20: "traffic sign", 21: "vegetation", 22: "terrain", 23: "sky",
+    24: "person", 25: "rider", 26: "car", 27: "truck", 28: "bus", 31: "train", 32: "motorcycle",
+    33: "bicycle",
+}  # fmt: skip
 SIZE = (24, 16)  # width, height
+
+
+@pytest.fixture
+def voc(tmp_path: Path) -> Path:
+    readers.write_voc(tmp_path / "VOC2012")
+    return tmp_path / "VOC2012"
+
+
+@pytest.fixture
+def city(tmp_path: Path) -> Path:
+    readers.write_cityscapes(tmp_path / "cityscapes")
+    return tmp_path / "cityscapes"
 
 
 def smooth() -> np.ndarray:
@@ -67,11 +88,11 @@ def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
 
 def test_odd_pictures_have_labels_too(tmp_path: Path):
     shown = write_odd(tmp_path / "images")
-    for name in shown:
-        stem = name.split(".")[0]
-        readers.save(tmp_path / "labels" / f"{stem}.png", np.zeros((16, 24), np.uint8))
-    (tmp_path / "splits").mkdir()
-    (tmp_path / "splits" / "train.txt").write_text("\n".join(n.split(".")[0] for n in shown))
+    readers.write_pairs(tmp_path, {})
+    names = [name.split(".")[0] for name in shown]
+    (tmp_path / "splits" / "train.txt").write_text("\n".join(names))
+    for name in names:
+        readers.save(tmp_path / "labels" / f"{name}.png", np.zeros((16, 24), np.uint8))
     assert len(readers.read_all(ImageLabelFolder(tmp_path, "train", 2))) == len(shown)
 
 
@@ -85,27 +106,23 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for content in (tf.io.encode_png(twelve[..., None]).numpy(), colours):
         path.write_bytes(content)
         readers.explained(ClassFolders(tmp_path, "train"), 0, path, *words)
-    readers.save(tmp_path / "images" / "x.png", twelve)
-    readers.save(tmp_path / "labels" / "x.png", np.zeros((16, 24), np.uint8))
-    (tmp_path / "splits").mkdir()
-    (tmp_path / "splits" / "train.txt").write_text("x")
+    readers.write_pairs(tmp_path, {"x": (twelve, np.zeros((16, 24), np.uint8))})
     source = ImageLabelFolder(tmp_path, "train", 2)
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
 
 
-def test_vocs_border_and_palette(tmp_path: Path):
+def test_vocs_border_and_palette(voc: Path):
     """Labels as VOC's: its colour map, indices 0 .. 20, and 255 where an object ends."""
-    readers.write_voc(tmp_path)
     label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 21
     label[:2] = 255
-    readers.save(tmp_path / "SegmentationClass" / "2007_000003.png", label, voc_colours())
-    assert Image.open(tmp_path / "SegmentationClass" / "2007_000003.png").mode == "P"
-    (sample,) = readers.read_all(Voc(tmp_path, "val"))
+    path = voc / "SegmentationClass" / "2007_000003.png"
+    readers.save(path, label, voc_colours())
+    assert Image.open(path).mode == "P"
+    (sample,) = readers.read_all(Voc(voc, "val"))
     np.testing.assert_array_equal(sample["label"][..., 0], label)
     # The same label as a viewer exports it: the colours, no longer the classes.
-    coloured = Image.open(tmp_path / "SegmentationClass" / "2007_000003.png").convert("RGB")
-    coloured.save(tmp_path / "SegmentationClass" / "2007_000003.png")
-    readers.explained(Voc(tmp_path, "val"), 0, "2007_000003.png", "3 channels", "8-bit grey PNG")
+    Image.open(path).convert("RGB").save(path)
+    readers.explained(Voc(voc, "val"), 0, path, "3 channels", "8-bit grey PNG")
 
 
 def voc_colours() -> bytes:
@@ -118,30 +135,202 @@ def voc_colours() -> bytes:
     return colours.tobytes()
 
 
+def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
+    assert len(voc_reader.CLASS_NAMES) == voc_reader.NUM_CLASSES == 21
+    samples = readers.read_all(Voc(voc, "train"))
+    for sample, number in zip(samples, (2, 0, 1), strict=True):
+        assert sample["image"].shape == (12, 16, 3) and sample["label"].shape == (12, 16, 1)
+        assert (sample["label"][0] == 255).all() and (sample["label"][1, :3] == 20).all()
+        assert (sample["label"][2:] == number).all()
+        # Noise does not survive JPEG, but two pictures of it stay far from each other.
+        off = np.abs(sample["image"].astype(int) - readers.noise(number)).mean()
+        assert off < np.abs(sample["image"].astype(int) - readers.noise(number + 1)).mean()
+    assert len(Voc(voc, "val")) == 1
+
+
+def test_the_folder_above_will_do(voc: Path):
+    assert Voc(voc.parent, "train").fingerprint() == Voc(voc, "train").fingerprint()
+    assert Voc(voc, "val").fingerprint() != Voc(voc, "train").fingerprint()
+
+
+def test_augmented_labels_belong_to_aug_splits(voc: Path):
+    lists = voc / "ImageSets" / "Segmentation"
+    (lists / "trainaug.txt").write_text("2007_000003\n2007_000001\n")
+    readers.fails(lambda: Voc(voc, "trainaug"), voc / "SegmentationClassAug", "is missing")
+    for number, value in ((3, 7), (1, 8)):
+        path = voc / "SegmentationClassAug" / f"2007_00{number:04d}.png"
+        readers.save(path, np.full((12, 16), value, np.uint8))
+    labels = [sample["label"] for sample in readers.read_all(Voc(voc, "trainaug"))]
+    assert (labels[0] == 7).all() and (labels[1] == 8).all()
+
+
+def test_lists_of_pairs_of_paths(voc: Path):
+    """As a list of trainaug is often passed on: paths from VOC2012, and labels of any folder."""
+    path = voc / "ImageSets" / "Segmentation" / "trainaug.txt"
+    readers.save(voc / "SegmentationClassAug/2007_000003.png", np.full((12, 16), 7, np.uint8))
+    whole = (
+        "/JPEGImages/2007_000003.jpg /SegmentationClassAug/2007_000003.png \r\n"
+        "JPEGImages/2007_000001.jpg\tSegmentationClass/2007_000001.png\n"
+    )
+    path.write_text(whole)
+    source = Voc(voc, "trainaug")
+    labels = [sample["label"] for sample in readers.read_all(source)]
+    assert (labels[0] == 7).all() and (labels[1][2:] == 1).all()
+    assert source.picture_file(1) == voc / "JPEGImages" / "2007_000001.jpg"
+    for line, words in (
+        ("/JPEGImages/2007_000002.jpg", ("is not a picture and its label",)),
+        ("2007_000002", ("is not a picture and its label",)),
+        ("/JPEGImages/2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("/JPEGImages//2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("./JPEGImages/2007_000003.jpg /S/x.png", ("stands on line 1 already",)),
+        ("/JPEGImages/2009_1.jpg /S/x.png", (voc / "JPEGImages" / "2009_1.jpg", "is missing")),
+        ("/JPEGImages/2007_000002.jpg /S/x.png", (voc / "S" / "x.png", "is missing")),
+    ):
+        path.write_text(whole + line)
+        readers.fails(lambda: Voc(voc, "trainaug"), f"{path}, line 3", *words)
+    # Pictures may share a label: copies in other weather, a camera of another kind.
+    path.write_text(whole + "JPEGImages/2007_000002.jpg SegmentationClass/2007_000001.png\n")
+    labels = [sample["label"] for sample in readers.read_all(Voc(voc, "trainaug"))]
+    assert len(labels) == 3 and np.array_equal(labels[1], labels[2])
+
+
+def test_missing_parts_of_voc_are_named(voc: Path):
+    readers.fails(lambda: Voc(voc / "gone", "train"), voc / "gone", "VOCdevkit")
+    lists = voc / "ImageSets" / "Segmentation"
+    readers.fails(lambda: Voc(voc, "test"), lists / "test.txt", "there are: train, val")
+    (lists / "train.txt").write_text("2007_000000\n2007_000009\n")
+    readers.fails(lambda: Voc(voc, "train"), voc / "JPEGImages", "2007_000009", "line 2")
+    (lists / "train.txt").write_text("2007_000000\n")
+    (voc / "SegmentationClass" / "2007_000000.png").unlink()
+    readers.fails(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
+    for part in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
+        with readers.without(voc / part):
+            readers.fails(lambda: Voc(voc, "val"), voc / part, "is missing", "put the")
+
+
+def test_labels_become_train_ids(city: Path):
+    assert NUM_CLASSES == len(CLASS_NAMES) == 19
+    sample = readers.read_all(Cityscapes(city, "val"))[0]
+    np.testing.assert_array_equal(sample["image"], readers.noise(len("lindau_000000_000019")))
+    ids = np.arange(12 * 16).reshape(12, 16) % 34
+    for value in range(34):
+        expected = CLASS_NAMES.index(TRAIN_IDS[value]) if value in TRAIN_IDS else 255
+        assert (sample["label"][ids == value] == expected).all(), value
+    assert sample["label"].dtype == np.uint8 and sample["label"].shape == (12, 16, 1)
+
+
+def test_order_is_by_city_and_name(city: Path):
+    source = Cityscapes(city, "train")
+    names = [source.picture_file(index).name.split("_left")[0] for index in range(3)]
+    assert names == ["aachen_000000_000019", "aachen_000001_000019", "bochum_000000_000313"]
+    assert len(readers.read_all(source)) == 3
+    assert source.fingerprint() != Cityscapes(city, "val").fingerprint()
+
+
+def test_missing_parts_of_cityscapes_are_named(city: Path):
+    readers.fails(lambda: Cityscapes(city / "gone", "val"), city / "gone", "leftImg8bit/")
+    missing = city / "leftImg8bit" / "val"
+    with readers.without(missing):
+        readers.fails(lambda: Cityscapes(city, "val"), missing, "there are: train, train_extra)")
+    name = "aachen/aachen_000001_000019"
+    for part, ending in (("leftImg8bit", "_leftImg8bit.png"), ("gtFine", "_gtFine_labelIds.png")):
+        with readers.without(city / part / "train" / f"{name}{ending}"):
+            readers.fails(lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};")
+        with readers.without(city / part):
+            readers.fails(lambda: Cityscapes(city, "train"), city / part, "is missing")
+    for path in (city / "gtFine" / "val").rglob("*_labelIds.png"):
+        path.unlink()
+    readers.fails(lambda: Cityscapes(city, "val"), city / "gtFine" / "val", "_labelIds.png")
+
+
+def test_splits_without_fine_labels(city: Path):
+    sample = readers.read_all(Cityscapes(city, "train_extra"))[0]
+    assert (sample["label"] == CLASS_NAMES.index("car")).all()
+    readers.fails(lambda: Cityscapes(city, "test"), "never published", "train, val, train_extra")
+    readers.fails(lambda: Cityscapes(city, "coarse"), "no split 'coarse'", "train, val")
+    with readers.without(city / "gtCoarse"):
+        readers.fails(lambda: Cityscapes(city, "train_extra"), city / "gtCoarse", "is missing")
+
+
+def test_unknown_ids_are_explained(city: Path):
+    source = Cityscapes(city, "train")
+    path = city / "gtFine/train/aachen/aachen_000001_000019_gtFine_labelIds.png"
+    for value, word in ((34, "value 34"), (255, "made train ids")):
+        label = np.full((12, 16), 7, np.uint8)
+        label[3, 4] = value
+        readers.save(path, label)
+        readers.explained(source, 1, path, word, "row 3, column 4", "0..33")
+    assert source.explain(0) is None
+
+
+def write_folders(root: Path) -> None:
+    pair = readers.noise(0), readers.noise(1)[..., 0]
+    readers.write_pairs(root, {"a": pair, "b": pair, "c": pair})
+    (root / "images/c.png").unlink()
+    readers.save(root / "images/c.jpg", readers.noise(0))
+
+
 @pytest.mark.parametrize(
-    ("taken", "words"),
-    [("instanceIds", ("1 channels of 16 bits",)), ("color", ("4 channels",))],
+    ("layout", "write", "path", "index"),
+    [
+        ("voc", readers.write_voc, "JPEGImages/2007_000000.jpg", 1),
+        ("voc", readers.write_voc, "SegmentationClass/2007_000002.png", 0),
+        ("cityscapes", readers.write_cityscapes,
+         "gtFine/train/aachen/aachen_000001_000019_gtFine_labelIds.png", 1),
+        ("class_folders", readers.write_classes, "train/n02/a.png", 1),
+        ("folders", write_folders, "images/b.png", 1),
+        ("folders", write_folders, "images/c.jpg", 2),
+        ("folders", write_folders, "labels/b.png", 1),
+    ],
+)  # fmt: skip
+def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: str, index: int):
+    """By each reader that lists files; the other samples are well."""
+    write(tmp_path)
+    source, file = reader_of(layout)(tmp_path, "train", 256), tmp_path / path
+    whole = file.read_bytes()
+    place = len(whole) // 2
+    changed = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :]
+    for content, words in (
+        (whole[: len(whole) // 2], "cannot be decoded"),
+        (changed, ""),
+        (whole[:-12], "cannot be read"),  # Pillow reads it without its end, TensorFlow does not
+        (b"", "zero bytes"),
+        (b"<html>No such page</html> and more of it", "neither PNG nor JPEG"),
+        (None, ""),
+    ):
+        if file.suffix == ".jpg" and content in (changed, whole[:-12]):
+            continue  # decoders make something of these
+        file.unlink() if content is None else file.write_bytes(content)
+        readers.explained(source, index, file, words)
+    assert [source.explain(n) for n in range(3) if n != index] == [None] * 2
+
+
+def test_pictures_and_labels_that_do_not_fit_are_explained(voc: Path, city: Path):
+    path = voc / "SegmentationClass/2007_000002.png"
+    readers.save(path, np.full((12, 16), 21, np.uint8), bytes(768))
+    readers.explained(Voc(voc, "train"), 0, path, "label value 21", "0..20", "VOC's own")
+    path = city / "gtFine/val/lindau/lindau_000000_000019_gtFine_labelIds.png"
+    readers.save(path, np.zeros((12, 15), np.uint8))
+    readers.explained(Cityscapes(city, "val"), 0, path, "15x12", "16x12")
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"), [("instanceIds", "1 channels of 16 bits"), ("color", "4 channels")]
 )
-def test_cityscapes_other_files_are_no_labels(tmp_path: Path, taken: str, words: tuple):
+def test_cityscapes_other_files_are_no_labels(city: Path, taken: str, words: str):
     """Under a label's name, 16-bit instance ids and RGBA colours are refused, not averaged."""
-    readers.write_cityscapes(tmp_path)
-    start = tmp_path / "gtFine" / "val" / "lindau" / "lindau_000000_000019_gtFine"
-    assert len(readers.read_all(Cityscapes(tmp_path, "val"))) == 1  # they lie beside it unread
+    start = city / "gtFine" / "val" / "lindau" / "lindau_000000_000019_gtFine"
+    assert len(readers.read_all(Cityscapes(city, "val"))) == 1  # they lie beside it unread
     Path(f"{start}_{taken}.png").replace(f"{start}_labelIds.png")
-    readers.explained(Cityscapes(tmp_path, "val"), 0, f"{start}_labelIds.png", *words)
+    readers.explained(Cityscapes(city, "val"), 0, f"{start}_labelIds.png", words)
 
 
-def test_what_unpacking_leaves_behind_is_not_read(tmp_path: Path):
-    """Resource forks of macOS' tar, thumbnails of file managers."""
-    readers.write_cityscapes(tmp_path)
-    city = tmp_path / "leftImg8bit" / "train" / "aachen"
-    (city / "._aachen_000000_000019_leftImg8bit.png").write_bytes(b"\x00\x05\x16\x07")
-    (tmp_path / "leftImg8bit" / "train" / ".DS_Store").write_bytes(b"x")
-    assert len(readers.read_all(Cityscapes(tmp_path, "train"))) == 3
-    readers.write_classes(tmp_path / "classes")
-    (tmp_path / "classes" / "train" / "n01" / "._z.jpg").write_bytes(b"\x00\x05\x16\x07")
-    (tmp_path / "classes" / "train" / "n01" / "Thumbs.db").write_bytes(b"x")
-    assert len(readers.read_all(ClassFolders(tmp_path / "classes", "train"))) == 4
+def test_what_unpacking_leaves_behind_is_not_read(city: Path):
+    """Resource forks of macOS' tar, files of file managers."""
+    folder = city / "leftImg8bit" / "train"
+    (folder / "aachen" / "._aachen_000000_000019_leftImg8bit.png").write_bytes(b"\x00\x05\x16\x07")
+    (folder / ".DS_Store").write_bytes(b"x")
+    assert len(readers.read_all(Cityscapes(city, "train"))) == 3
 
 
 # Writer, classes, place of the label among a record's bytes, bytes before the pixels.

@@ -38,13 +38,6 @@ def test_a_global_batch_is_the_same_for_any_number_of_ranks(size):
         assert parts == whole
 
 
-def test_micro_batches_too_are_the_same_for_any_number_of_ranks():
-    whole = np.reshape([i for i, _ in local_ids(4, 0, 1, micro=2)], [2, 5])
-    parts = [np.reshape([i for i, _ in local_ids(4, r, 3, micro=2)], [2, -1]) for r in range(3)]
-    assert np.array_equal(np.concatenate(parts, axis=1), whole)
-    assert [p.shape[1] for p in parts] == [1, 2, 2]
-
-
 def test_an_epoch_holds_each_sample_once_and_the_next_is_in_another_order():
     ids = [i for step in range(23) for i, _ in local_ids(step, 0, 1)]
     epochs = np.reshape(ids, [10, 23])
@@ -91,16 +84,13 @@ sizes = pytest.mark.parametrize("n", SIZES)
 
 @sizes
 @statistics
-def test_two_epochs_are_unrelated(n, statistic):
-    orders = [order(n, 1, epoch) for epoch in ([0, 1, 2] if n > 10**6 else range(8))]
-    far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
-    assert np.max(np.abs(far_off)) < SIGMAS, far_off
-
-
-@sizes
-@statistics
-def test_two_seeds_are_unrelated(n, statistic):
-    orders = [order(n, seed, 0) for seed in ([1, 257, 2**32 + 1] if n > 10**6 else SEEDS)]
+@pytest.mark.parametrize("of", ["epochs", "seeds"])
+def test_two_orders_are_unrelated(n, statistic, of):
+    few = n > 10**6
+    if of == "epochs":
+        orders = [order(n, 1, epoch) for epoch in range(3 if few else 8)]
+    else:
+        orders = [order(n, seed, 0) for seed in ([1, 257, 2**32 + 1] if few else SEEDS)]
     far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
     assert np.max(np.abs(far_off)) < SIGMAS, far_off
 
@@ -147,6 +137,7 @@ def test_ranks_share_a_batch_for_any_sizes(data):
         np.concatenate(parts, axis=1).ravel(), np.arange(step * batch, (step + 1) * batch)
     )
     assert [p.shape[1] for p in parts] == [r.local_micro_size for r in ranks]
+    assert [r.weight for r in ranks] == pytest.approx([p.size / batch for p in parts], rel=1e-15)
     assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
 
 
@@ -196,14 +187,6 @@ def test_too_little_for_the_ranks(settings, words):
     usual = {"num_samples": 9, "global_batch_size": 8, "micro_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=words):
         Sampler(**(usual | settings), rank=0, size=4)
-
-
-@pytest.mark.parametrize(("batch", "micro", "ranks"), [(12, 1, 1), (12, 3, 2), (10, 2, 3)])
-def test_weights_of_the_ranks_are_their_shares_of_the_global_batch(batch, micro, ranks):
-    samplers = [Sampler(100, batch, micro, 1, rank, ranks) for rank in range(ranks)]
-    for one in samplers:
-        assert one.weight == len(one.local_samples(tf.constant(0))[0]) / batch
-    assert sum(one.weight for one in samplers) == pytest.approx(1.0, rel=1e-15)
 
 
 def test_batches_that_were_passed_over_are_left_out():

@@ -41,27 +41,17 @@ def test_what_is_shipped_is_what_scikit_learn_has():
     ]
 
 
-def test_the_splits_share_no_scan_and_hold_all():
-    assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
-
-
 def test_a_sample_is_a_picture_and_its_class():
+    """The splits share no scan and hold all; every process sees the same digits."""
+    assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
     digits = Digits(None, "val")
     assert len(digits) == 359 and digits.fingerprint() != Digits(None, "train").fingerprint()
+    assert digits.fingerprint().startswith("472f7f2151d0e223")
     sample = digits.read(tf.constant(358, tf.int64))
     assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
     assert int(sample["label"]) == 8  # the last row
     labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
     assert labels == set(range(10))
-
-
-def test_every_process_sees_the_same_digits():
-    assert Digits(None, "val").fingerprint().startswith("472f7f2151d0e223")
-
-
-def test_wrong_use_is_named():
-    with pytest.raises(ValueError, match="test"):
-        Digits(None, "test")
     with pytest.raises(ValueError, match="num_classes=11"):
         Digits(None, "train", 11)
 
