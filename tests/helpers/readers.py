@@ -100,35 +100,29 @@ def write_voc(root: Path) -> None:
 
 
 def write_cityscapes(root: Path) -> None:
-    """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; every id in each label."""
-    for split, city, name in (
-        ("train", "bochum", "bochum_000000_000313"),
-        ("train", "aachen", "aachen_000001_000019"),
-        ("train", "aachen", "aachen_000000_000019"),
-        ("val", "lindau", "lindau_000000_000019"),
+    """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; every id in each label.
+
+    Also its test, whose labels hold regions to ignore, and train_extra with coarse ones.
+    Beside each label lie 16-bit instance ids, RGBA colours and polygons.
+    """
+    ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
+    for name, kind, label in (
+        ("train/bochum/bochum_000000_000313", "gtFine", ids),
+        ("train/aachen/aachen_000001_000019", "gtFine", ids),
+        ("train/aachen/aachen_000000_000019", "gtFine", ids),
+        ("val/lindau/lindau_000000_000019", "gtFine", ids),
+        ("test/berlin/berlin_000000_000019", "gtFine", np.full_like(ids, 1)),
+        ("train_extra/berlin/berlin_000000_000019", "gtCoarse", np.full_like(ids, 26)),
     ):
-        label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
-        save(root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", noise(len(name)))
-        save(root / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
-        write_beside(root / "gtFine" / split / city / f"{name}_gtFine")
-    write_unlabelled(root)
-
-
-def write_beside(start: Path) -> None:
-    """What lies beside a label of Cityscapes: 16-bit instance ids, RGBA colours, polygons."""
-    save(Path(f"{start}_instanceIds.png"), np.full((12, 16), 26001, np.uint16))
-    save(Path(f"{start}_color.png"), np.dstack([noise(0), np.full((12, 16), 255, np.uint8)]))
-    Path(f"{start}_polygons.json").write_text("{}")
-
-
-def write_unlabelled(root: Path) -> None:
-    """Cityscapes' test, whose labels hold regions to ignore, and train_extra with coarse ones."""
-    for split, kind, value in (("test", "gtFine", 1), ("train_extra", "gtCoarse", 26)):
-        name = f"{split}/berlin/berlin_000000_000019"
-        save(root / "leftImg8bit" / f"{name}_leftImg8bit.png", noise(7))
-        label = np.full((12, 16), value, np.uint8)
-        save(root / kind / f"{name}_{kind}_labelIds.png", label)
-        write_beside(root / kind / f"{name}_{kind}")
+        save(root / "leftImg8bit" / f"{name}_leftImg8bit.png", noise(len(name)))
+        start = root / kind / f"{name}_{kind}"
+        for ending, pixels in (
+            ("labelIds", label),
+            ("instanceIds", np.full((12, 16), 26001, np.uint16)),
+            ("color", np.dstack([noise(0), ids])),
+        ):
+            save(Path(f"{start}_{ending}.png"), pixels)
+        Path(f"{start}_polygons.json").write_text("{}")
 
 
 def write_classes(root: Path) -> None:

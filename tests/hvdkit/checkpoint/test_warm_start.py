@@ -1,15 +1,23 @@
-"""Averages of weights, weights of other runs, and when to give up."""
+"""Averages of weights, weights of other runs and of files as Keras publishes them."""
 
+import os
+
+import h5py
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.applications import imagenet_utils
+from keras.src.legacy.saving import legacy_h5_format
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
+from hvdkit.train import preprocessing, variable_names
+from hvdkit.train.preprocessing import Preprocess
 from hvdkit.train.state import State, averaged_weights
 from ranks import CHECKS, names_of_checks, run_checks
+from tasks import classification, segmentation
 
 WORLD = World(0, 1, 0, 1)
 
@@ -102,30 +110,32 @@ def run_dir(tmp_path):
     return tmp_path / "run"
 
 
-def starts(model: keras.Model) -> set[float]:
-    return {float(v.numpy().flat[0]) - n for n, v in enumerate(model.variables)}
+def starts(model: keras.Model) -> list[float]:
+    """Each weight less its number; the kind of pictures is no such weight."""
+    weights = [v for v in model.weights if v.name != "mode"]
+    return [float(v.numpy().flat[0]) - number for number, v in enumerate(weights)]
 
 
 def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     model = network(start=70.0)
-    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
+    assert not warm_start.load(model, run_dir, False) and set(starts(model)) == {2.0}
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
-    assert starts(model) == {3.0}
+    assert set(starts(model)) == {3.0}
     # Step 2 has the higher score, but of another measure than the newest that has one.
     writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
     writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
     warm_start.load(model, run_dir, False)
-    assert starts(model) == {1.0}, "of an older version's: compared with all"
+    assert set(starts(model)) == {1.0}, "of an older version's: compared with all"
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
     warm_start.load(model, renamed, False)
-    assert starts(model) == {2.0}
+    assert set(starts(model)) == {2.0}
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_named(run_dir):
     (run_dir / "checkpoints" / "step-00000002" / "state.npz").write_bytes(b"damaged")
     model = network()
     warm_start.load(model, run_dir, False)
-    assert starts(model) == {1.0}
+    assert set(starts(model)) == {1.0}
     with pytest.raises(ValueError, match=r"step-00000002/state.npz is damaged"):
         warm_start.load(model, run_dir / "checkpoints" / "step-00000002", False)
 
@@ -221,9 +231,9 @@ def test_a_head_of_another_size_is_named_or_skipped_on_request(run_dir):
         warm_start.load(model, run_dir, False)
     words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
     assert all(word in str(error.value) for word in words), error.value
-    assert starts(model) == {70.0}, "nothing is set unless all is"
+    assert set(starts(model)) == {70.0}, "nothing is set unless all is"
     assert list(warm_start.load(model, run_dir, True)) == ["head/kernel", "head/bias"]
-    assert starts(model) == {2.0, 70.0}
+    assert set(starts(model)) == {2.0, 70.0}
 
 
 def test_what_holds_no_weights_of_the_model_is_an_error(run_dir):
@@ -242,7 +252,7 @@ def test_weights_of_another_precision_are_cast(run_dir):
         model = keras.Model(x, keras.layers.Dense(5, name="body", dtype="float64")(x))
     finally:
         keras.config.set_floatx("float32")
-    assert not warm_start.load(model, run_dir, False) and starts(model) == {2.0}
+    assert not warm_start.load(model, run_dir, False) and set(starts(model)) == {2.0}
 
 
 # Real runs, of the skeleton: every project has it. What 1 rank begins, 2 and then 1 go on with.
@@ -289,3 +299,208 @@ def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     save(tmp_path / "checkpoints", Twins(10.0))
     warm_start.load(fresh, tmp_path, skip_mismatched=False)
     assert [float(np.ravel(v.numpy())[0]) for v in fresh.variables] == [10.0, 11.0, 12.0, 13.0]
+
+
+# A backbone's weights from files as keras.applications has them, and what pictures it is fed.
+PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)
+PLACES = ("conv2_block3_out", "conv4_block6_out", "conv5_block3_out")
+
+
+# Models that have keras.applications' ResNet-50 in them.
+NETWORKS = {
+    name: {**classification.MODELS, **segmentation.MODELS}[name]
+    for name in ("resnet50_keras", "deeplabv3plus")
+}
+
+
+def write(model, path):
+    """As keras.applications' files are: the format of Keras 2, without the network itself."""
+    with h5py.File(path, "w") as file:
+        legacy_h5_format.save_weights_to_hdf5_group(file, model)
+    return path
+
+
+def features(model):
+    outputs = [model.get_layer(name).output for name in PLACES]
+    inner = keras.Model(model.inputs, outputs)
+    return lambda image: [x.numpy() for x in inner([image])]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_features_are_those_of_keras_applications(name, tmp_path):
+    """On the same picture, which the project feeds as it is and Keras in BGR less a mean."""
+    there = keras.applications.ResNet50(include_top=False, weights=None, input_shape=(64, 64, 3))
+    rng = np.random.default_rng(1)
+    for variable in there.variables:
+        if variable.name != "kernel":
+            low = 0.5 if variable.name in ("gamma", "moving_variance") else -0.2
+            variable.assign(rng.uniform(low, low + 0.5, variable.shape))
+    wanted = features(there)(keras.applications.resnet.preprocess_input(PICTURE.copy()))
+    model = NETWORKS[name](64, 5, 0.0)
+    warm_start.load_backbone(model, write(there, tmp_path / "notop.h5"), "caffe")
+    for layer in there.layers[1:]:
+        pairs = zip(layer.weights, model.get_layer(layer.name).weights, strict=True)
+        assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)
+    dilated = "deeplab" in model.name  # its last block; test_deeplab.py has that
+    for one, other in list(zip(features(model)(PICTURE), wanted))[: 2 if dilated else 3]:
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("mode", preprocessing.MODES)
+def test_pictures_are_turned_into_those_of_keras_applications(mode):
+    layer = Preprocess()
+    layer.build((None, None, None, 3))
+    layer.mode.assign(preprocessing.MODES.index(mode))
+    wanted = imagenet_utils.preprocess_input(PICTURE.copy(), mode=mode)
+    np.testing.assert_allclose(layer(PICTURE), wanted, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_pictures_stay_float32_up_to_the_first_layer(policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        assert Preprocess()(keras.Input((4, 4, 3))).dtype == "float32"
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+# Small networks: a convolution, batch norm, a head.
+
+
+def small(start=0.0, filters=4, bias=True, pixels=True, deeper=False, backbone="conv1_bn"):
+    """Weights count up from `start`; the kind of pictures is no such weight."""
+    image = keras.Input((None, None, 3), name="image")
+    x = Preprocess(name="preprocess")(image) if pixels else preprocessing.scaled(image)
+    x = keras.layers.Conv2D(filters, 3, use_bias=bias, name="conv1_conv")(x)
+    if deeper:
+        x = keras.layers.Conv2D(filters, 1, name="conv2_conv")(x)
+    x = keras.layers.BatchNormalization(name="conv1_bn")(x)
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.Dropout(0.1)(x))
+    model = keras.Model(image, keras.layers.Dense(3, name="logits")(x), name="small")
+    for number, variable in enumerate(v for v in model.weights if v.name != "mode"):
+        variable.assign(np.full(variable.shape, start + number))
+    model.backbone = backbone
+    return model
+
+
+def mode(model) -> str:
+    return preprocessing.MODES[int(preprocessing.find(model).mode)]
+
+
+def published(path, last="conv1_bn", **how):
+    """The file of such a network up to its layer `last`."""
+    model = small(5.0, pixels=False, **how)
+    return write(keras.Model(model.input, model.get_layer(last).output), path)
+
+
+def test_models_that_leave_pictures_unscaled_are_known():
+    shades, floats = (np.zeros((1, 8, 8, 3), dtype) for dtype in ("uint8", "float32"))
+    image = keras.Input((8, 8, 3))
+    bare = keras.Model(image, keras.layers.Conv2D(2, 3)(image))
+    inside = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), bare])
+    unscaled = preprocessing.leaves_unscaled
+    assert unscaled(bare, {"image": tf.constant(shades)})
+    assert not unscaled(bare, {"image": tf.constant(floats)})
+    for model in (small(), small(pixels=False), inside):
+        assert not unscaled(model, tf.constant(shades))
+    # Whole numbers to a layer that Keras does not cast for.
+    np.testing.assert_array_equal(Preprocess()(tf.constant(shades)), Preprocess()(floats))
+
+
+@pytest.mark.parametrize(("last", "left"), [("conv1_bn", [0.0] * 2), ("logits", [5.0] * 2)])
+def test_what_the_backbone_is_and_no_more_is_set(last, left, tmp_path):
+    """A last layer that is the network's own takes a whole file."""
+    model = small(backbone=last)
+    warm_start.load_backbone(model, published(tmp_path / "a.h5", last), "torch")
+    assert starts(model) == [5.0] * 6 + left and mode(model) == "torch"
+
+
+def test_frozen_layers_and_other_precisions(tmp_path):
+    file = published(tmp_path / "a.h5")
+    keras.config.set_dtype_policy("float64")
+    try:
+        model = small()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.get_layer("conv1_conv").trainable = False
+    warm_start.load_backbone(model, file, "tf")
+    assert starts(model)[:6] == [5.0] * 6 and model.weights[1].dtype == "float64"
+
+
+def refused(model, file, *words):
+    with pytest.raises(ValueError) as error:
+        warm_start.load_backbone(model, file, "tf")
+    said = str(error.value)
+    assert said.startswith(f"--backbone_weights={file}") and "\n" not in said
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        ({}, {"filters": 5}, ["up to conv1_bn: Shape mismatch", "(3, 3, 3, 5)"]),
+        ({}, {"bias": False}, ["up to conv1_bn: Weight count mismatch", "conv1_conv"]),
+        ({}, {"deeper": True}, ["Layer count mismatch", "expected 2 layers, found 3"]),
+        ({"deeper": True}, {}, ["Layer count mismatch", "expected 3 layers, found 2"]),
+        ({}, {"last": "logits"}, ["Layer count mismatch", "expected 2 layers, found 3"]),
+        ({"pixels": False}, {}, ["hvdkit.train.preprocessing.Preprocess", "model.backbone"]),
+        ({"backbone": ""}, {}, ["small has no backbone", "model.backbone"]),
+    ],
+)
+def test_weights_of_another_network_are_refused(here, there, words, tmp_path):
+    refused(small(**here), published(tmp_path / "a.h5", **there), *words)
+
+
+@pytest.mark.parametrize("name", ["a.keras", "a.weights.h5", "gone.h5", ""])
+def test_what_is_no_such_file_is_refused(name, tmp_path):
+    model = small()
+    if name.startswith("a"):
+        (model.save if name.endswith("keras") else model.save_weights)(tmp_path / name)
+    refused(model, tmp_path / name, "is no .h5 file of keras.applications", "--init_from")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.97])
+def test_a_damaged_file_is_refused(kept, tmp_path):
+    """Also one whose values are not finite."""
+    file = published(tmp_path / "a.h5")
+    with h5py.File(file, "r+") as content:
+        content["conv1_bn/conv1_bn/gamma"][0] = np.nan
+    refused(small(), file, "conv1_bn holds values that are not finite")
+    os.truncate(file, int(kept * file.stat().st_size))
+    refused(small(), file, "does not fit small")
+
+
+@pytest.mark.parametrize("kind", ["layer", "kernel", "external", "virtual"])
+def test_a_file_cannot_read_others(kind, tmp_path):
+    """In place of a layer's kernel or of the whole layer: what is in another file of the user."""
+    file, secret = published(tmp_path / "a.h5"), tmp_path / "secret.h5"
+    kernel = (3, 3, 3, 4)
+    with h5py.File(secret, "w") as content:
+        content["kernel"] = np.ones(kernel, np.float32)
+        content.create_group("conv1_conv")
+        content.attrs["weight_names"] = ["kernel", "kernel"]
+    name = "conv1_conv" if kind == "layer" else "conv1_conv/conv1_conv/kernel"
+    with h5py.File(file, "r+") as content:
+        del content[name]
+        if kind == "virtual":
+            layout = h5py.VirtualLayout(kernel, "f4")
+            layout[:] = h5py.VirtualSource(secret, "kernel", kernel)
+            content.create_virtual_dataset(name, layout)
+        elif kind == "external":
+            where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
+            content.create_dataset(name, kernel, "f4", external=where)
+        else:
+            content[name] = h5py.ExternalLink(secret, "/" if kind == "layer" else "/kernel")
+    refused(small(), file, f"{name} is in another file")
+
+
+def test_a_run_that_begins_with_such_a_one_keeps_its_pictures(tmp_path):
+    """--init_from takes them along, and refuses weights that do not say theirs."""
+    there, model = small(5.0), small()
+    preprocessing.find(there).mode.assign(1)
+    there.save(tmp_path / "a.keras")
+    assert not warm_start.load(model, tmp_path / "a.keras", False)
+    assert mode(model) == "caffe" and "preprocess/mode" in variable_names.of_model(model)
+    small(pixels=False).save(tmp_path / "b.keras")
+    with pytest.raises(ValueError, match=r"preprocess/mode is missing there"):
+        warm_start.load(small(), tmp_path / "b.keras", True)

@@ -133,15 +133,16 @@ def test_missing_or_empty_parts_are_named(root: Path):
 
 
 def test_names_without_files_are_named_and_counted(root: Path):
-    list_names(root, "a", *(f"lost{number}" for number in range(8)))
-    fails(root, root / "images", "lost0, lost1, lost2, lost3, lost4 and 3 more", "line 2")
-    list_names(root, "a", "c", "b")
     (root / "labels" / "c.png").unlink()
-    fails(root, root / "labels", "for c ", "line 2")
-    list_names(root, "a", "b.png")
-    fails(root, root / "images", "for b.png ", "no ending")
-    list_names(root, "a", "nowhere/b")
-    fails(root, root / "images", "for nowhere/b ")
+    lost = [f"lost{number}" for number in range(8)]
+    for names, words in (
+        (lost, ("images", "lost0, lost1, lost2, lost3, lost4 and 3 more", "line 2")),
+        (["c", "b"], ("labels", "for c ", "line 2")),
+        (["b.png"], ("images", "for b.png ", "no ending")),
+        (["nowhere/b"], ("images", "for nowhere/b ")),
+    ):
+        list_names(root, "a", *names)
+        fails(root, root / words[0], *words[1:])
 
 
 def test_names_end_with_their_line_only(root: Path, pixels: tuple[np.ndarray, np.ndarray]):

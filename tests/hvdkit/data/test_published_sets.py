@@ -111,30 +111,6 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
 
 
-def test_vocs_border_and_palette(voc: Path):
-    """Labels as VOC's: its colour map, indices 0 .. 20, and 255 where an object ends."""
-    label = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 21
-    label[:2] = 255
-    path = voc / "SegmentationClass" / "2007_000003.png"
-    readers.save(path, label, voc_colours())
-    assert Image.open(path).mode == "P"
-    (sample,) = readers.read_all(Voc(voc, "val"))
-    np.testing.assert_array_equal(sample["label"][..., 0], label)
-    # The same label as a viewer exports it: the colours, no longer the classes.
-    Image.open(path).convert("RGB").save(path)
-    readers.explained(Voc(voc, "val"), 0, path, "3 channels", "8-bit grey PNG")
-
-
-def voc_colours() -> bytes:
-    """VOC's colour map: the bits of an index, three at a time, from each colour's highest down."""
-    colours = np.zeros((256, 3), np.uint8)
-    for index in range(256):
-        for bit in range(8):
-            for channel in range(3):
-                colours[index, channel] |= ((index >> (3 * (bit % 3) + channel)) & 1) << (7 - bit)
-    return colours.tobytes()
-
-
 def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
     assert len(voc_reader.CLASS_NAMES) == voc_reader.NUM_CLASSES == 21
     samples = readers.read_all(Voc(voc, "train"))
@@ -211,7 +187,9 @@ def test_missing_parts_of_voc_are_named(voc: Path):
 def test_labels_become_train_ids(city: Path):
     assert NUM_CLASSES == len(CLASS_NAMES) == 19
     sample = readers.read_all(Cityscapes(city, "val"))[0]
-    np.testing.assert_array_equal(sample["image"], readers.noise(len("lindau_000000_000019")))
+    np.testing.assert_array_equal(
+        sample["image"], readers.noise(len("val/lindau/lindau_000000_000019"))
+    )
     ids = np.arange(12 * 16).reshape(12, 16) % 34
     for value in range(34):
         expected = CLASS_NAMES.index(TRAIN_IDS[value]) if value in TRAIN_IDS else 255
@@ -312,17 +290,6 @@ def test_pictures_and_labels_that_do_not_fit_are_explained(voc: Path, city: Path
     path = city / "gtFine/val/lindau/lindau_000000_000019_gtFine_labelIds.png"
     readers.save(path, np.zeros((12, 15), np.uint8))
     readers.explained(Cityscapes(city, "val"), 0, path, "15x12", "16x12")
-
-
-@pytest.mark.parametrize(
-    ("taken", "words"), [("instanceIds", "1 channels of 16 bits"), ("color", "4 channels")]
-)
-def test_cityscapes_other_files_are_no_labels(city: Path, taken: str, words: str):
-    """Under a label's name, 16-bit instance ids and RGBA colours are refused, not averaged."""
-    start = city / "gtFine" / "val" / "lindau" / "lindau_000000_000019_gtFine"
-    assert len(readers.read_all(Cityscapes(city, "val"))) == 1  # they lie beside it unread
-    Path(f"{start}_{taken}.png").replace(f"{start}_labelIds.png")
-    readers.explained(Cityscapes(city, "val"), 0, f"{start}_labelIds.png", words)
 
 
 def test_what_unpacking_leaves_behind_is_not_read(city: Path):
