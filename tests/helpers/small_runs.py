@@ -5,10 +5,14 @@ Used on real ranks by checks_*.py files (ranks.run_checks): every rank calls `fi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -61,9 +65,7 @@ class Small:
         return {"inputs": sample["x"], "targets": sample["y"]}
 
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        y = keras.layers.Dense(5, activation="tanh")(x)
-        return keras.Model(x, keras.layers.Dense(CLASSES)(y), name="small")
+        return classifier(keras.layers.Dense(5, activation="tanh"))
 
     def loss(self, outputs, targets):
         return losses.cross_entropy(outputs, targets)
@@ -78,13 +80,32 @@ class Small:
 
 def numbers(seed: int, size: int) -> Arrays:
     x = np.random.default_rng(seed).normal(size=(size, FEATURES)).astype(np.float32)
-    return Arrays(x=x, y=np.argmax(x[:, :CLASSES], -1).astype(np.int32))
+    y = np.argmax(x[:, :CLASSES], -1).astype(np.int32)
+    return Arrays(x=x, y=y, id=np.arange(size))
 
 
-class StopSignal:
-    """Stands in for the run's own where no signal is sent."""
+def classifier(*parts, units: int = CLASSES, **head) -> keras.Model:
+    """These layers one after the other, and a dense one, of settings `head`."""
+    x = y = keras.Input((FEATURES,))
+    for part in parts:
+        y = part(y)
+    return keras.Model(x, keras.layers.Dense(units, **head)(y))
 
-    asked = False
+
+def acting(act: Callable, *steps: int, settles: bool = True) -> type:
+    """A task with one action, `act(run, step, result)`, at these steps; at every one without."""
+
+    class Acts:
+        def __init__(self, run):
+            self.run, self.settles = run, settles
+
+        def due(self, step):
+            return not steps or step in steps
+
+        def __call__(self, step, result):
+            return act(self.run, step, result)
+
+    return type("Acting", (Small,), {"actions": lambda task, run: [Acts(run)]})
 
 
 @dataclasses.dataclass
@@ -93,6 +114,7 @@ class Outcome:
 
     code: int
     message: str  # of the Stop; empty when it ended well
+    printed: str  # by this rank
     folder: Path
     model: keras.Model | None  # None where the run was refused before there was one
 
@@ -112,8 +134,23 @@ class Outcome:
     def checkpoints(self) -> list[str]:
         return sorted(p.name for p in (self.folder / "checkpoints").glob("step-*"))
 
+    @property
+    def evaluated(self) -> list[int]:
+        return [record["step"] for record in self.records if "eval_loss" in record]
+
     def weights(self) -> list[np.ndarray]:
         return [v.numpy() for v in self.model.variables]
+
+    def state(self, step: int) -> dict[str, np.ndarray]:
+        """Variables of a checkpoint by name."""
+        with np.load(self.folder / "checkpoints" / f"step-{step:08d}" / "state.npz") as file:
+            return {name: file[name] for name in file.files}
+
+
+def same(ours: Iterable, theirs: Iterable, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Weights, or figures, that must be equal, but for this much."""
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol, atol)
 
 
 def folder(world: World) -> Path:
@@ -125,19 +162,29 @@ def folder(world: World) -> Path:
 
 
 def fit(
-    world: World, task: type = Small, *, stop_signal: Any = None, own_train: Any = None, **settings
+    world: World, task: type = Small, *words: str, stop_signal: Any = None, **settings
 ) -> Outcome:
-    """Trains `task` with USUAL and `settings`; on every rank alike. Exceptions but Stop get out."""
+    """Trains `task` with USUAL and `settings`, as `fit_config` does."""
+    how = {name: settings.pop(name) for name in ("code", "own_train") if name in settings}
     settings = {"run_dir": ""} | USUAL | settings
     settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
     config = dataclasses.replace(Settings(), **settings)
-    return fit_config(config, world, task, stop_signal=stop_signal, own_train=own_train)
+    return fit_config(config, world, task, *words, stop_signal=stop_signal, **how)
 
 
 def fit_config(
-    config: Settings, world: World, task: type, *, stop_signal: Any = None, own_train: Any = None
+    config: Settings,
+    world: World,
+    task: type,
+    *words: str,
+    code: int | None = DONE,
+    stop_signal: Any = None,
+    own_train: Any = None,
 ) -> Outcome:
-    """As `fit`, with settings that are whole."""
+    """Trains on every rank alike; the run must end with this exit code and these words in a line.
+
+    Exceptions but Stop get out. `code` None: however it ends.
+    """
     built: list[keras.Model] = []
 
     def watched(config: Settings) -> task:
@@ -146,15 +193,21 @@ def fit_config(
         made.build_model = lambda: built.append(build()) or built[-1]
         return made
 
-    code, message, load = DONE, "", run_lib.tasks.load
+    found, message, load = DONE, "", run_lib.tasks.load
     run_lib.tasks.load = watched
-    try:
-        world_lib.set_up(world, config)  # as hvdkit.main does
-        with world.fail_together("choosing what carries gradients"):
-            reduction.check_backend(config)
-        run_on(world, config, own_train or train.train, stop_signal=stop_signal or StopSignal())
-    except Stop as stop:
-        code, message = stop.code, str(stop)
-    finally:
-        run_lib.tasks.load = load
-    return Outcome(code, message, Path(config.run_dir), built[-1] if built else None)
+    stop_signal = stop_signal or SimpleNamespace(asked=False)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            world_lib.set_up(world, config)  # as hvdkit.main does
+            with world.fail_together("choosing what carries gradients"):
+                reduction.check_backend(config)
+            run_on(world, config, own_train or train.train, stop_signal=stop_signal)
+        except Stop as stop:
+            found, message = stop.code, str(stop)
+        finally:
+            run_lib.tasks.load = load
+    if code is not None:
+        good = found == code and all(word in message for word in words) and "\n" not in message
+        assert good, f"exit code {found}: {message!r}, not {code} {words}\n{printed.getvalue()}"
+    model = built[-1] if built else None
+    return Outcome(found, message, printed.getvalue(), Path(config.run_dir), model)

@@ -19,20 +19,24 @@ from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
 
-def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, Path, list[str]]:
-    """Trains on scenes that rank 0 has spoilt: message, folder of the scenes, checkpoints."""
+def made(world, spoil: Callable[[Path], None] = lambda data: None) -> Path:
+    """A folder with scenes in its folder data, which rank 0 has made and spoilt."""
     root = folder(world)
     if world.is_chief:
         settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
         scenes.make(root / "data", settings)
         spoil(root / "data")
     world.gather_objects(None, "errors.data")
+    return root
+
+
+def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, Path, list[str]]:
+    """Trains on scenes that rank 0 has spoilt: message, folder of the scenes, checkpoints."""
+    root = made(world, spoil)
     places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
     words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
     words += [flag.format(root=root) for flag in flags]
-    ended = fit_config(settings_lib.parse(words), world, Task)
-    assert ended.code == WRONG_USE, (ended.code, ended.message)
-    assert "\n" not in ended.message
+    ended = fit_config(settings_lib.parse(words), world, Task, code=WRONG_USE)
     return ended.message, root / "data", ended.checkpoints
 
 
@@ -137,10 +141,7 @@ def check_names_of_several_messages_arrive_whole(world):
 
 def check_rank_0_alone_lists(world):
     """The others ask the disk for nothing, and have the same set."""
-    root = folder(world) / "data"
-    if world.is_chief:
-        scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
-    world.gather_objects(None, "errors.listed")
+    root = made(world) / "data"
     config = settings_lib.parse(["train.py", "--flagfile=configs/demo.cfg", f"--data_dir={root}"])
     listed, scandir = [], os.scandir
     os.scandir = lambda path: listed.append(path) or scandir(path)

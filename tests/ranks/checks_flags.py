@@ -11,13 +11,14 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import flag_values
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 from flag_values import Row, words
-from small_runs import CLASSES, FEATURES, Outcome, Small, StopSignal, fit_config, folder
+from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder
 from tensorflow.python.framework import config as tf_config
 
 from hvdkit import settings as settings_lib
@@ -102,7 +103,7 @@ class Sweep:
         config = self.start(values)
         own = config.task == "varied"
         task = Varied if own else importlib.import_module(f"tasks.{config.task}").Task
-        return fit_config(config, self.world, task, stop_signal=stop_signal)
+        return fit_config(config, self.world, task, code=None, stop_signal=stop_signal)
 
     def start(self, values: Iterable[str]) -> Settings:
         """As a new process would: settings, Horovod with the knobs that they turn."""
@@ -164,10 +165,6 @@ def check_every_pair_of_flags(world):
         all_pass(world, functools.partial(try_row, made), [(row,) for row in rows])
 
 
-class Stopped(StopSignal):
-    asked = True
-
-
 def try_row(made: Sweep, row: Row) -> None:
     """Where the row resumes, a stop signal ends a first run before its last step."""
     values, begun = list(row.values()), 0
@@ -176,7 +173,9 @@ def try_row(made: Sweep, row: Row) -> None:
     if row.get("resume", "--resume=never") != "--resume=never":
         made.names["first"] = f"{made.folder}/first-{made.runs}"
         place = f"--run_dir={made.names['first']}"
-        first = made.run([*values, place, "--resume=never --nobenchmark"], Stopped())
+        first = made.run(
+            [*values, place, "--resume=never --nobenchmark"], SimpleNamespace(asked=True)
+        )
         if first.code == DIVERGED and skips:
             return
         assert first.code == PREEMPTED, first.message
@@ -213,7 +212,7 @@ def judge_records(ended: Outcome, config: Settings, begun: int, world: World) ->
     evaluated = [s for s in (begun, *steps) if s and evaluation_due(config, s)]
     evaluated = [] if config.benchmark else evaluated
     assert reason != "early stop" or (config.early_stop_evals and evaluated)
-    assert [r["step"] for r in ended.records if "eval_loss" in r] == evaluated
+    assert ended.evaluated == evaluated
     assert all(np.isfinite(r["eval_loss"]) for r in ended.records if "eval_loss" in r)
     every = config.checkpoint_every
     saved = [s for s in steps if evaluation_due(config, s) or (every and s % every == 0)]

@@ -7,26 +7,18 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from checks_tasks import dense, refused
+from checks_tasks import refused
 from keras.src.legacy.saving import legacy_h5_format
-from small_runs import CLASSES, FEATURES, Small, fit, folder
+from small_models import Step
+from small_runs import CLASSES, FEATURES, Small, classifier, fit, folder, same
 from tensorflow.python.framework import config as tf_config
 
-from hvdkit.stop import DONE
 from hvdkit.train import preprocessing
 
 
 def task(make=None, **methods) -> type:
     """A task with this model, or other functions of its own."""
     return type("Task", (Small,), methods | ({"build_model": lambda self: make()} if make else {}))
-
-
-def followed(*parts):
-    """A functional model of layers and a dense one behind them."""
-    x = y = keras.Input((FEATURES,))
-    for part in parts:
-        y = part(y)
-    return keras.Model(x, keras.layers.Dense(CLASSES)(y))
 
 
 class Net(keras.Model):
@@ -41,48 +33,6 @@ class Net(keras.Model):
         return self.head(self.body(x))
 
 
-class Aux(Net):
-    """Only training calls its second head."""
-
-    def __init__(self):
-        super().__init__()
-        self.aux = keras.layers.Dense(CLASSES)
-
-    def call(self, x, training=False):
-        inner = self.body(x)
-        return self.head(inner) + (self.aux(inner) if training else 0)
-
-
-class Lazy(keras.Model):
-    """Makes a layer in its first call; in `training` only, or `always`."""
-
-    def __init__(self, always=False):
-        super().__init__()
-        self.head, self.extra, self.always = keras.layers.Dense(CLASSES), None, always
-
-    def call(self, x, training=False):
-        if not (training or self.always):
-            return self.head(x)
-        if self.extra is None:
-            self.extra = keras.layers.Dense(FEATURES, name="extra")
-        return self.head(self.extra(x))
-
-
-def check_layers_that_calls_make_are_built_and_trained(world):
-    """A model that is not built, one with a head for training, one whose first call makes it."""
-    for make, settings, weights, name in (
-        (Net, {"bn_sync": "full"}, 4, "net"),
-        (Aux, {}, 6, "aux"),
-        (lambda: Lazy(True), {"optimizer": "adam"}, 4, "extra"),
-    ):
-        ended = fit(world, task(make), num_steps=2, **settings)
-        assert ended.code == DONE and len(ended.model.trainable_variables) == weights, ended.message
-        state = np.load(ended.folder / "checkpoints/step-00000002/state.npz")
-        assert any(name in n for n in state)
-        last = world.gather_objects(ended.weights()[-1].tobytes(), "last")
-        assert len(set(last)) == 1
-
-
 class Steps(Net):
     def train_step(self, data):
         raise NotImplementedError
@@ -93,28 +43,19 @@ class Losses(Net):
         raise NotImplementedError
 
 
-class Scaled(keras.layers.Layer):
-    """Keeps state where Keras does not look for it."""
-
-    def __init__(self, trainable):
-        super().__init__()
-        self.scale = tf.Variable(1.0, trainable=trainable)
-
-    def call(self, x, training=False):
-        if not self.scale.trainable:
-            self.scale.assign_add(1.0)
-        return x * self.scale
-
-
-class Noise(keras.layers.Layer):
-    def call(self, x, training=False):
-        return x + tf.random.normal(tf.shape(x)) if training else x
-
-
 def frozen():
-    model = dense()
+    model = classifier()
     model.trainable = False
     return model
+
+
+def own_state(layer):
+    """Keeps it where Keras does not look for it."""
+    layer.own = tf.Variable(1.0, trainable=False)
+
+
+def noise(layer, x, training):
+    return x + tf.random.normal(tf.shape(x)) if training else x
 
 
 # Models that are refused, and words of the sentence about them.
@@ -126,18 +67,19 @@ MODELS = [
         lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(CLASSES)]),
         *("the model", str(FEATURES)),
     ),
-    (Lazy, "the model", "failed", "new elements of state"),
     (frozen, "train"),
-    (lambda: followed(Scaled(True)), "does not hold", "add_weight"),
-    (lambda: followed(Scaled(False)), "does not hold", "add_weight"),
-    (lambda: followed(Noise()), "RandomStandardNormal", "SeedGenerator"),
+]
+# The same with --jit; without it they are kinds of models.
+WITH_JIT = [
+    (lambda: classifier(Step(lambda s, x, t: x * s.own, own_state)), "does not hold", "add_weight"),
+    (lambda: classifier(Step(noise)), "RandomStandardNormal", "SeedGenerator"),
 ]
 
 
 def check_models_that_cannot_be_trained_are_refused(world):
     for make, *words in MODELS:
         refused(world, task(make), *words)
-    for make, *words in MODELS[-2:]:
+    for make, *words in WITH_JIT:
         refused(world, task(make), *words, jit=True)
 
 
@@ -166,21 +108,6 @@ def check_trainable_changed_too_late_is_told(world):
     refused(world, Task, "trainable", "build_model")
 
 
-def check_a_frozen_part_stays_as_it_is(world):
-    class Task(Small):
-        def build_model(self):
-            model = super().build_model()
-            model.layers[1].trainable = False
-            Task.before = model.layers[1].get_weights()
-            return model
-
-    ended = fit(world, Task)
-    assert ended.code == DONE
-    # Broadcast from rank 0, so every rank's seed gave the same.
-    for a, b in zip(Task.before, ended.model.layers[1].get_weights()):
-        np.testing.assert_array_equal(a, b)
-
-
 def check_a_variable_of_the_loss_is_refused(world):
     class Uncertainty(Small):
         def __init__(self, config):
@@ -198,11 +125,11 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
     class Distilled(Small):
         def __init__(self, config, trainable=False):
             super().__init__(config)
-            self.teacher = dense(FEATURES)
+            self.teacher = classifier(units=FEATURES)
             self.teacher.trainable = trainable
 
         def build_model(self):
-            return dense(FEATURES)
+            return classifier(units=FEATURES)
 
         def loss(self, outputs, targets):
             losses, weights = super().loss(outputs, targets)
@@ -212,8 +139,7 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
         def __init__(self, config):
             super().__init__(config, trainable=True)
 
-    ended = fit(world, Distilled)
-    assert ended.code == DONE, ended.message
+    fit(world, Distilled)
     refused(world, Trained, "does not hold", "frozen model")
 
 
@@ -236,21 +162,13 @@ def check_draws_without_a_key_are_told(world):
         return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
 
     for noise, *words in (
-        (flip, "training_example draws", "`key`"),
-        (
-            lambda self, x: self.noise.normal([FEATURES]),
-            *("training_example draws", "RngReadAndSkip"),
-        ),
-        (
-            lambda self, x: self.layer(x[None], training=True)[0],
-            *("training_example changes a variable",),
-        ),
-        (
-            lambda self, x: self.state.assign_add(1.0),
-            *("training_example changes a variable", "AssignAddVariableOp"),
-        ),
+        (flip, "draws", "`key`"),
+        (lambda self, x: self.noise.normal([FEATURES]), "draws", "RngReadAndSkip"),
+        (lambda self, x: self.layer(x[None], training=True)[0], "changes a variable"),
+        (lambda self, x: self.state.assign_add(1.0), "changes a variable", "AssignAddVariableOp"),
     ):
-        refused(world, type("Task", (OfState,), {"training_example": noisy(noise)}), *words)
+        methods, first = {"training_example": noisy(noise)}, f"training_example {words[0]}"
+        refused(world, type("Task", (OfState,), methods), first, *words[1:])
     example = noisy(lambda self, x: tf.random.normal([FEATURES]))
     refused(world, task(evaluation_example=example), "evaluation_example draws", "leave them out")
 
@@ -260,7 +178,7 @@ def check_what_xla_cannot_compile_is_told(world):
 
     def resizing():
         inside = keras.layers.Resizing(4, 4, "bicubic")
-        return followed(keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten())
+        return classifier(keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten())
 
     refused(world, task(resizing), "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
 
@@ -294,13 +212,14 @@ def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
 
     class Pictures(Small):
         def build_model(self):
-            x = keras.Input((FEATURES,))
-            y = keras.layers.Reshape((FEATURES // 3, 1, 3))(x)
-            y = preprocessing.Preprocess(name="preprocess")(y)
-            y = keras.layers.Conv2D(4, 1, name="conv1_conv")(y)
-            y = keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9)(y)
-            y = keras.layers.Flatten()(y)
-            model = keras.Model(x, keras.layers.Dense(CLASSES, name="logits")(y), name="pictures")
+            model = classifier(
+                keras.layers.Reshape((FEATURES // 3, 1, 3)),
+                preprocessing.Preprocess(name="preprocess"),
+                keras.layers.Conv2D(4, 1, name="conv1_conv"),
+                keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9),
+                keras.layers.Flatten(),
+                name="logits",
+            )
             model.backbone = "conv1_bn"
             return model
 
@@ -331,11 +250,9 @@ def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
             runs.append(fit(world, Pictures, num_steps=3, backbone_weights=gone, **how))
         tf_config.disable_op_determinism()
         for run in runs:
-            assert run.code == DONE, run.message
             assert int(run.model.get_layer("preprocess").mode) == 1
-            for one, other in zip(begins(run.model), begins(there)):
-                np.testing.assert_allclose(one, other, rtol=1e-3)
+            same(begins(run.model), begins(there), 1e-3)
         if world.is_chief and "ema_decay" in kind:
-            with np.load(run.folder / "checkpoints/step-00000003/state.npz") as state:
-                name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
-                np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)
+            state = run.state(3)
+            name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
+            np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

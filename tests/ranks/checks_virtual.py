@@ -6,8 +6,6 @@ $VIRTUAL_RUNS/LAUNCH.json; the test compares the launches.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -16,13 +14,14 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
-from small_runs import CLASSES, FEATURES, Small, StopSignal, fit
+from small_models import Step, weight
+from small_runs import CLASSES, FEATURES, Small, classifier, fit
 
 from hvdkit.evaluate import metrics
 from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
+from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
@@ -91,7 +90,7 @@ def begin(world):
     world_lib.set_up(world, Settings(cpu_threads=1))
 
 
-def train(world, name, task=Ordinary, stop_signal=None, **settings):
+def train(world, name, task=Ordinary, *words, **settings):
     """One of RUNS by `name`, or a part of one (""), with TensorFlow's graph optimizer.
 
     Others leave it out: it takes most of a small run's time.
@@ -100,7 +99,7 @@ def train(world, name, task=Ordinary, stop_signal=None, **settings):
     left_out = name not in ("", *RUNS)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
     run_dir = FOLDER / f"{LAUNCH}-{name}"
-    return fit(world, task, stop_signal=stop_signal, **{"run_dir": run_dir} | VIRTUAL | settings)
+    return fit(world, task, *words, **{"run_dir": run_dir} | VIRTUAL | settings)
 
 
 def leave(world, name, ended):
@@ -116,12 +115,11 @@ def leave(world, name, ended):
 def check_runs_of_every_kind(world):
     for name in json.loads(os.environ["VIRTUAL_NAMES"]):
         ended = train(world, name, **RUNS[name])
-        assert ended.code == DONE, ended.message
         assert all(np.isfinite(w).all() for w in ended.weights())
         leave(world, name, ended)
 
 
-class Later(StopSignal):
+class Later:
     """A signal that comes in the second step."""
 
     def __init__(self):
@@ -137,25 +135,17 @@ def check_a_run_goes_on_with_another_number_of_ranks(world):
     """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
     settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
     if TWO:
-        ended = train(world, "", stop_signal=Later(), **settings)
-        assert ended.code == PREEMPTED, ended.message
+        train(world, "", stop_signal=Later(), code=PREEMPTED, **settings)
     if LAUNCH == "3-gloo":
-        ended = train(world, "", **settings)
-        assert ended.code == DONE, ended.message
-        leave(world, "handed on", ended)
+        leave(world, "handed on", train(world, "", **settings))
 
 
 def check_sums_of_an_evaluation_are_rounded_once(world):
     begin(world)
     values = np.random.default_rng(2).normal(size=30) * 10.0 ** np.arange(-15, 15)
     values[3] = -values[20]
-    zeros = {
-        "x": np.zeros(()),
-        "none": np.zeros(()),
-        "huge": np.zeros(()),
-        "bad": np.zeros(2),
-        "n": np.zeros((), np.int64),
-    }
+    zeros = {name: np.zeros(()) for name in ("x", "none", "huge")}
+    zeros |= {"bad": np.zeros(2), "n": np.zeros((), np.int64)}
     sums = metrics.ExactSums(world, zeros)
     for place in range(world.rank, len(values), world.size):
         bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
@@ -224,24 +214,21 @@ class Keeps(Small):
     """State of every kind: what is drawn, what nothing changes, what counts steps."""
 
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        y = Counts()(Holds()(Draws()(Draws()(x))))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+        return classifier(Draws(), Draws(), Holds(), Counts())
 
 
 def check_state_is_drawn_held_and_counted(world):
     if not TWO:
         return
     ended = train(world, "keeps", Keeps, num_steps=3, checkpoint_every=1)
-    assert ended.code == DONE, ended.message
-    states = [np.load(p / "state.npz") for p in sorted(ended.folder.glob("checkpoints/step*"))]
+    states = [ended.state(step) for step in (1, 2, 3)]
     # Every virtual rank, step and generator draws its own.
-    drawn = [s[name] for s in states for name in s.files if name.endswith("/drawn")]
+    drawn = [s[name] for s in states for name in s if name.endswith("/drawn")]
     means = [float(mean) for mean, _ in drawn]
     assert len(set(means)) == len(means) == 6, means
     # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
     assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
-    seeds = [s[name] for s in states for name in s.files if "seed_generator" in name]
+    seeds = [s[name] for s in states for name in s if "seed_generator" in name]
     assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
     held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
     for dtype, values in HELD.items():
@@ -255,9 +242,7 @@ class AddsNothing(Small):
     """What the model adds depends on no variable: an activity of its inputs."""
 
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        y = keras.layers.ActivityRegularization(l2=0.1)(x)
-        return keras.Model(x, keras.layers.Dense(CLASSES)(y))
+        return classifier(keras.layers.ActivityRegularization(l2=0.1))
 
 
 class Adds(keras.layers.Layer):
@@ -284,7 +269,6 @@ def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
         for count in (0, 4):
             name = f"{task.__name__}-{count}"
             ended = train(world, name, task, virtual_ranks=count, num_steps=2)
-            assert ended.code == DONE, ended.message
             shown.append([[r["keras_loss"], r["grad_norm"]] for r in ended.records if "loss" in r])
         np.testing.assert_allclose(*shown, rtol=1e-5)
 
@@ -295,77 +279,59 @@ def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
 def ends(world, task, code, *words, **settings):
     """The run ends with this exit code and these words."""
     if TWO:
-        ended = train(world, "ends", task, resume="never", **settings)
-        assert ended.code == code and all(w in ended.message for w in words), ended.message
-        assert ended.message.count("\n") == 0
+        ended = train(world, "ends", task, *words, code=code, resume="never", **settings)
         assert all(np.isfinite(w).all() for w in ended.weights())
 
 
 def check_more_ranks_than_virtual_ones_are_refused(world):
     if world.size > 1:
-        ended = train(world, "refused", virtual_ranks=1)
-        assert ended.code == WRONG_USE and "at most 1" in ended.message, ended.message
+        train(world, "refused", Ordinary, "at most 1", virtual_ranks=1, code=WRONG_USE)
 
 
-class Scaled(Small):
-    factor = 1.0
+def scaled(factor: float) -> type:
+    """A task whose loss is so many times as large."""
 
-    def loss(self, outputs, targets):
-        losses, weights = super().loss(outputs, targets)
-        return losses * self.factor, weights
+    class Scaled(Small):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return losses * factor, weights
+
+    return Scaled
 
 
 def check_a_gradient_beyond_the_grid_ends_the_run_and_is_told(world):
-    class Huge(Scaled):
-        factor = 1e9
-
-    ends(world, Huge, DIVERGED, "at step 1", "fixed point", "--base_lr")
+    ends(world, scaled(1e9), DIVERGED, "at step 1", "fixed point", "--base_lr")
 
 
 def check_a_gradient_that_is_no_number_ends_the_run_as_without_virtual_ranks(world):
-    class Broken(Scaled):
-        factor = math.inf
-
-    ends(world, Broken, DIVERGED, "diverged at step 1", max_bad_steps=1)
+    ends(world, scaled(math.inf), DIVERGED, "diverged at step 1", max_bad_steps=1)
 
 
 def check_gradients_that_round_to_nothing_are_told_once(world):
-    class Flat(Scaled):
-        factor = 1e-16
-
     if TWO:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            ended = train(world, "flat", Flat)
-        assert ended.code == DONE, ended.message
-        notes = printed.getvalue().count("all gradients of a virtual rank are smaller than 6e-14")
-        assert notes == world.is_chief, printed.getvalue()
+        printed = train(world, "flat", scaled(1e-16)).printed
+        notes = printed.count("all gradients of a virtual rank are smaller than 6e-14")
+        assert notes == world.is_chief, printed
 
 
 class Spectral(Small):
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        inner = keras.layers.SpectralNormalization(keras.layers.Dense(9))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(inner(x)))
+        return classifier(keras.layers.SpectralNormalization(keras.layers.Dense(9)))
 
 
 def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
     ends(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
 
 
-class Complex(keras.layers.Layer):
-    def build(self, shape):
-        self.seen = self.add_weight((), "zeros", "complex64", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        if training:
-            self.seen.assign_add(1j)
-        return x
-
-
 class Rotates(Small):
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(Complex()(x)))
+        def rotate(layer, x, training):
+            if training:
+                layer.seen.assign_add(1j)
+            return x
+
+        seen = weight("seen", initializer="zeros", dtype="complex64", trainable=False)
+        return classifier(Step(rotate, seen))
 
 
 def check_state_that_cannot_be_brought_together_is_refused(world):
@@ -373,20 +339,15 @@ def check_state_that_cannot_be_brought_together_is_refused(world):
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
-    class Steep(Scaled):
-        factor = 1e3
-
     if TWO:
         settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
-        ended = train(world, "steep", Steep, **settings)
-        assert ended.code == DONE, ended.message
+        ended = train(world, "steep", scaled(1e3), **settings)
         assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
 
 
 class CountsSamples(Small):
     def build_model(self):
-        x = keras.Input((FEATURES,))
-        return keras.Model(x, keras.layers.Dense(CLASSES)(Counts(samples=True)(x)))
+        return classifier(Counts(samples=True))
 
 
 def check_counters_that_differ_between_virtual_ranks_are_told(world):

@@ -5,16 +5,14 @@ Three launches share a folder, $WARM_RUNS: a check belongs to the one in its nam
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
 import math
 import os
 from pathlib import Path
 
 import numpy as np
-from small_runs import Outcome, fit_config
+from small_runs import fit_config
 
 from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
@@ -43,14 +41,11 @@ def part_of(launch):
     return decorate
 
 
-def run(world, name: str, *flags: str, code: int = DONE) -> tuple[Outcome, str]:
-    """Trains the skeleton in the folder RUNS/name; how it ended, and what rank 0 printed."""
+def run(world, name: str, *flags: str, code: int = DONE) -> str:
+    """Trains the skeleton in the folder RUNS/name: its refusal, and what rank 0 printed."""
     words = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={RUNS / name}", *flags]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        ended = fit_config(settings_lib.parse(words), world, Task)
-    assert ended.code == code, ended.message
-    said = world.broadcast_object(said.getvalue(), "warm.said")
-    return ended, said
+    ended = fit_config(settings_lib.parse(words), world, Task, code=code)
+    return ended.message + world.broadcast_object(ended.printed, "warm.said")
 
 
 def summary(name: str) -> dict:
@@ -104,7 +99,7 @@ def check_two_ranks_evaluate_the_same_averages(world):
 
 @part_of("two")
 def check_two_ranks_end_early_where_a_run_gets_no_better(world):
-    _, said = run(world, "early", *EARLY)
+    said = run(world, "early", *EARLY)
     assert (summary("early")["step"], summary("early")["exit_reason"]) == (8, "early stop")
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
 
@@ -112,7 +107,7 @@ def check_two_ranks_end_early_where_a_run_gets_no_better(world):
 @part_of("two")
 def check_two_ranks_start_from_another_runs_weights(world):
     first = RUNS / "first"
-    _, said = run(world, "second", *STILL, "--num_steps=2", f"--init_from={first}")
+    said = run(world, "second", *STILL, "--num_steps=2", f"--init_from={first}")
     assert said.count(f"starting from the weights of {first}") == 1
     before, after = state("first", 6), state("second", 2)
     weights = [name for name in before if name.startswith("model/")]
@@ -126,10 +121,10 @@ OTHER_HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 
 
 @part_of("two")
 def check_two_ranks_end_where_a_head_is_of_another_size(world):
-    ended, _ = run(world, "head", *OTHER_HEAD, code=WRONG_USE)
+    said = run(world, "head", *OTHER_HEAD, code=WRONG_USE)
     # Keras counts its layers over a process.
-    assert "/kernel ([32, 3] there, [32, 5] here)" in ended.message, ended.message
-    assert "--init_skip_mismatched" in ended.message
+    assert "/kernel ([32, 3] there, [32, 5] here)" in said, said
+    assert "--init_skip_mismatched" in said
 
 
 # ---- 1 rank again ------------------------------------------------------------------------------
@@ -158,13 +153,13 @@ def check_end_a_run_that_got_no_better_ends_at_the_same_step_again(world):
 @part_of("end")
 def check_end_typed_again_a_run_goes_on_from_its_own_checkpoint(world):
     start = f"--init_from={RUNS / 'first'}"
-    _, said = run(world, "second", *STILL, "--num_steps=3", start)
+    said = run(world, "second", *STILL, "--num_steps=3", start)
     assert "resuming from" in said and "starting from" not in said
 
 
 @part_of("end")
 def check_end_a_head_of_another_size_is_left_out_on_request(world):
-    _, said = run(world, "head", *OTHER_HEAD, "--init_skip_mismatched")
+    said = run(world, "head", *OTHER_HEAD, "--init_skip_mismatched")
     assert "left as made: " in said and "/kernel ([32, 3] there" in said, said
     before, after = state("first", 6), state("head", 2)
     body = next(name for name in before if name.endswith("/dense/kernel"))

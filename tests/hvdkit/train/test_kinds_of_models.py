@@ -20,8 +20,8 @@ from ranks import CHECKS, run_checks
 CHECKS = CHECKS / "checks_kinds_of_models.py"
 EVERY_CHANGE = {
     "subclassed", "nested", "shared layers", "layers made in call", "layers made in training",
-    "inputs a tuple", "inputs a list", "outputs a dict", "embedding mixed",
-    "embedding shared with the output", "frozen model inside", "regularizers",
+    "inputs a tuple", "inputs a list", "outputs a dict", "another output in training",
+    "embedding mixed", "embedding shared with the output", "frozen model inside", "regularizers",
     "losses added by the model", "state equal on all ranks", "batch norm over time", "attention",
     "spectral norm", "dropout by sample", "dropout, subclassed", "state of the batch",
     "batch norm in a recurrent cell", "recurrent with state", "weight as tf.Variable",
