@@ -16,15 +16,10 @@ from pathlib import Path
 import psutil
 from hosts import PORT, Hosts
 
+from hvdkit.testing import ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parents[2]
 START, END = 180, 90  # seconds that a start, an end may take; the ranks share two cores
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
 
 
 class Failed(Exception):
@@ -55,7 +50,7 @@ class Leg:
         self.process = subprocess.Popen(
             hosts[1].words(*words) if hosts else words,
             cwd=ROOT / "template",
-            env=os.environ | ENVIRONMENT | {"LAUNCH_ID": self._id},
+            env=os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_ID": self._id},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -28,25 +28,20 @@ def gathered(world, value, name):
     return world.gather_objects(np.asarray(value), name)
 
 
-def differ(call, *words):
-    """`call` must raise Stop with these words in its message."""
+def refused(call, *words, kind=ValueError):
+    """`call` must raise such an error, of one line with these words in it; returned."""
     try:
         call()
-    except Stop as stop:
-        assert all(word in str(stop) for word in words), str(stop)
-    else:
-        raise AssertionError("no Stop was raised")
-
-
-def refused(call, *words):
-    """`call` must raise a ValueError of one line with these words in it."""
-    try:
-        call()
-    except ValueError as error:
+    except kind as error:
         assert all(word in str(error) for word in words), str(error)
         assert "\n" not in str(error), str(error)
-    else:
-        raise AssertionError("no ValueError was raised")
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def differ(call, *words):
+    """`call` must raise Stop, as `refused` looks for."""
+    return refused(call, *words, kind=Stop)
 
 
 def make_train_step(settings, world, task, *, state, spec):
