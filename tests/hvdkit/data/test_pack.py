@@ -17,7 +17,7 @@ import readers
 import tensorflow as tf
 from small_checkpoints import save
 
-from hvdkit.data import pack, scenes, source
+from hvdkit.data import pack, scenes
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
@@ -373,22 +373,18 @@ def unsafe(monkeypatch):
     monkeypatch.setattr(os, "fsync", watched)
     for name in ("rename", "replace"):
         monkeypatch.setattr(Path, name, check(getattr(Path, name)))
-    found["flushed"] = flushed
-    return found
+    return found, flushed
 
 
 def test_a_checkpoint(kept, unsafe):
-    flushed = unsafe.pop("flushed")
+    found, flushed = unsafe
     path = save(kept, 7)
-    assert unsafe == {"manifest.json": [], "step-00000007": []}
+    assert found == {"manifest.json": [], "step-00000007": []}
     parent = kept.folder.stat()  # which holds the new name
     assert path.parent == kept.folder and (parent.st_dev, parent.st_ino) in flushed
 
 
 def test_a_packed_split(tmp_path, unsafe):
-    unsafe.pop("flushed")
-    samples = source.Arrays(
-        image=np.zeros((3, 8, 8, 3), np.uint8), label=np.array([0, 1, 2], np.int32)
-    )
-    pack.pack(samples, tmp_path, "train", shards=2)
-    assert unsafe["train"] == []
+    samples = {"image": np.zeros((3, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2], np.int32)}
+    pack.pack(Arrays(**samples), tmp_path, "train", shards=2)
+    assert unsafe[0]["train"] == []

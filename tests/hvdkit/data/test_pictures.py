@@ -92,10 +92,13 @@ def test_where_only_a_part_is_cut_the_image_is_not_decoded():
         list(dataset.map(lambda data: read(data)["image"]))
 
 
-def test_without_a_file_the_image_is_cut():
+def test_an_image_is_cut_without_its_file_and_mirrored():
     sample = {"image": tf.constant(SMOOTH)}
     assert image_ops.size(sample).numpy().tolist() == list(SHAPE)
     np.testing.assert_array_equal(image_ops.cut(sample, [5, 7, 20, 30]), SMOOTH[5:25, 7:37])
+    for turn, step in ((False, 1), (True, -1)):
+        found = image_ops.mirrored(tf.constant(SMOOTH), tf.constant(turn))
+        np.testing.assert_array_equal(found, SMOOTH[:, ::step])
 
 
 def test_a_file_that_is_not_the_images_is_refused():
@@ -113,12 +116,6 @@ def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than
         other = tf.image.resize(SMOOTH, [side, side], antialias=not smooth).numpy()
         found = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
         assert np.abs(found - expected).max() <= 0.5 + 1e-3 < np.abs(found - other).max()
-
-
-def test_mirrored():
-    for turn in (False, True):
-        found = image_ops.mirrored(tf.constant(SMOOTH), tf.constant(turn))
-        np.testing.assert_array_equal(found, SMOOTH[:, ::-1] if turn else SMOOTH)
 
 
 def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
