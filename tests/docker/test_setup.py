@@ -322,8 +322,8 @@ def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple", "PIP_RETRIES": 1}  # with none, pip does not say why
-    offline |= {"PIP_CONFIG_FILE": os.devnull}
+    offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple", "PIP_RETRIES": 1}
+    offline |= {"PIP_CONFIG_FILE": os.devnull}  # without a retry pip does not say why
     said = complaint(setup(checkout, **offline))
     assert "no network?" in said and "PIP_INDEX_URL" in said and "make wheelhouse" in said
     assert "uv==" in Path(said.split("log: ")[1]).read_text()
