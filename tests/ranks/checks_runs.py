@@ -7,6 +7,7 @@ import json
 import time
 from unittest import mock
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -392,6 +393,21 @@ def usual(run, step, batch):
     run.after_step(step(batch))
 
 
+usual_loop = loop_of(plain, usual)
+
+
+def own_result(run):
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+        run.update(tape.gradient(loss, run.weights))
+        return {"loss": loss}
+
+    return step
+
+
 def no_step(run):
     for _ in run.batches():
         pass
@@ -408,6 +424,9 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(plain, lambda run, step, batch: bool(step(batch)) and None), {}, "needs one run"),
         (loop_of(plain, lambda run, step, batch: True), {}, "needs one run.after"),
         (no_step, {}, "make the step"),
+        (lambda run: [usual_loop(run), usual_loop(run)], {}, "call it once"),
+        (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
+        (loop_of(own_result, usual), {}, "returns what it returns"),
         (lambda run: None, {}, "needs one run.after"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)

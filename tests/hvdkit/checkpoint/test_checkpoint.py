@@ -22,7 +22,7 @@ from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, setting
 from hvdkit.stop import Stop
 from hvdkit.train.state import State
 
@@ -230,6 +230,12 @@ def test_a_setting_that_came_later_had_its_default(kept):
     assert changes(before, Settings(clip_norm=1.0), ranks=1, normed=True) == [
         "--clip_norm was 0.0, is 1.0"
     ]
+
+    class OfFork(Settings):
+        noise: float = setting(0.1, "share of pixels that are noise")
+
+    old = replace(before, config=before.config | {"noise": 0.2})
+    assert changes(old, OfFork(), ranks=1, normed=True) == ["--noise was 0.2, is 0.1"]
 
 
 def test_the_manifest_says_what_it_is(kept):

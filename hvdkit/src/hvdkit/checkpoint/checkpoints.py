@@ -309,7 +309,7 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
     Args:
       normed: whether the model has batch norm.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(Settings)}
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}  # with a fork's own
     now = dataclasses.asdict(config)
     # A setting that is newer than the checkpoint had its default's effect.
     pairs = ((name, before.config.get(name, defaults[name]), new) for name, new in now.items())

@@ -77,7 +77,7 @@ class Exported(tf.Module):
 def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
-        raise Stop(WRONG_USE, "export.py writes one model: start it on one rank")
+        raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
         data = _readable(own.check) if own.check else _noise()
         own.out.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,8 @@
 
 It is made once, without a network, from data/shipped: 1,797 scans of handwritten digits and two
 photographs. Training and validation share neither a scan nor a pixel of a photograph. The folders
-have the layout that folders.py reads. Pixels depend on the settings only; bytes also on the Pillow
-that packs them.
+have the layout that readers/pairs.py reads. Pixels depend on the settings only; bytes also on the
+Pillow that packs them.
 """
 
 import argparse

@@ -127,7 +127,7 @@ class Telemetry:
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
             waited_for = f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more"
-            fix = "cores or --data_workers, or smaller pictures (hvdkit/data/pack.py)"
+            fix = "cores or --data_workers, or smaller pictures (hvdkit pack)"
             self._note_once("input-bound", f"{waited_for} {fix}")
 
     def _since_last(self, step: int) -> tuple[int, float]:

@@ -160,7 +160,14 @@ class Run:
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         self.traced_step = traced = self.parts.trace(function)
-        return lambda batch: traced(batch, self.health.votes())
+
+        @tf.autograph.experimental.do_not_convert  # which would hide the sentence
+        def step(batch: Any) -> Result:
+            if tf.inside_function():  # this step's votes would be those of every step
+                raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
+            return traced(batch, self.health.votes())
+
+        return step
 
     def make_step(self, make: Callable[[Run], Callable]) -> Callable[[Any], Result]:
         """The step of `make`; with settings that reduce in messages of their own, the engine's.
@@ -186,6 +193,8 @@ class Run:
         """
         if self.traced_step is None:
             raise Stop(WRONG_USE, "train.py: make the step, by run.make_step, before run.batches()")
+        if self.actions:
+            raise Stop(WRONG_USE, "train.py: run.batches() yields the whole run: call it once")
         self._open_folder()
         for step in range(self.start.step + 1, self.settings.num_steps + 1):
             if self._ending:

@@ -85,6 +85,8 @@ def beside(kind: type[Room]) -> dict[str, bool]:
     """
     found = {}
     for path in [*project.folder().glob("*.py"), *project.folder().glob("tasks/*.py")]:
+        if not path.is_file():  # an editor's lock
+            continue
         text = path.read_text(encoding="utf-8", errors="replace")
         found |= {name: how in ("bool", "boolean") for how, name in _DEFINED.findall(text)}
     found |= {name: FLAGS[name].boolean for name in FLAGS if _means_something(name)}

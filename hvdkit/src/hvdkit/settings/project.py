@@ -30,11 +30,12 @@ def folder() -> Path:
 def _find() -> Path:
     script = getattr(sys.modules["__main__"], "__file__", None)
     starts = [Path(script).resolve().parent] if script else []
-    for start in [*starts, Path.cwd()]:
-        for found in (start, *start.parents):
-            if is_fork(found):
-                return found
-    return Path.cwd()
+    return next(filter(None, map(above, starts)), None) or above(Path.cwd()) or Path.cwd()
+
+
+def above(start: Path) -> Path | None:
+    """The nearest fork, from a folder upward."""
+    return next(filter(is_fork, (start, *start.parents)), None)
 
 
 def is_fork(path: Path) -> bool:

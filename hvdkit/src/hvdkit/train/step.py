@@ -198,7 +198,7 @@ class Step:
             try:
                 with reduction.refuse_empty_group(self._settings):
                     result = function(batch)
-                if self._traced.updates != 1 or not isinstance(result, Mapping):
+                if self._traced.updates != 1 or "votes" not in (result or ()):
                     raise ValueError(
                         "a step calls run.update(gradients) once and returns what it returns"
                     )
