@@ -192,6 +192,14 @@ def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
         *["-m", "hvdkit", "pack", "--from=squares", "--split=train", "--out=out", "--root=."]
     )
     assert "4 samples, labels below 3" in packed.stdout, packed.stderr
+    (tmp_path / "squares.py").write_text(SQUARES.replace("image=", "sound="))
+    for command in (
+        ["pack", "--from=squares", "--split=train", "--out=sound", "--root=."],
+        ["check", "--data_dir=.", "--data_format=squares", "--num_classes=3"],
+    ):
+        unfit = run("-m", "hvdkit", *command)
+        assert unfit.returncode in (1, 2) and "samples need an image" in unfit.stderr + unfit.stdout
+        assert "Traceback" not in unfit.stderr
     wrong = run("train.py", "--data_format=circles")
     assert wrong.returncode == 2 and "records, squares" in wrong.stderr
 

@@ -83,8 +83,10 @@ def check(
     # A folder of label pictures does not say how many classes there are.
     open_end = not classes and isinstance(source, ImageLabelFolder)
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
-    highest, counted = read_all(source, classes or source.num_classes, where=where, tell=tell)
-    counted.classes = highest + 1 if open_end else classes or source.num_classes
+    if not (known := classes or getattr(source, "num_classes", 0)):
+        raise ValueError("--num_classes: this reader does not say how many classes there are")
+    highest, counted = read_all(source, known, where=where, tell=tell)
+    counted.classes = highest + 1 if open_end else known
     for line in counted.told(list(map(str, getattr(source, "class_names", ())))):
         print(f"{split}: {line}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
@@ -144,6 +146,8 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
     @pipeline.as_written
     def look(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
         sample = source.read(index)
+        if not {"image", "label"} <= sample.keys():
+            raise ValueError(f"samples need an image and a label to be checked: {[*sample]}")
         label = tf.cast(sample["label"], tf.int64)
         values = of_label(label)
         # The picture's size is returned so that the picture is decoded: unused outputs are not.
@@ -298,9 +302,12 @@ def main(argv: list[str]) -> int:
     for split in splits:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             others = {}
-        read, counted = check(
-            args.data_dir, split, layout, classes=args.num_classes, tell=tell, others=others
-        )
+        try:
+            read, counted = check(
+                args.data_dir, split, layout, classes=args.num_classes, tell=tell, others=others
+            )
+        except ValueError as error:
+            parser.error(str(error))
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         print(f"{split}: {read} ({layout}): {verdict}", flush=True)

@@ -129,6 +129,8 @@ def _packed(source: Source) -> Iterator[Packed]:
 
     def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = source.read(index)
+        if not {"image", "label"} <= sample.keys():
+            raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
         # Sources that do not read files have none.
         file = sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
         ids = tf.io.encode_png(sample["label"]) if is_map else b""
