@@ -396,16 +396,19 @@ def usual(run, step, batch):
 usual_loop = loop_of(plain, usual)
 
 
-def own_result(run):
-    @run.function
-    def step(batch):
-        with tf.GradientTape() as tape:
-            loss = run.loss(batch)
-        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        run.update(tape.gradient(loss, run.weights))
-        return {"loss": loss}
+def own_result(of_loss):
+    def make_step(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+            run.update(tape.gradient(loss, run.weights))
+            return of_loss(loss)
 
-    return step
+        return step
+
+    return make_step
 
 
 def no_step(run):
@@ -426,7 +429,8 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (no_step, {}, "make the step"),
         (lambda run: [usual_loop(run), usual_loop(run)], {}, "call it once"),
         (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
-        (loop_of(own_result, usual), {}, "returns what it returns"),
+        (loop_of(own_result(lambda loss: loss), usual), {}, "returns what it returns"),
+        (loop_of(own_result(lambda loss: {"loss": loss}), usual), {}, "returns what it returns"),
         (lambda run: None, {}, "needs one run.after"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)

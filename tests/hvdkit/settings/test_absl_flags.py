@@ -107,6 +107,9 @@ def setting(default, **limits):
         ({"notes": (str, setting(""))}, "notes has another meaning"),  # a method
         ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),
         ({"num_steps": (float, setting(1.0))}, "num_steps is of type int in the engine"),
+        ({"num_steps": (int, setting(0))}, "--num_steps=0: must be a whole number, at least 1"),
+        ({"num_steps": (int, setting(10**8, low=1))}, "less than 100000000"),
+        ({"optimizer": (str, setting("foo"))}, "--optimizer=foo: must be one of"),
         ({"num_steps": (None, 5)}, 'write num_steps: int = setting(DEFAULT, "help")'),
         ({"a": (None, setting(5))}, "'a' is a field but has no type annotation"),
         (

@@ -54,7 +54,7 @@ READERS = {
     "digits": "hvdkit.data.shipped.Digits",
     "records": "hvdkit.data.readers.records.Records",
 }
-FORMATS = ["", *READERS]
+FORMATS = ["", *READERS]  # the choices of --data_format, to which add_reader appends
 
 
 def add_reader(name: str, reader: str) -> None:

@@ -97,7 +97,10 @@ class Room:
         cls.__doc__ = cls.__doc__ or "Settings of this project"  # else a dataclass's signature
         bases = [base for base in cls.__bases__ if issubclass(base, Room) and base is not Room]
         try:
-            _check_fields(cls, {name: field for base in bases for name, field in of(base).items()})
+            inherited = {name: field for base in bases for name, field in of(base).items()}
+            _check_fields(cls, inherited)
+            for name in inherited.keys() & inspect.get_annotations(cls).keys():
+                setattr(cls, name, _narrowed(vars(cls)[name], inherited[name]))
             dataclasses.dataclass(frozen=True, kw_only=True)(cls)
             for field in dataclasses.fields(cls):
                 value(field, str(field.default))
@@ -114,6 +117,15 @@ class Room:
     def without_effect(self) -> dict[str, str]:
         """Settings that the others leave without effect, by name: the one that does it."""
         return {}
+
+
+def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclasses.Field:
+    """A field with another default: the engine's limits hold beside its own."""
+    own, there = field.metadata, engines.metadata
+    meta = {"help": own["help"], "below": min(own["below"], there["below"])}
+    meta |= {name: own[name] or there[name] for name in ("choices", "path", "words")}
+    meta |= {name: max(own[name], there[name]) for name in ("low", "above")}
+    return dataclasses.field(default=field.default, metadata=meta)
 
 
 def _check_fields(cls: type[Room], inherited: Fields) -> None:

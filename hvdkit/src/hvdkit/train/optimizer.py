@@ -132,7 +132,7 @@ def _own(
 ) -> keras.optimizers.Optimizer:
     """The task's optimizer with its slots; flags that it does not read are refused."""
     for name in ("optimizer", "momentum", "ema_decay"):
-        if getattr(config, name) != getattr(Settings, name):
+        if getattr(config, name) != getattr(type(config), name):
             raise ValueError(
                 f"--{name}={getattr(config, name)}: the task's own optimizer does not read it: "
                 "leave it out"

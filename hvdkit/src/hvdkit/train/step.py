@@ -198,7 +198,8 @@ class Step:
             try:
                 with reduction.refuse_empty_group(self._settings):
                     result = function(batch)
-                if self._traced.updates != 1 or "votes" not in (result or ()):
+                whole = isinstance(result, Mapping) and "votes" in result
+                if self._traced.updates != 1 or not whole:
                     raise ValueError(
                         "a step calls run.update(gradients) once and returns what it returns"
                     )

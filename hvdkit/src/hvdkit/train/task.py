@@ -158,7 +158,7 @@ def load(config: Settings) -> Task:
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
     for name in _OF_SOME_TASKS:
-        given = getattr(config, name) != getattr(Settings, name)
+        given = getattr(config, name) != getattr(type(config), name)
         if given and name not in getattr(task_class, "uses", ()):
             raise ValueError(
                 f"--{name}={getattr(config, name)}: --task={config.task} does not read it (no "
