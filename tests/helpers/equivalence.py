@@ -79,7 +79,7 @@ def _run(config, world):
 
     from hvdkit.data.pipeline import TrainingFeed
     from hvdkit.data.sampler import Sampler
-    from hvdkit.ranks import votes
+    from hvdkit.ranks import agreement
     from hvdkit.run.context import prepare
     from hvdkit.train import batch_norm
 
@@ -90,10 +90,10 @@ def _run(config, world):
     order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
     feed = TrainingFeed(run.train_source, order, run.train_reader, num_steps=config.num_steps)
     step = make_train_step(config, world, run.task, state=state, spec=feed.spec)
-    step(feed.next(), votes.votes())
+    step(feed.next(), agreement.votes())
     start = time.monotonic()
     for _ in range(config.num_steps - 1):
-        result = step(feed.next(), votes.votes())
+        result = step(feed.next(), agreement.votes())
     seconds = (time.monotonic() - start) / (config.num_steps - 1)
     batch_norm.make_sync(model, config.bn_sync, weight=order.weight)()
     assert int(state.step) == config.num_steps and int(state.skipped) == 0

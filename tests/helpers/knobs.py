@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     from shared_checks import make_train_step
 
     from hvdkit import settings as settings_lib
-    from hvdkit.ranks import votes
+    from hvdkit.ranks import agreement
     from hvdkit.ranks import world as world_lib
     from hvdkit.train import optimizer, reduction
     from hvdkit.train.state import State
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     for number in range(config.num_steps):
         inputs = tf.reshape(tf.range(micro * 6) + number + world.rank, [micro, 2, 3]) % 50
         batch = {"inputs": inputs, "targets": tf.ones([micro, 2, 1])}
-        step(batch, votes.votes())
+        step(batch, agreement.votes())
     time.sleep(1)  # Horovod's shutdown loses what the timeline's writer has not written
     world_lib.finish(world)
 

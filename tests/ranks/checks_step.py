@@ -11,7 +11,7 @@ import tensorflow as tf
 from shared_checks import PLAIN, differ, make_train_step, rng
 
 from hvdkit.data.sampler import share
-from hvdkit.ranks import agreement, votes
+from hvdkit.ranks import agreement
 from hvdkit.run import health
 from hvdkit.train import optimizer
 from hvdkit.train.dropout import SampleDropout
@@ -48,7 +48,7 @@ def regression_step(world, config, model=None, features=4):
         for whole in (x, y):
             whole = whole.reshape(config.accumulation_steps, micro, -1)
             parts.append(tf.constant(whole[:, first:last], tf.float32))
-        return step(dict(zip(("inputs", "targets"), parts)), votes.votes())
+        return step(dict(zip(("inputs", "targets"), parts)), agreement.votes())
 
     do.step = step
     return do, state
@@ -64,7 +64,7 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     do, _ = regression_step(world, PLAIN)
     graph = do.step.get_concrete_function().graph.as_graph_def(add_shapes=True)
     (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
-    assert f"float64 [{4 + votes.NUM_VOTES}]" in totals, totals
+    assert f"float64 [{4 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
     by_rank = health.losses(world, 0, result)
     assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]
@@ -163,8 +163,8 @@ def check_a_vote_of_one_rank_is_seen_by_all_and_unread_data_changes_nothing(worl
         "inputs": tf.constant(x[None, first:last]),
         "targets": tf.constant(y[None, first:last]),
     }
-    result = do.step(step_batch, votes.votes(data_failed=world.rank == world.size - 1))
-    assert result["votes"].numpy().tolist() == [1] + [0] * (votes.NUM_VOTES - 1)
+    result = do.step(step_batch, agreement.votes(data_failed=world.rank == world.size - 1))
+    assert result["votes"].numpy().tolist() == [1] + [0] * (agreement.NUM_VOTES - 1)
     assert int(state.step) == 0
     for a, b in zip(before, state.model.get_weights()):
         np.testing.assert_array_equal(a, b)

@@ -92,7 +92,7 @@ def test_a_run_reports_what_carries_gradients(monkeypatch, gpus, nccl, end):
 def eight_cores(monkeypatch):
     """That nobody bound, and no thread chosen yet."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(world_lib, "_threads", lambda: 0)
+    monkeypatch.setattr(devices, "threads", lambda: 0)
     for name in ("OMPI_MCA_orte_bound_at_launch", "RANK_BOUND", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -106,9 +106,9 @@ def test_threads_are_a_flags_or_a_share_of_the_cores(
     assert world_lib.data_workers(world, Settings(data_workers=flag)) == threads
     chosen = []
     monkeypatch.setattr(World, "barrier_max", lambda self, name, *numbers: [*numbers])
-    monkeypatch.setattr(world_lib, "_choose_device", lambda *how: chosen.append(how))
+    monkeypatch.setattr(devices, "choose", lambda *how: chosen.append(how))
     world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
-    assert chosen == [(world, "cpu", threads)]
+    assert chosen == [("cpu", 0, threads)]
 
 
 def test_a_rank_that_was_bound_has_the_cores_it_sees(eight_cores, monkeypatch):

@@ -3,10 +3,9 @@
 world.World         rank, size, and decisions that all ranks take together
 world.say           prints on rank 0
 messages            gather and broadcast of JSON and arrays; a rank's sign of life
-agreement           settings, code, data, collectives and weights are the same on all ranks
+agreement           settings, code, collectives and weights are the same on all ranks; votes
 interrupt           Ctrl-C, SIGTERM, SIGUSR1
 stragglers          ranks that the others wait for
 peers               ranks that hang
-votes               what each rank reports in every step
 fingerprint         device and builds that the bits depend on
 """

@@ -243,13 +243,13 @@ def set_up(world: World, config: Settings) -> None:
     """
     with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.
-        threads = config.cpu_threads or _threads() or _share_of_cores(world)
-        _choose_device(world, config.device, threads)
+        threads = config.cpu_threads or devices.threads() or devices.cores(world.local_size)
+        devices.choose(config.device, world.local_rank, threads)
 
 
 def data_workers(world: World, config: Settings) -> int:
     """Threads of this rank that read data: --data_workers, or its share of the cores."""
-    return config.data_workers or _share_of_cores(world)
+    return config.data_workers or devices.cores(world.local_size)
 
 
 def gpu() -> str:
@@ -278,7 +278,7 @@ def describe(world: World) -> str:
     device = (
         "one GPU each"
         if tf.config.get_visible_devices("GPU")
-        else f"{_threads()} CPU thread(s) each"
+        else f"{devices.threads()} CPU thread(s) each"
     )
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
     if tf.config.get_visible_devices("GPU") and hvd.nccl_built():
@@ -304,25 +304,6 @@ def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _choose_device(world: World, device: str, threads: int) -> None:
-    gpus = tf.config.list_physical_devices("GPU")
-    if device == "cpu":
-        tf.config.set_visible_devices([], "GPU")
-    elif gpus:
-        if world.local_rank >= len(gpus):
-            raise ValueError(
-                f"{hostname()} has {len(gpus)} visible GPU(s) but runs {world.local_size} ranks: "
-                "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
-            )
-        tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[world.local_rank], True)
-        return
-    elif reason := devices.why_no_gpu(device):
-        raise ValueError(reason)
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
-
-
 def _malformed(rank: int, name: str, error: ValueError) -> Stop:
     return Stop(BUG, f"rank {rank} sent a malformed message as {name!r}: {error}")
 
@@ -330,22 +311,6 @@ def _malformed(rank: int, name: str, error: ValueError) -> Stop:
 def _digest(content: bytes) -> int:
     """63 bits of it; of two contents they differ but for one case in 10^19."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
-
-
-def _share_of_cores(world: World) -> int:
-    """Cores of this process over the ranks that share them."""
-    cores = all_cores = len(os.sched_getaffinity(0))
-    # mpirun or launch/bind.sh gave each rank cores of its own.
-    if {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ):
-        return cores
-    # Slurm bound each task, to cores of its own or, with others, to a socket.
-    if "SLURM_STEP_ID" in os.environ and "HOROVOD_RANK" not in os.environ:
-        all_cores = max(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", 0)))
-    return max(1, min(cores, all_cores // world.local_size))
-
-
-def _threads() -> int:
-    return tf.config.threading.get_intra_op_parallelism_threads()
 
 
 def set_precision(precision: str) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdkit.checkpoint.saver import MOST_FAILED, Saver
 from hvdkit.data.sampler import Sampler
 from hvdkit.logs import join
-from hvdkit.ranks import votes
+from hvdkit.ranks import agreement
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
@@ -69,7 +69,7 @@ class Health:
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
-        return votes.votes(
+        return agreement.votes(
             data_failed=self._feed.error is not None,
             stop_asked=self.stop_signal.asked,
             failed_saves=self._saver.failed,
@@ -97,7 +97,7 @@ class Health:
         self._waited += time.perf_counter() - start
         heartbeat.beat()
         self.pace.add(result["moments"])
-        if counted[votes.DATA_FAILED]:
+        if counted[agreement.DATA_FAILED]:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
         note = virtual.too_small(result)
@@ -108,14 +108,14 @@ class Health:
             return Ending(*fault, save=False)
         if not result["finite"] and (ending := self._not_finite(result)):
             return ending
-        failed = int(counted[votes.FAILED_SAVES])
+        failed = int(counted[agreement.FAILED_SAVES])
         # Nothing to say where one was written since that vote.
         if failed >= MOST_FAILED and (
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
             message = f"{failed} saves in a row were not written: {why}"
             return Ending(BUG, "saves failed", message, save=False)
-        if counted[votes.STOP_ASKED]:
+        if counted[agreement.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
 

@@ -28,7 +28,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.ranks import agreement, votes
+from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
@@ -110,7 +110,7 @@ class Step:
         # One collective for both: constant size on any number of ranks.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
-        totals, all_votes = tf.split(totals, [sums.shape[0], votes.NUM_VOTES])
+        totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
         adds_losses = len(targets) > 1
         step.known = Reduced(totals, all_votes, adds_losses, losses=own_loss, ready=ready)
         _, count, positions, _ = tf.unstack(totals)
@@ -151,7 +151,7 @@ class Step:
         grads, norm = gradients_lib.finish(found.grads, self._variables, l2=l2, clip_norm=clip_norm)
         rate = self._rate(state.step)
         finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
-        readable = found.votes[votes.DATA_FAILED] == 0
+        readable = found.votes[agreement.DATA_FAILED] == 0
         self._apply_if(finite & readable, grads, rate)
         state.advance(finite, readable)
         result = {
@@ -190,7 +190,7 @@ class Step:
         Raises:
           Stop: on all ranks, when the step cannot be made, or its collectives differ.
         """
-        signature = [self._spec, tf.TensorSpec([votes.NUM_VOTES], tf.float64)]
+        signature = [self._spec, tf.TensorSpec([agreement.NUM_VOTES], tf.float64)]
 
         @tf.function(input_signature=signature, autograph=False)
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
