@@ -13,9 +13,9 @@ from keras.src.legacy.saving import legacy_h5_format
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
-from hvdkit.train import preprocessing, variable_names
+from hvdkit.train import preprocessing
 from hvdkit.train.preprocessing import Preprocess
-from hvdkit.train.state import State, averaged_weights
+from hvdkit.train.state import State, averaged_weights, names_of_model
 from ranks import CHECKS, names_of_checks, run_checks
 from tasks import classification, segmentation
 
@@ -490,7 +490,7 @@ def test_a_run_that_begins_with_such_a_one_keeps_its_pictures(tmp_path):
     preprocessing.find(there).mode.assign(1)
     there.save(tmp_path / "a.keras")
     assert not warm_start.load(model, tmp_path / "a.keras", False)
-    assert mode(model) == "caffe" and "preprocess/mode" in variable_names.of_model(model)
+    assert mode(model) == "caffe" and "preprocess/mode" in names_of_model(model)
     small(pixels=False).save(tmp_path / "b.keras")
     with pytest.raises(ValueError, match=r"preprocess/mode is missing there"):
         warm_start.load(small(), tmp_path / "b.keras", True)

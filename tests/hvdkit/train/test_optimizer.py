@@ -63,7 +63,8 @@ def train(config: Settings, model: keras.Model, slope: list) -> keras.optimizers
     @tf.function(autograph=False)
     def step(number, applied, grads):
         known = [g if i != UNUSED else None for i, g in enumerate(grads)]
-        known, _ = gradients.finish(known, variables, l2=optimizer.l2_weight(config), clip_norm=0.0)
+        l2 = optimizer.l2_weight(config, rule)
+        known, _ = gradients.finish(known, variables, l2=l2, clip_norm=0.0)
         rule.learning_rate.assign(tf.cast(rate(number), rule.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(known, variables) if g is not None]
         tf.cond(applied, lambda: rule.apply(*zip(*pairs)), lambda: None)
@@ -347,7 +348,6 @@ ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
         (lambda: ADAM(gradient_accumulation_steps=2), {}, "--accumulation_steps"),
         (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
         (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
-        (ADAM, {"momentum": 0.5}, "--momentum"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
         (lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)), {}, "LossScaleOptimizer"),
     ],

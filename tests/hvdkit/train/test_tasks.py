@@ -62,14 +62,14 @@ def load(tmp_path, monkeypatch):
     (tmp_path / "tasks" / "__init__.py").touch()
     monkeypatch.setattr(project, "_folder", [tmp_path])
 
-    def load(text: str, name: str = "mine") -> base.Task:
+    def load(text: str, name: str = "mine", **settings) -> base.Task:
         file = tmp_path / "tasks" / f"{name}.py"
         file.write_text(text)
         spec = importlib.util.spec_from_file_location(f"tasks.{name}", file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
-        return base.load(dataclasses.replace(Settings(), task="mine"))
+        return base.load(dataclasses.replace(Settings(), task="mine", **settings))
 
     return load
 
@@ -137,6 +137,27 @@ def test_a_setting_of_data_that_the_task_does_not_read_is_refused(name, value, l
         base.load(config)
     type(task).uses = (name,)
     assert base.load(config)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "value"),
+    [
+        ("schedule", "lr_policy", "cosine"),
+        ("schedule", "warmup_steps", 5),
+        ("schedule", "power", 2.0),
+        ("schedule", "end_lr", 0.001),
+        ("optimizer", "momentum", 0.5),
+        ("optimizer", "ema_decay", 0.9),
+    ],
+)
+def test_a_setting_that_a_function_of_the_task_replaces_is_refused(function, name, value, load):
+    changed = {name: value}
+    assert load(COMPLETE, **changed)
+    text = f"{COMPLETE}    def {function}(self, config): ...\n"
+    words = rf"--{name}={value}: the {function} of --task=mine does not read it"
+    with pytest.raises(ValueError, match=words):
+        load(text, **changed)
+    assert load(f'{text}    uses = ("{name}",)\n', **changed)
 
 
 def test_the_engine_names_no_task():

@@ -15,7 +15,8 @@ from hvdkit.checkpoint import files
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
-from hvdkit.train import preprocessing, variable_names
+from hvdkit.train import preprocessing
+from hvdkit.train.state import names_of_model
 
 
 def start(model: keras.Model, config: Settings) -> None:
@@ -34,7 +35,7 @@ def load(
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
     The states of random layers are no weights: they stay this run's own. Names are those of
-    hvdkit/train/variable_names.py, so it does not matter what Keras counted.
+    hvdkit/train/state.py, so it does not matter what Keras counted.
 
     Args:
       path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
@@ -49,7 +50,7 @@ def load(
         are not to be skipped; the kind of pictures is not known. The message names them.
     """
     there = _unique(_read(path, averages))
-    named = _unique(zip(variable_names.of_model(model), model.variables))
+    named = _unique(zip(names_of_model(model), model.variables))
     weights = {id(v) for v in model.weights}
     pairs = [(name, v) for name, v in named.items() if id(v) in weights]
     faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
@@ -107,7 +108,7 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     except Exception as error:  # what Keras raises at a file is as wide as what files may hold
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"--init_from={path} cannot be read: {why}") from None
-    return zip(variable_names.of_model(saved), [raw(v).numpy() for v in saved.variables])
+    return zip(names_of_model(saved), [raw(v).numpy() for v in saved.variables])
 
 
 def _best(run_dir: Path) -> Path:

@@ -20,7 +20,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 from hvdkit.stop import GoBack
-from hvdkit.train import batch_norm, dropout, preprocessing, task_checks
+from hvdkit.train import batch_norm, dropout, preprocessing, schedule, task_checks
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
 from hvdkit.train.state import State
@@ -124,12 +124,13 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 def describe(run: RunContext) -> str:
     """What is trained, on how many samples and at which rate, for a person."""
     config = run.config
-    rate = config.base_lr * config.lr_factor(run.world.size)
-    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    own = tasks.optional(run.task, "optimizer")
+    rule = f"the task's {type(run.optimizer).__name__}" if own else config.optimizer
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
         f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
-        f"{config.global_batch_size}, {config.optimizer}, {config.lr_policy} from {rate:g}{scaling}"
+        f"{config.global_batch_size}, {rule}, "
+        f"{schedule.describe(run.task, config, run.world.size)}"
     )
 
 
@@ -137,9 +138,7 @@ def notes(run: RunContext) -> list[str]:
     """Surprising settings, a sentence each."""
     config, found = run.config, run.config.notes()
     if run.model.compiled:
-        found.append(
-            "what the model was compiled with is not used: --optimizer and the task's loss are"
-        )
+        found.append("the optimizer and the loss that the model was compiled with are not used")
     # Rank 0 tells it; of equal splits it is told already.
     chosen = run.world.is_chief and config.train_split != config.val_split
     if chosen and (twice := trained_on_too(run.train_source, run.val_source)):

@@ -30,7 +30,7 @@ from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
-from hvdkit.train import task as tasks
+from hvdkit.train import schedule
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
@@ -148,10 +148,11 @@ def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -
         say(world, f"rank {rank}: {count} samples a step; the first step's: {named}")
     if world.size > _SHOWN:
         say(world, f"... and {world.size - _SHOWN} more ranks")
-    rates = tasks.make_schedule(run.task, config, world.size)
+    rates = schedule.of_run(run.task, config, world.size)
     steps = np.linspace(0, config.num_steps - 1, min(config.num_steps, _WIDTH)).round()
     values = [float(rates(tf.constant(int(step), tf.int64))) for step in steps]
-    say(world, f"\nlearning rate ({config.lr_policy}), steps 1 to {config.num_steps:,}:")
+    policy = schedule.describe(run.task, config, world.size)
+    say(world, f"\nlearning rate ({policy}), steps 1 to {config.num_steps:,}:")
     say(world, plot(values) + "\n")
 
 

@@ -1,17 +1,16 @@
 """One training step, and what it computes.
 
 step.Step               loss and update of a step, for train.py
-task.Task               what a task must have; load, make_schedule
+task.Task               what a task must have; load, optional
 losses                  cross_entropy, require_classes; losses that a model adds by itself
 preprocessing           first layers of models: scaled, wide, Preprocess
 dropout                 SampleDropout, the same on any number of ranks; other draws in training
 gradients, reduction    from a loss to gradients that are summed over ranks
 batch_norm              moving statistics averaged over ranks; SyncBatchNormalization
 optimizer               update rules
-schedule                learning-rate policies
-state                   State, all that a checkpoint holds; averaged weights
+schedule                learning-rate policies, of flags or of a task
+state                   State, all that a checkpoint holds, by name; averaged weights
 virtual, fixed_point    --virtual_ranks
 task_checks             mistakes of a task as one sentence before the first step
 graph_checks            the same, found in traced graphs
-variable_names          names in checkpoints that depend on the model's structure alone
 """

@@ -130,13 +130,7 @@ def build(
 def _own(
     config: Settings, make: Callable, variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
-    """The task's optimizer with its slots; flags that it does not read are refused."""
-    for name in ("optimizer", "momentum", "ema_decay"):
-        if getattr(config, name) != getattr(type(config), name):
-            raise ValueError(
-                f"--{name}={getattr(config, name)}: the task's own optimizer does not read it: "
-                "leave it out"
-            )
+    """The task's optimizer with its slots."""
     optimizer = make(config)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
@@ -172,9 +166,9 @@ def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     return {n: repr(v) for n, v in public.items() if isinstance(v, str | Number | None)}
 
 
-def l2_weight(config: Settings) -> float:
+def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
     """Weight of the L2 term in the gradient; 0 where the optimizer decays weights itself."""
-    return 0.0 if config.optimizer in _DECOUPLED else config.weight_decay
+    return 0.0 if optimizer.weight_decay else config.weight_decay
 
 
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step: poly and the other policies, with linear warm-up."""
+"""Learning rate as a function of the step: --lr_policy with linear warm-up, or a task's own."""
 
 from __future__ import annotations
 
@@ -8,21 +8,48 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvdkit.settings import Settings
+from hvdkit.train.task import Task, optional
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
-
 
 LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
 
 
-def rising(config: Settings) -> Schedule:
-    """Of --find_lr: from LOWEST to HIGHEST by the same factor each step (Smith 2017)."""
-    factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
-    return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
+def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
+    """Step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
+
+    Raises:
+      ValueError: the task's own schedule gives no learning rate.
+    """
+    if config.find_lr:  # the same factor each step (Smith 2017)
+        factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
+        return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
+    own = optional(task, "schedule")
+    if own is None:
+        return make(config, world_size)
+    policy, factor = own(config), config.lr_factor(world_size)
+    for step in (0, config.num_steps - 1):
+        rate = float(policy(tf.constant(step, tf.int64)))
+        if not 0 <= rate < math.inf:
+            raise ValueError(
+                f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
+                "must be a number from 0"
+            )
+    return lambda step: tf.cast(policy(step), tf.float64) * factor
+
+
+def describe(task: Task, config: Settings, world_size: int) -> str:
+    """What sets the learning rate, for the lines at the start of a run."""
+    if config.find_lr:
+        return f"rates from {LOWEST:g} to {HIGHEST:g}"
+    scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    if optional(task, "schedule"):
+        return f"the task's schedule{scaling}"
+    return f"{config.lr_policy} from {config.base_lr * config.lr_factor(world_size):g}{scaling}"
 
 
 def make(config: Settings, world_size: int) -> Schedule:
-    """Returns step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
+    """The schedule of --lr_policy.
 
     With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
       poly:     end + (base - end) * (1 - step / N) ** power   (ParseNet, arXiv:1506.04579)

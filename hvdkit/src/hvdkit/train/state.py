@@ -1,15 +1,22 @@
-"""The state of a run: model, optimizer, step, loss scale; averaged weights for evaluation."""
+"""The state of a run: model, optimizer, step, loss scale; averaged weights for evaluation.
+
+Names of variables come from the model's structure alone, so that checkpoints fit. Keras counts the
+layers that it names itself over the whole process (conv2d_5, seed_generator_7), so its paths depend
+on what else was made before, and a copied or loaded model has other paths again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import keras
 import tensorflow as tf
+from keras.src.utils.naming import to_snake_case
 
 from hvdkit.ranks.world import raw
-from hvdkit.train import variable_names
 from hvdkit.train.gradients import LossScale
 from hvdkit.train.optimizer import check_trainable
 
@@ -37,13 +44,13 @@ class State:
         """Every variable by a name that is unique and the same on every rank and in every process.
 
         model/0003/dense/kernel, its moving average ema/0003/dense/kernel where the optimizer
-        keeps one, optimizer/0007/adam/dense/kernel/momentum; see hvdkit/train/variable_names.py.
+        keeps one, optimizer/0007/adam/dense/kernel/momentum.
         """
         named = {"step": self.step, "skipped": self.skipped, "passed_over": self.passed_over}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
         named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
         model = self.model.variables
-        names = dict(zip(map(id, model), variable_names.of_model(self.model)))
+        names = dict(zip(map(id, model), names_of_model(self.model)))
         # The position makes it unique: two layers may have been given the same name.
         places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
         named |= {f"model/{places[id(v)]}": v for v in model}
@@ -51,7 +58,7 @@ class State:
         trained = self.model.trainable_variables
         named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
         averaged = set(map(id, averages))
-        slots = zip(self.optimizer.variables, variable_names.of_optimizer(self.optimizer, names))
+        slots = zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names))
         named |= {
             f"optimizer/{i:04d}/{name}": v
             for i, (v, name) in enumerate(slots)
@@ -99,3 +106,76 @@ def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
     finally:
         for variable, value in zip(variables, own):
             raw(variable).assign(value)
+
+
+def names_of_model(model: keras.Model) -> list[str]:
+    """A name for each of `model.variables`, in their order: its layers' names, outermost first.
+
+    A layer that Keras named (its class and perhaps a number) is numbered anew among its
+    neighbours; a name that a person gave stays. Functional and sequential models do not appear, so
+    a network has the same names alone and inside another. Layers of one given name share names.
+    """
+    names: dict[int, str] = {}
+
+    def visit(layer: keras.Layer, prefix: str, counts: Counter) -> None:
+        # Functional (it knows its operations) or sequential.
+        plain = isinstance(layer, keras.Model) and hasattr(layer, "operations")
+        if not (plain or isinstance(layer, keras.Sequential)):
+            prefix, counts = f"{prefix}{_renumbered(layer, counts)}/", Counter()
+        children = layer._flatten_layers(include_self=False, recursive=False)
+        below = {id(v) for child in children for v in child.variables}
+        own_counts: Counter = Counter()
+        for variable in layer.variables:
+            if id(variable) not in below:
+                names.setdefault(id(variable), prefix + _renumbered(variable, own_counts))
+        for child in children:
+            if child.variables:  # or it takes no number: one more activation changes no name
+                visit(child, prefix, counts)
+
+    visit(model, "", Counter())
+    return [names[id(v)] for v in model.variables]
+
+
+def _names_of_optimizer(
+    optimizer: keras.optimizers.Optimizer, model_names: Mapping[int, str]
+) -> list[str]:
+    """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum.
+
+    Args:
+      model_names: names of the model's variables by their id().
+    """
+    own = _renumbered(optimizer, Counter())
+    owners: dict[str, list[str]] = {}
+    for variable in optimizer._trainable_variables:
+        start = variable.path.replace("/", "_")  # of a slot's name
+        owners.setdefault(start, []).append(model_names[id(variable)])
+    seen: Counter = Counter()
+    return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
+
+
+def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
+    # All base classes, because a layer may be exchanged for one of a subclass under its old name.
+    for kind in type(named).__mro__:
+        base = to_snake_case(kind.__name__)
+        # keras.layers.Bidirectional names its two copies after the layer that it is given.
+        match = re.fullmatch(rf"((?:forward_|backward_)?{re.escape(base)})(_\d+)?", named.name)
+        if match:
+            number = counts[match[1]]
+            counts[match[1]] += 1
+            return f"{match[1]}_{number}" if number else match[1]
+    return named.name
+
+
+def _slot(name: str, owners: Mapping[str, list[str]], seen: Counter) -> str:
+    """dense_5_kernel_momentum: the longest beginning that is a variable's path says whose it is.
+
+    Paths may repeat; then slots come in the order of their variables.
+    """
+    head = name
+    while "_" in head:
+        head = head.rpartition("_")[0]
+        if head in owners:
+            owner = owners[head][seen[name] % len(owners[head])]
+            seen[name] += 1
+            return f"{owner}/{name[len(head) + 1 :]}"
+    return name

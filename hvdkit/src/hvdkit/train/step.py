@@ -33,12 +33,12 @@ from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import graph_checks, reduction, task_checks, virtual
+from hvdkit.train import graph_checks, reduction, schedule, task_checks, virtual
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
 from hvdkit.train.state import State
-from hvdkit.train.task import Example, Task, make_schedule
+from hvdkit.train.task import Example, Task
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
 Losses = Callable[[Example], tuple[tf.Tensor, tf.Tensor]]
@@ -79,7 +79,7 @@ class Step:
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = [raw(v) for v in state.model.non_trainable_variables]
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
-            self._rate = make_schedule(task, settings, world.size)
+            self._rate = schedule.of_run(task, settings, world.size)
         # What XLA compiles: each micro-batch's forward and backward pass.
         self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
@@ -147,7 +147,7 @@ class Step:
         loss_sum, count, _, added = tf.unstack(found.sums)
         self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
-        l2, clip_norm = optimizers.l2_weight(settings), settings.clip_norm
+        l2, clip_norm = optimizers.l2_weight(settings, state.optimizer), settings.clip_norm
         grads, norm = gradients_lib.finish(found.grads, self._variables, l2=l2, clip_norm=clip_norm)
         rate = self._rate(state.step)
         finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)

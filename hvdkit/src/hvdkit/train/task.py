@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,11 +13,15 @@ import tensorflow as tf
 
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
-from hvdkit.train import schedule
 
-# Settings that only some tasks read; a task says which in `uses`.
+# Settings that only some tasks read, and those that a task's own function leaves without a reader;
+# a task says in `uses` which of them it reads.
 _OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range")
 _OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
+_REPLACED = {
+    "optimizer": ("optimizer", "momentum", "ema_decay"),
+    "schedule": ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma"),
+}
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 
@@ -34,7 +37,7 @@ class Task(Protocol):
     # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
     # "loss").
     main_metric: str
-    # Which settings of _OF_SOME_TASKS it reads; the others are refused. Optional.
+    # Which settings of _OF_SOME_TASKS and _REPLACED it reads; the others are refused. Optional.
     uses: tuple[str, ...]
 
     def prepare(self) -> None:
@@ -157,17 +160,8 @@ def load(config: Settings) -> Task:
         raise ValueError(f"--task={config.task}: there is no such task; there are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
-    for name in _OF_SOME_TASKS:
-        given = getattr(config, name) != getattr(type(config), name)
-        if given and name not in getattr(task_class, "uses", ()):
-            raise ValueError(
-                f"--{name}={getattr(config, name)}: --task={config.task} does not read it (no "
-                f'"{name}" in the `uses` of its class Task): leave it out'
-            )
-    # A class that inherits from the protocol has its empty functions: they count as missing.
-    empty = vars(Task)
-    missing = [n for n in _REQUIRED if getattr(task_class, n, empty[n]) is empty[n]]
-    if missing:
+    _check_read(config, task_class)
+    if missing := [name for name in _REQUIRED if not _has(task_class, name)]:
         raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
     task = task_class(config)
     if not isinstance(getattr(task, "main_metric", None), str):
@@ -175,28 +169,31 @@ def load(config: Settings) -> Task:
     return task
 
 
+def _check_read(config: Settings, task_class: type) -> None:
+    """Raises ValueError where a setting is not its default, and the task does not read it."""
+    readers = {f"--task={config.task}": _OF_SOME_TASKS}
+    for function, names in _REPLACED.items():
+        if _has(task_class, function):
+            readers[f"the {function} of --task={config.task}"] = names
+    given, uses = config.not_defaults(), getattr(task_class, "uses", ())
+    for reader, names in readers.items():
+        for name in names:
+            if name in given and name not in uses:
+                raise ValueError(
+                    f'--{name}={given[name]}: {reader} does not read it (no "{name}" in the `uses` '
+                    "of its class Task): leave it out"
+                )
+
+
+def _has(task_class: type, name: str) -> bool:
+    """Whether it has the function; the protocol's empty ones, inherited, do not count."""
+    return getattr(task_class, name, None) not in (None, vars(Task)[name])
+
+
 def optional(task: Task, name: str) -> Callable | None:
     """One of the functions that a task may leave out; None where it does."""
     inherited = getattr(type(task), name, None) is vars(Task)[name]
     return None if inherited else getattr(task, name, None)
-
-
-def make_schedule(task: Task, config: Settings, world_size: int) -> schedule.Schedule:
-    """Step -> learning rate: the task's own policy where it has one, else --lr_policy."""
-    if config.find_lr:
-        return schedule.rising(config)
-    own = optional(task, "schedule")
-    if own is None:
-        return schedule.make(config, world_size)
-    policy, factor = own(config), config.lr_factor(world_size)
-    for step in (0, config.num_steps - 1):
-        rate = float(policy(tf.constant(step, tf.int64)))
-        if not 0 <= rate < math.inf:
-            raise ValueError(
-                f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
-                "must be a number from 0"
-            )
-    return lambda step: tf.cast(policy(step), tf.float64) * factor
 
 
 def available() -> list[str]:

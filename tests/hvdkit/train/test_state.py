@@ -4,10 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvdkit.train import batch_norm, variable_names
-from hvdkit.train.state import State
-
-# Names of variables.
+from hvdkit.train import batch_norm
+from hvdkit.train.state import State, names_of_model
 
 
 def network():
@@ -54,7 +52,7 @@ def test_names_are_the_same_for_every_model_of_a_structure(make):
     assert [v.path for v in make().variables] != [v.path for v in make().variables]
     model = make()
     slots = {n.split("/", 3)[3] for n in first if n.startswith("optimizer/")}
-    model_names = variable_names.of_model(model)
+    model_names = names_of_model(model)
     trained = {id(v) for v in model.trainable_variables}
     for i, (variable, name) in enumerate(zip(model.variables, model_names)):
         assert f"model/{i:04d}/{name}" in first
@@ -64,7 +62,7 @@ def test_names_are_the_same_for_every_model_of_a_structure(make):
 
 
 def test_names_as_they_read():
-    found = variable_names.of_model(network())
+    found = names_of_model(network())
     assert found[:2] == ["conv1d/kernel", "conv1d/bias"] and found[-1] == "head_7/bias"
     expected = {
         *("conv1d_1/kernel", "batch_normalization/moving_mean", "dropout/seed_generator_state"),
@@ -76,10 +74,10 @@ def test_names_as_they_read():
     plain = [keras.layers.Dense(2), keras.layers.ReLU(), keras.layers.Dense(2)]
     expected = ["dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"]
     chain = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0), *plain])
-    assert variable_names.of_model(chain) == expected
+    assert names_of_model(chain) == expected
     inside = keras.Model(x := keras.Input((8, 3)), keras.layers.Dense(2)(network()(x)))
-    assert variable_names.of_model(inside)[:-2] == found, "the same alone and inside another"
-    assert {n.split("/")[0] for n in variable_names.of_model(sub())} == {"sub"}
+    assert names_of_model(inside)[:-2] == found, "the same alone and inside another"
+    assert {n.split("/")[0] for n in names_of_model(sub())} == {"sub"}
 
 
 def test_a_model_refits_its_checkpoint_after_its_batch_norm_was_exchanged(kept):
