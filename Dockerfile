@@ -9,8 +9,9 @@
 # On GPUs CUDA's run-time libraries come with TensorFlow from PyPI, so the image that runs needs
 # the driver only, from the host. docker/build.sh says what else can be chosen: digests of the
 # bases, mirrors, certificates, the user, further packages.
-ARG BASE_IMAGE=nvidia/cuda:12.8.1-devel-ubuntu24.04
-ARG RUNTIME_IMAGE=ubuntu:24.04
+# By digest: nvidia/cuda:12.8.1-devel-ubuntu24.04 and ubuntu:24.04, of all architectures.
+ARG BASE_IMAGE=nvidia/cuda@sha256:520292dbb4f755fd360766059e62956e9379485d9e073bbd2f6e3c20c270ed66
+ARG RUNTIME_IMAGE=ubuntu@sha256:008173c23f95b170204355c12626cb5a965d779a7e1283b09e9cffbb1bf33ca3
 # The folder that is trained from: template here, the whole project in a fork.
 ARG PROJECT=template
 # The engine: a fork has it in vendor.
@@ -69,14 +70,15 @@ ARG EXTRA_PACKAGES=
 RUN --mount=type=secret,id=ca,mode=0444 if [ -n "$EXTRA_PACKAGES" ]; then apt-install $EXTRA_PACKAGES; fi
 
 # The user who runs it owns what a run writes, and nothing else. Its group there is 0, as which
-# clusters run users whom the image does not know (OpenShift).
+# clusters run users whom the image does not know (OpenShift). No program runs as another user.
 ARG UID=1000
 ARG GID=1000
 RUN if id ubuntu 2>/dev/null; then userdel --remove ubuntu; fi \
     && if ! getent group "$GID"; then groupadd --gid "$GID" trainer; fi \
     && useradd --uid "$UID" --gid "$GID" --no-log-init --create-home --shell /bin/bash trainer \
     && install -d /app /data \
-    && install -d -o "$UID" -g 0 -m 0770 /home/trainer /home/trainer/.ssh /runs
+    && install -d -o "$UID" -g 0 -m 0770 /home/trainer /home/trainer/.ssh /runs \
+    && find / -xdev -type f -perm /6000 -exec chmod a-s {} +
 
 COPY --from=build /opt/venv /opt/venv
 COPY docker/ssh_config /etc/ssh/ssh_config.d/cluster.conf

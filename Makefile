@@ -15,7 +15,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock wheelhouse train test slow-test lint bench bits chaos fork image image-test
+.PHONY: help setup lock audit wheelhouse train test slow-test lint bench bits chaos fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,10 @@ setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 
 lock: ## template/uv.lock anew, after a change of requirements*.txt
 	@docker/install-horovod.sh --lock
+
+audit: setup ## known vulnerabilities in uv.lock, but for those that SECURITY.md explains
+	@cd template && $(IN_VENV) uv audit --frozen --preview-features audit-command \
+		--ignore CVE-2024-10190 --ignore CVE-2026-31234 $(ARGS)
 
 wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
 	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"

@@ -21,12 +21,13 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
 device=${DEVICE:-gpu}
 image=${IMAGE:-train:$device}
+plain=$(sed -n 's/^ARG RUNTIME_IMAGE=//p' Dockerfile)
 words=(--build-arg "DEVICE=$device" --tag "$image")
 if [ "$device" = cpu ]; then
-    : "${BASE_IMAGE:=ubuntu:24.04}" "${RUNTIME_IMAGE:=ubuntu:24.04}"
+    : "${BASE_IMAGE:=$plain}"
     words+=(--build-arg NVIDIA_VISIBLE_DEVICES=void)
 fi
-runtime=${RUNTIME_IMAGE:-$(sed -n 's/^ARG RUNTIME_IMAGE=//p' Dockerfile)}
+runtime=${RUNTIME_IMAGE:-$plain}
 words+=(--build-arg "RUNTIME_IMAGE=$runtime")
 [ -z "${BASE_IMAGE:-}" ] || words+=(--build-arg "BASE_IMAGE=$BASE_IMAGE")
 

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from preflight import facts, findings, ranks
+from preflight import facts, findings, ranks, security
 from preflight.findings import leaders, place
 from preflight.ranks import watch
 
@@ -34,12 +34,18 @@ def main() -> int:
     add("--device", default="auto", choices=("auto", "gpu", "cpu"), help="as in training")
     add("--mb", type=int, default=16, help="size of the allreduce that is timed (default 16)")
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
+    add("--security", action="store_true", help="print what of SECURITY.md holds on each host")
     options = parser.parse_args()
     # A file's name may be no text; mpirun tags every piece in which a line is written.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1
+    if options.security:
+        if not ranks.local_rank():
+            host = os.uname().nodename
+            print(*(f"{host}: {line}" for line in security.lines(options.run_dir)), sep="\n")
+        return 0
     came = ranks.roll_call()
     with watch("looking at its own host", options.timeout, "a disk, a mount or a driver hangs"):
         own = facts.collect(options.data_dir, options.run_dir, options.device)

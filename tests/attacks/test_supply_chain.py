@@ -1,0 +1,85 @@
+"""What comes from others: packages, images, and the rights that these get."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import kubernetes_validate
+import yaml
+from hosts import ROOT, run
+
+
+def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
+    """Against a stand-in for the service of known vulnerabilities."""
+    known = {"horovod": "CVE-2024-10190", "pillow": "CVE-2099-1"}
+
+    class Service(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            ids = [known.get(query["package"]["name"]) for query in asked]
+            found = [
+                {"vulns": [{"id": i, "modified": "2026-01-01T00:00:00Z"}]} if i else {} for i in ids
+            ]
+            self.answer({"results": found})
+
+        def do_GET(self) -> None:
+            self.answer({"id": self.path.split("/")[-1], "modified": "2026-01-01T00:00:00Z"})
+
+        def answer(self, found: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        service = f"--service-url=http://127.0.0.1:{server.server_port}"
+        for makefile in (ROOT / "Makefile", ROOT / "template" / "Makefile"):
+            command = re.search(r"uv audit (.*?)\$\(ARGS\)", makefile.read_text(), re.DOTALL)[1]
+            words = ["uv", "audit", *command.replace("\\", "").split(), service]
+            ended = subprocess.run(words, cwd=ROOT / "template", capture_output=True, text=True)
+            assert ended.returncode == 1 and "CVE-2099-1" in ended.stdout, ended.stderr
+            assert "CVE-2024" not in ended.stdout
+        server.shutdown()
+
+
+def test_nothing_starts_the_parts_of_horovod_that_unpickle():
+    listed = run(
+        ["git", "ls-files", "hvdkit", "launch", "docker", "template", "Makefile"], 20, cwd=ROOT
+    )
+    for name in listed.output.split():
+        if (ROOT / name).is_file() and not name.endswith((".lock", ".png", ".md")):
+            text = (ROOT / name).read_text()
+            assert not re.search(r"host-discovery|--min-np|hvd\.elastic|horovod\.run\b", text), name
+
+
+def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights():
+    text = (ROOT / "Dockerfile").read_text()
+    assert len(re.findall(r"^ARG \w+_IMAGE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == 2
+    assert "find / -xdev -type f -perm /6000 -exec chmod a-s {} +" in text
+    for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values():
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_only_a_jobs_own_pods_reach_its_ports():
+    policy = yaml.safe_load((ROOT / "launch/networkpolicy.yaml").read_text())
+    kubernetes_validate.validate(policy, "1.27", strict=True)
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_doctor_says_what_protects_a_host(tmp_path):
+    doctor = [sys.executable, ROOT / "launch/doctor.py", "--security", f"--run_dir={tmp_path}"]
+    tmp_path.chmod(0o700)
+    assert f"holds: {tmp_path} is this user's alone to write" in run(doctor, 20).output
+    tmp_path.chmod(0o777)
+    found = run(["setpriv", "--no-new-privs", *doctor], 20).output
+    assert f"no: {tmp_path} is this" in found and "holds: no new privileges" in found
