@@ -73,7 +73,7 @@ def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):
 VALUES = [
     {"a": [1, -2.5, math.inf, None, True], "dict": {"array": ["uint8", [1]]}},
     ["file-\udcff\udc80.png", "é", "\U0001f600", 2**2000],
-    {"raw": b"\x00\xff", "grid": np.arange(6, dtype=">i4").reshape(2, 3), "one": np.array(3.5)},
+    {"grid": np.arange(6, dtype=">i4").reshape(2, 3), "one": np.array(3.5)},
     [np.zeros((0, 3), np.complex64), tf.constant([1.5], tf.bfloat16).numpy(), np.array([True])],
 ]
 
@@ -88,7 +88,7 @@ def test_what_is_sent_arrives_as_it_was(value):
 
 
 @pytest.mark.parametrize(
-    "value", [{1: 2}, {1, 2}, Path("a"), np.float32(1), np.array(["a"]), np.array([None]), 1j]
+    "value", [{1: 2}, {1, 2}, Path("a"), np.float32(1), np.array(["a"]), np.array([None]), 1j, b"a"]
 )
 @pytest.mark.parametrize("call", ["gather_objects", "gather_alike", "broadcast_object"])
 def test_a_value_of_another_type_is_told_where_it_would_be_sent(value, call):

@@ -150,10 +150,9 @@ def carrier() -> Carrier:
 
 
 def fill(carrier: Carrier, array: np.ndarray, *, root: int, own: bool) -> None:
-    """Gives an array of any type the values of rank `root`, in parts; `own`: this is that rank."""
-    data = array.reshape(-1).view(np.uint8)
-    for start in range(0, data.size, _PART):
-        carrier.broadcast(data[start : start + _PART], root, own)
+    """Gives uint8 [n] the values of rank `root`, in parts; `own`: this is that rank."""
+    for start in range(0, array.size, _PART):
+        carrier.broadcast(array[start : start + _PART], root, own)
 
 
 def _end_all_on_exceptions() -> None:

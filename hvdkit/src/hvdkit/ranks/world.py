@@ -131,41 +131,26 @@ class World:
         return everyone.numpy()
 
     def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
-        """Rank `root`'s `value` on every rank; arrays in it may be large: they go in parts.
+        """Rank `root`'s `value` on every rank; what is large goes in parts.
 
         Args:
-          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists. Where it
-            holds arrays, rank `root` gets its own value back.
+          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists.
         Raises:
           TypeError: it is of another type.
-          Stop: when it is too large or malformed; names the rank.
+          Stop: when it is malformed; names the rank.
         """
         own = self.rank == root
-        text, arrays = encoding.encode(value, name) if own else (b"", [])
-        (length,) = self.barrier_max(name, len(text))
-        try:
-            if length > encoding.MOST_TEXT:
-                raise ValueError(f"{length:,} bytes of JSON, more than {encoding.MOST_TEXT:,}")
-            sent = np.frombuffer(text, np.uint8) if own else np.empty(length, np.uint8)
-            if self.size > 1:
-                messages.fill(self.carrier, sent, root=root, own=own)
-            plain, forms = encoding.read(sent.tobytes())
-            if not own:
-                arrays = [np.empty(form.shape, form.dtype) for form in forms]
-            for array in arrays * (self.size > 1):
-                messages.fill(self.carrier, array, root=root, own=own)
-            return value if own and arrays else encoding.build(plain, arrays)
-        except ValueError as error:
-            raise _malformed(root, name, error) from None
+        message = encoding.pack(value, name) if own else np.empty(0, np.uint8)
+        (length,) = self.barrier_max(name, message.size)
+        if not own:
+            message = np.empty(length, np.uint8)
+        if self.size > 1:
+            messages.fill(self.carrier, message, root=root, own=own)
+        return _unpacked(message, root, name)
 
     def _gather(self, message: np.ndarray, name: str) -> list[Any]:
-        found: list[Any] = []
-        try:
-            for sent in self.carrier.gather(message, self.size):
-                found.append(encoding.unpack(sent))
-        except ValueError as error:
-            raise _malformed(len(found), name, error) from None
-        return found
+        everyone = self.carrier.gather(message, self.size)
+        return [_unpacked(sent, rank, name) for rank, sent in enumerate(everyone)]
 
     def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """Overwrites the variables with those of rank 0; same ones and order on all ranks."""
@@ -304,8 +289,11 @@ def weights_sha256(variables: Sequence[keras.Variable | tf.Variable]) -> str:
     return digest.hexdigest()
 
 
-def _malformed(rank: int, name: str, error: ValueError) -> Stop:
-    return Stop(BUG, f"rank {rank} sent a malformed message as {name!r}: {error}")
+def _unpacked(message: np.ndarray, rank: int, name: str) -> Any:
+    try:
+        return encoding.unpack(message)
+    except ValueError as error:
+        raise Stop(BUG, f"rank {rank} sent a malformed message as {name!r}: {error}") from None
 
 
 def _digest(content: bytes) -> int:
