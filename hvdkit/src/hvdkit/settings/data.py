@@ -14,12 +14,8 @@ class TaskSettings(Room):
     model: str = setting("", "one of the task's models; empty: the first")
     num_classes: int = setting(11, "number of classes, background included", low=2)
     dropout: float = setting(0.0, "dropout rate, if the model has dropout", low=0, below=1)
-    label_smoothing: float = setting(
-        0.0, "share of the target spread evenly over all classes", low=0, below=1
-    )
-    class_weights: str = setting(
-        "", "weight of each class in the loss, comma-separated; empty: all 1"
-    )
+    label_smoothing: float = setting(0.0, "share of the target over all classes", low=0, below=1)
+    class_weights: str = setting("", "each class's weight in the loss; empty: all 1")
 
     def check(self) -> None:
         _ = self.class_weight_list
@@ -29,12 +25,10 @@ class TaskSettings(Room):
         """Each class's weight in the loss; an empty list where all count alike."""
         if not self.class_weights:
             return []
-        weights = numbers(self.class_weights)
-        if not all(0 <= w < math.inf for w in weights) or not any(weights):
-            raise ValueError(
-                f"--class_weights={self.class_weights!r} must be numbers from 0 up, not all 0, "
-                "with commas between them: 1,2.5,1"
-            )
+        what = "numbers from 0 up, not all 0, with commas between them: 1,2.5,1"
+        weights = numbers(
+            self, "class_weights", what, fits=lambda w: all(0 <= x < math.inf for x in w) and any(w)
+        )
         if len(weights) != self.num_classes:
             raise ValueError(
                 f"--class_weights={self.class_weights!r} has {len(weights)} weights for "
@@ -84,18 +78,13 @@ class DataSettings(Room):
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
     mirror: str = setting(
         "auto",
-        "mirror half of the training pictures, left-right; auto: on, except for digits and the "
-        "demo (segmentation, classification)",
+        "mirror half of the training pictures; auto: on, except for digits and the demo",
         choices=("auto", "on", "off"),
     )
     scale_range: str = setting(
-        "",
-        "smallest and largest random scale of a training picture; empty: 0.5,2, for the demo "
-        "0.8,1.25 (segmentation)",
+        "", "range of a picture's random scale; empty: 0.5,2, for the demo 0.8,1.25 (segmentation)"
     )
-    data_workers: int = setting(
-        0, "threads that read and augment a rank's data; 0: its share of the cores", low=0
-    )
+    data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
 
     def check(self) -> None:
         for name in ("train_split", "val_split"):
@@ -108,81 +97,59 @@ class DataSettings(Room):
         """Least and largest factor of a random scale; None where the task chooses."""
         if not self.scale_range:
             return None
-        limits = numbers(self.scale_range)
+        what = "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2"
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        if len(limits) != 2 or not 0.1 <= limits[0] <= limits[1] <= 10:
-            raise ValueError(
-                f"--scale_range={self.scale_range!r} must be two numbers from 0.1 to 10, the lower "
-                "one first, with a comma between them: 0.5,2"
-            )
-        return limits[0], limits[1]
+        low, high = numbers(
+            self, "scale_range", what, fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10
+        )
+        return low, high
 
     def notes(self) -> list[str]:
-        if self.train_split != self.val_split or self.synthetic_data:
-            return []
-        return [
-            f"--train_split and --val_split are both {self.train_split}: the score is measured "
-            "on the training data"
-        ]
+        both = f"--train_split and --val_split are both {self.train_split}"
+        alike = self.train_split == self.val_split and not self.synthetic_data
+        return [f"{both}: the score is measured on the training data"] if alike else []
 
     def without_effect(self) -> dict[str, str]:
-        if not self.synthetic_data:
-            return {}
-        return {"train_split": "--synthetic_data", "val_split": "--synthetic_data"}
-
-
-_LARGEST_SCALE = 8  # 64 times the pixels
+        names = ("train_split", "val_split") if self.synthetic_data else ()
+        return dict.fromkeys(names, "--synthetic_data")
 
 
 class EvaluationSettings(Room):
     """Evaluation"""
 
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
-    eval_batch_size: int = setting(
-        16, "samples a batch in evaluation, on each rank; 1 where picture sizes may differ", low=1
-    )
+    eval_batch_size: int = setting(16, "samples a batch in evaluation, on each rank", low=1)
     early_stop_evals: int = setting(
         0, "end after this many evaluations without a better score; 0: never", low=0
     )
     eval_crop: int = setting(
-        0,
-        "score only a centre of this many pixels, in batches; 0: whole pictures at their own size "
-        "(segmentation)",
-        low=0,
+        0, "score only a centre of this many pixels; 0: whole pictures (segmentation)", low=0
     )
     eval_window: int = setting(
-        0,
-        "sliding windows of this many pixels, overlapping by a third, for larger pictures; 0: no "
-        "windows (segmentation)",
-        low=0,
+        0, "sliding window in pixels, for larger pictures; 0: none (segmentation)", low=0
     )
-    eval_scales: str = setting(
-        "1", "average the probabilities at these scales, comma-separated (segmentation)"
-    )
-    eval_flip: bool = setting(
-        False, "also average the probabilities of the mirror image (segmentation)"
-    )
+    eval_scales: str = setting("1", "average probabilities at these scales (segmentation)")
+    eval_flip: bool = setting(False, "average those of the mirror image too (segmentation)")
 
     def check(self) -> None:
         if self.early_stop_evals and not self.eval_every:
             raise ValueError(
-                f"--early_stop_evals={self.early_stop_evals} counts evaluations, and "
-                "--eval_every=0 makes none: set --eval_every"
+                "--early_stop_evals counts evaluations, and --eval_every=0 makes none: set it"
             )
         _ = self.eval_scale_list
         if self.eval_crop and self.eval_window:
             raise ValueError(
-                f"--eval_crop={self.eval_crop} scores the centre of a picture, "
-                f"--eval_window={self.eval_window} all of it in parts: choose one"
+                "--eval_crop scores a picture's centre, --eval_window all of it: choose one"
             )
 
     @property
     def eval_scale_list(self) -> list[float]:
         """Factors on a picture's size at which it is evaluated."""
-        scales = numbers(self.eval_scales)
-        if not all(0 < s <= _LARGEST_SCALE for s in scales) or len(set(scales)) != len(scales):
-            raise ValueError(
-                f"--eval_scales={self.eval_scales!r} must be different numbers above 0, "
-                f"{_LARGEST_SCALE} at most, with commas between them: 0.5,1,1.5"
-            )
-        return scales
+        # A scale of 8 takes 64 times the pixels.
+        what = "different numbers above 0, 8 at most, with commas between them: 0.5,1,1.5"
+        return numbers(
+            self,
+            "eval_scales",
+            what,
+            fits=lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s),
+        )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
@@ -180,12 +181,20 @@ def of(settings: Any) -> Fields:
     return {field.name: field for field in dataclasses.fields(settings)}
 
 
-def numbers(text: str) -> list[float]:
-    """Of a text with commas between numbers; [NaN] where it is none."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        return [math.nan]
+def numbers(
+    settings: Room, name: str, must_be: str, *, fits: Callable[[list[float]], bool]
+) -> list[float]:
+    """The numbers in a setting that is a text with commas between them.
+
+    Raises:
+      ValueError: it is no such text, or the numbers are not `fits`; says what it `must_be`.
+    """
+    text = getattr(settings, name)
+    with contextlib.suppress(ValueError):
+        found = [float(part) for part in text.split(",")]
+        if fits(found):
+            return found
+    raise ValueError(f"--{name}={text!r} must be {must_be}")
 
 
 def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:

@@ -23,33 +23,24 @@ class TrainSettings(Room):
     )
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
     ema_decay: float = setting(
-        0.0,
-        "keep a moving average of the weights (EMA) with this decay and evaluate it; 0: none",
-        low=0,
-        below=1,
+        0.0, "decay of a moving average of the weights, which is evaluated; 0: none", low=0, below=1
     )
 
     precision: str = setting(
         "float32",
-        "type of computation; weights are float32, or float64 with float64",
+        "type of computation; weights are float32, or float64",
         choices=("float32", "float64", "bfloat16", "float16"),
     )
-    jit: bool = setting(
-        False, "compile forward and backward pass with XLA; several times slower on CPUs"
-    )
+    jit: bool = setting(False, "compile forward and backward pass with XLA; slower on CPUs")
     bn_sync: str = setting(
         "mean",
-        "batch norm across ranks: mean or moments combine the moving statistics, full normalizes "
-        "with the global batch",
+        "across ranks: mean or moments sync moving statistics, full normalizes the global batch",
         choices=("mean", "moments", "full", "none"),
     )
-    bn_sync_every: int = setting(
-        0, "steps between syncs of the moving statistics; 0: only when they are read", low=0
-    )
+    bn_sync_every: int = setting(0, "steps between syncs; 0: only when they are read", low=0)
     max_bad_steps: int = setting(
         3,
-        "steps with NaN or infinity are skipped; after this many in a row, go back to a checkpoint "
-        "and leave out the batches since; the second time end with exit code 3",
+        "after this many skipped steps (NaN, infinity) in a row go back; the second time end",
         low=1,
     )
 
@@ -62,8 +53,7 @@ class TrainSettings(Room):
             )
         if self.jit and self.bn_sync == "full":
             raise ValueError(
-                "--jit compiles the computation of one rank, and --bn_sync=full communicates "
-                "between ranks inside it: use another --bn_sync or leave out --jit"
+                "--jit cannot compile --bn_sync=full, which communicates: leave out one of them"
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -112,21 +102,16 @@ class ScheduleSettings(Room):
     @property
     def boundary_steps(self) -> list[int]:
         """Steps at which the step policy lowers the rate, from fractions of num_steps."""
-        fractions = numbers(self.lr_boundaries)
-        if not all(0 < f < 1 for f in fractions) or fractions != sorted(set(fractions)):
-            raise ValueError(
-                f"--lr_boundaries={self.lr_boundaries!r} must be rising fractions between 0 and 1, "
-                "with commas between them: 0.5,0.75"
-            )
+        what = "rising fractions between 0 and 1, with commas between them: 0.5,0.75"
+        fractions = numbers(
+            self, "lr_boundaries", what, fits=lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})
+        )
         return [round(f * self.num_steps) for f in fractions]
 
     def notes(self) -> list[str]:
-        if self.warmup_steps <= self.num_steps:
-            return []
-        return [
-            f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}: "
-            "the learning rate does not reach --base_lr"
-        ]
+        longer = f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}"
+        note = f"{longer}: the learning rate does not reach --base_lr"
+        return [note] if self.warmup_steps > self.num_steps else []
 
     def without_effect(self) -> dict[str, str]:
         read = {"poly": ["power", "end_lr"], "cosine": ["end_lr"]}
@@ -141,12 +126,8 @@ class ReductionSettings(Room):
     reduce_backend: str = setting(
         "auto", "backend that the gradients must use", choices=("auto", "gloo", "mpi", "nccl")
     )
-    compression: str = setting(
-        "none", "send gradients in 16 bits", choices=("none", "fp16", "bf16")
-    )
-    gradient_groups: int = setting(
-        0, "merge gradients into this many messages; 0: Horovod fuses them by arrival", low=0
-    )
+    compression: str = setting("none", "gradients in 16 bits", choices=("none", "fp16", "bf16"))
+    gradient_groups: int = setting(0, "number of messages; 0: Horovod fuses by arrival", low=0)
     pack_bytes: int = setting(0, "pack gradients of up to this many bytes together; 0: off", low=0)
     pack_count: int = setting(16, "largest number of gradients in one pack", low=1)
 
