@@ -9,10 +9,9 @@ from absl import flags
 
 import hvdkit
 from hvdkit import settings as settings_lib
-from hvdkit.settings import project as project_lib
 from hvdkit.settings.absl_flags import help_text
-from hvdkit.stop import RANK_VARIABLES
 
+pytestmark = pytest.mark.usefixtures("project")
 FLAGS = flags.FLAGS
 
 
@@ -30,24 +29,14 @@ class Settings(hvdkit.Settings):
             raise ValueError("--my_switch is for Adam: use --optimizer=adam")
 
 
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    """A project with a task that has flags of its own, which is the working folder too."""
-    folder = tmp_path.resolve()
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "mine.py").write_text(
-        "from absl import flags\n"
-        'flags.DEFINE_string("colour", "red", "of it")\n'
-        'flags.DEFINE_multi_integer("side", [1], "of each")\n'
-        'flags.DEFINE_bool("fast", False, "or not")\n'
-        'flags.register_validator("colour", lambda c: c != "grey", "grey is none")\n'
-    )
-    (folder / "train.py").write_text("")
-    monkeypatch.setattr(project_lib, "folder", lambda: folder)
-    monkeypatch.chdir(folder)
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return folder
+# A task with flags of its own.
+TASK = """
+from absl import flags
+flags.DEFINE_string("colour", "red", "of it")
+flags.DEFINE_multi_integer("side", [1], "of each")
+flags.DEFINE_bool("fast", False, "or not")
+flags.register_validator("colour", lambda c: c != "grey", "grey is none")
+"""
 
 
 def parse(*words):
@@ -137,11 +126,22 @@ def test_absl_holds_what_was_resolved_also_a_second_time():
         assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # of --virtual_ranks
     assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.train"
     assert FLAGS.find_module_defining_flag("my_share") == Settings.__module__
-    with pytest.raises(flags.IllegalFlagValueError, match="less than 1"):
-        FLAGS.my_share = 3
-        FLAGS(["train.py", "--my_share=3"])
     settings_lib.load(["train.py"], settings_lib.Settings)
     assert "my_share" not in FLAGS and FLAGS.num_steps == 1000
+
+
+def test_commands_ignore_flags_of_an_old_run_that_no_longer_exist(project, capsys):
+    from hvdkit.run import load_run
+
+    (project / "config.cfg").write_text("--seed=5\n--max_failed_saves=3\n--nodrift\n")
+    assert load_run.settings(project, ["--keep=2"]).seed == 5
+    shown = capsys.readouterr().out
+    assert "no longer exist, which are ignored: --max_failed_saves, --nodrift\n" in shown
+    with pytest.raises(SystemExit):
+        load_run.settings(project, ["--nodrift"])
+    assert "config.cfg, line 2: there is no flag --max_failed_saves" in refused(
+        "--flagfile=config.cfg"
+    )
 
 
 SCRIPT = """
@@ -159,6 +159,7 @@ settings.write(found, pathlib.Path("config.cfg"))
 
 def python(project: Path, code: str, *words: str, rank: str = "") -> subprocess.CompletedProcess:
     """Runs `code` in the project, as a train.py that has only this in it."""
+    (project / "tasks" / "mine.py").write_text(TASK)
     package = str(Path(hvdkit.__file__).parents[1])
     (project / "train.py").write_text(f"import pathlib, sys; sys.path.append({package!r})\n{code}")
     command = [sys.executable, "train.py", *words]

@@ -37,7 +37,6 @@ def begin(
     config: Settings,
     *,
     evaluates_first: bool,
-    given: Settings | None = None,
 ) -> str:
     """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
 
@@ -54,7 +53,7 @@ def begin(
 
     Args:
       found: what `Checkpoints.find` chose.
-      config: the settings as this number of ranks made them; given: as they were typed.
+      config: the settings as this number of ranks made them.
       evaluates_first: the run evaluates `found` itself before its first step, so that what an
         earlier evaluation of that step logged is dropped too.
     Returns:
@@ -87,7 +86,7 @@ def begin(
     _remove(run_dir, ("summary.json", "benchmark.json"))
     checkpoint_files.tidy(folder)
     with whole_files.written(run_dir / "config.cfg") as partial:
-        settings_lib.write(config, partial, given)
+        settings_lib.write(config, partial)
     return note
 
 

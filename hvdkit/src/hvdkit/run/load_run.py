@@ -68,7 +68,8 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
     try:
         if not file.is_file():
             raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
-        return settings_lib.load(["", *own, *_NEW, *flags], settings_lib.of_project())
+        words, past = ["", *own, *_NEW, *flags], file.absolute()
+        return settings_lib.load(words, settings_lib.of_project(), past)
     except ValueError as error:
         refuse(str(error))
 

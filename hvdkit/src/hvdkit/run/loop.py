@@ -236,8 +236,7 @@ class Run:
         with world.fail_together("opening the run folder"):
             if world.is_chief:
                 run_dir = Path(settings.run_dir)
-                how = {"evaluates_first": make_up, "given": self.given}
-                note = run_folder.begin(run_dir, start.found, settings, **how)
+                note = run_folder.begin(run_dir, start.found, settings, evaluates_first=make_up)
                 if note:
                     say(world, note)
             self.telemetry = Telemetry(

@@ -8,8 +8,8 @@ Other flags may stand beside them: some of absl's own, and those that a fork def
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -34,19 +34,6 @@ _FIRST += ("global_batch_size", "num_steps", "base_lr", "precision")
 
 _DEFINED = re.compile(r"""DEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
 _settings: dict[str, flags.Flag] = {}  # what `define` made
-
-
-class _Parser(flags.ArgumentParser):
-    """A setting's own check, so that a value that code assigns to FLAGS is checked too."""
-
-    def __init__(self, field: dataclasses.Field) -> None:
-        self._field = field
-
-    def parse(self, argument: object) -> object:
-        return fields.value(self._field, str(argument))
-
-    def flag_type(self) -> str:
-        return fields.kind(self._field)
 
 
 def define(kind: type[Room]) -> None:
@@ -74,7 +61,7 @@ def _flag(field: dataclasses.Field) -> flags.Flag:
     text = described(field)
     if fields.kind(field) == "bool":
         return flags.BooleanFlag(field.name, field.default, text)
-    parser, serializer = _Parser(field), flags.ArgumentSerializer()
+    parser, serializer = fields.PARSERS[fields.kind(field)], flags.ArgumentSerializer()
     return flags.Flag(parser, serializer, field.name, field.default, text)
 
 
@@ -89,13 +76,8 @@ def beside(kind: type[Room]) -> dict[str, bool]:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         found |= {name: how in ("bool", "boolean") for how, name in _DEFINED.findall(text)}
-    found |= {name: FLAGS[name].boolean for name in FLAGS if _means_something(name)}
+    found |= {name: FLAGS[name].boolean for name in (*_OF_ABSL, *of_the_fork())}
     return {name: switch for name, switch in found.items() if name not in fields.of(kind)}
-
-
-def _means_something(name: str) -> bool:
-    module = FLAGS.find_module_defining_flag(name)
-    return name in _OF_ABSL if module.startswith("absl") else name not in _settings
 
 
 def check(flag: Given) -> None:
@@ -124,9 +106,9 @@ def take(program: str, settings: Room, others: Sequence[Given]) -> None:
 
 def of_the_fork() -> dict[str, flags.Flag]:
     """What the fork defines with flags.DEFINE_*, by name."""
-    names = [name for name in FLAGS if name not in _settings]
-    modules = {name: FLAGS.find_module_defining_flag(name) for name in names}
-    return {name: FLAGS[name] for name, module in modules.items() if not module.startswith("absl")}
+    modules = {name: FLAGS.find_module_defining_flag(name) for name in FLAGS}
+    names = [name for name, module in modules.items() if not module.startswith("absl")]
+    return {name: FLAGS[name] for name in names if name not in _settings}
 
 
 def help_text(program: str, kind: type[Room]) -> str:
@@ -164,10 +146,7 @@ def _line(field: dataclasses.Field) -> str:
 
 def end_with_help(text: str) -> NoReturn:
     """Prints the text on rank 0 and ends the process with exit code 0."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` reads no more
     if launch_rank() == 0:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # `--help | head` reads no more; Python would complain when it closes standard output.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, flush=True)
     sys.exit(0)

@@ -22,7 +22,7 @@ Fields = Mapping[str, dataclasses.Field]
 # Whole numbers end up in int32 (seeds) and in products that must fit int64 (steps x batch).
 INT_LIMIT = 2**31
 
-_PARSERS = {
+PARSERS = {
     "int": flags.IntegerParser(),
     "float": flags.FloatParser(),
     "bool": flags.BooleanParser(),
@@ -144,7 +144,7 @@ def _check_fields(cls: type[Room], inherited: Fields) -> None:
             wrong = f'write {name}: {own_kind} = setting(DEFAULT, "help"), without @dataclass'
         elif name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
             wrong = f"{name} has another meaning: choose another name for the field"
-        elif own_kind not in _PARSERS:
+        elif own_kind not in PARSERS:
             wrong = f"{name} is of type {own_kind}: a setting is a bool, int, float or str"
         elif own_kind != kinds.get(name, own_kind):
             wrong = f"{name} is of type {kinds[name]} in the engine: it cannot become {own_kind}"
@@ -213,7 +213,7 @@ def value(field: dataclasses.Field, text: str) -> Any:
       ValueError: it is not of that type or beyond the field's limits; the message names both.
     """
     try:
-        found = _PARSERS[kind(field)].parse(text)
+        found = PARSERS[kind(field)].parse(text)
     except (ValueError, TypeError):
         found = None
     if found is None or not _fits(field, found):

@@ -46,15 +46,7 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     Raises:
       ValueError: what is no flag, a flagfile that cannot be read or that comes back to itself.
     """
-    flags, default = _of_words(words, switches), project.folder() / "configs" / "default.cfg"
-    if default.exists() and all(flag.name != "flagfile" for flag in flags):
-        flags.insert(0, Given("flagfile", str(default)))
-    found = [_of_file(flag) if flag.name == "flagfile" else [flag] for flag in flags]
-    return [flag for part in found for flag in part]
-
-
-def _of_words(words: Sequence[str], switches: Collection[str]) -> list[Given]:
-    found, rest = [], list(words)
+    flags, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         match = _FLAG.fullmatch(word)
@@ -63,8 +55,12 @@ def _of_words(words: Sequence[str], switches: Collection[str]) -> list[Given]:
         name, value = match["name"], match["value"]
         if value is None and name not in switches and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        found.append(Given(name, value))
-    return found
+        flags.append(Given(name, value))
+    default = project.folder() / "configs" / "default.cfg"
+    if default.exists() and all(flag.name != "flagfile" for flag in flags):
+        flags.insert(0, Given("flagfile", str(default)))
+    found = [_of_file(flag) if flag.name == "flagfile" else [flag] for flag in flags]
+    return [flag for part in found for flag in part]
 
 
 def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
@@ -72,14 +68,10 @@ def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
     path = _find(flag)
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
-    if path.is_fifo():
-        # Its content can be read once; each rank, and a rank at its start and later, reads it.
-        raise flag.error(
-            f"--flagfile={flag.value} is a pipe, which can be read only once: write the flags to "
-            "a file"
-        )
+    if not path.is_file():  # a pipe can be read once only, and each rank reads it twice
+        raise flag.error(f"--flagfile={flag.value} is no file, but a pipe or a folder")
     try:
-        # Bytes that are no UTF-8 may stand in the name of a folder: they are kept as they are.
+        # The name of a folder may hold bytes that are no UTF-8.
         text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None

@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.logs import refuse
+from hvdkit.logs import join, refuse, say
 from hvdkit.settings import absl_flags, fields, flagfiles, project
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
+from hvdkit.stop import launch_rank
 
 _BATCH = ("global_batch_size", "batch_per_rank")
 
@@ -33,7 +34,7 @@ def of_project() -> type[Settings]:
 
 
 def from_command_line(argv: Sequence[str], kind: type[Settings]) -> Settings:
-    """As `load`, for a program's start: one rank says what is wrong, all exit with 2."""
+    """As `load`, for a program's start: rank 0 reports what is wrong, and all exit with 2."""
     try:
         return load(argv, kind)
     except ValueError as error:
@@ -50,16 +51,18 @@ def check(argv: Sequence[str], kind: type[Settings]) -> None:
         refuse(str(error))
 
 
-def load(argv: Sequence[str], kind: type[Settings]) -> Settings:
+def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) -> Settings:
     """As `parse`; then absl's FLAGS hold the settings, and the other flags that were given.
 
+    Args:
+      past: flagfile of a run that was trained: flags in it that no longer exist become a note.
     Raises:
       ValueError: also for a flag that neither the settings nor the fork's code defines.
       SystemExit: code 0, after printing flags, for --helpfull too.
     """
     absl_flags.define(kind)
     full = "--helpfull" in argv
-    settings, others = _read([word for word in argv if word != "--helpfull"], kind)
+    settings, others = _read([word for word in argv if word != "--helpfull"], kind, past)
     task = project.folder() / "tasks" / f"{settings.task}.py"
     if (full or any(flag.name not in absl_flags.FLAGS for flag in others)) and task.is_file():
         importlib.import_module(f"tasks.{settings.task}")
@@ -84,7 +87,9 @@ def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
     return _read(argv, kind)[0]
 
 
-def _read(argv: Sequence[str], kind: type[Settings]) -> tuple[Settings, list[Given]]:
+def _read(
+    argv: Sequence[str], kind: type[Settings], past: Path | None = None
+) -> tuple[Settings, list[Given]]:
     """Settings, and flags that are none."""
     words, own, folder = argv[1:], fields.of(kind), project.folder()
     if {"--help", "-h", "-help", "--helpshort"} & set(words):
@@ -93,7 +98,12 @@ def _read(argv: Sequence[str], kind: type[Settings]) -> tuple[Settings, list[Giv
     switches |= {name: fields.kind(field) == "bool" for name, field in own.items()}
     valueless = [name for name, switch in switches.items() if switch]
     valueless += [f"no{name}" for name in valueless]
-    given = [fields.recognize(flag, switches) for flag in flagfiles.expand(words, valueless)]
+    given = flagfiles.expand(words, valueless)
+    gone = [f for f in given if past and f.file == past and f.name not in {*switches, *valueless}]
+    if gone and launch_rank() == 0:
+        names = join(f"--{flag.name}" for flag in gone)
+        say(f"note: {past} has flags that no longer exist, which are ignored: {names}")
+    given = [fields.recognize(flag, switches) for flag in given if flag not in gone]
     others = [flag for flag in given if flag.name not in own]
     for flag in others:
         absl_flags.check(flag)
@@ -126,21 +136,13 @@ def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
     return _BATCH[0] if chosen == _BATCH[1] and batch_per_rank else _BATCH[1]
 
 
-def write(settings: Settings, path: Path, given: Settings | None = None) -> None:
+def write(settings: Settings, path: Path) -> None:
     """Writes the settings as a flagfile that reads back to the same, from any working folder.
 
-    Args:
-      given: the settings before `for_ranks`; a comment says what it resolved.
     Raises:
       ValueError: a text that a line of a flagfile cannot hold.
     """
     lines = ["# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"]
-    if given and given.batch_per_rank and settings.global_batch_size:
-        ranks = settings.global_batch_size // given.batch_per_rank
-        lines.append(
-            f"# --global_batch_size={settings.global_batch_size} was given as "
-            f"--batch_per_rank={given.batch_per_rank} on {ranks} rank(s)"
-        )
     unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
     for name, field in fields.of(settings).items():
         value = fields.placed(field, getattr(settings, name), Path.cwd())

@@ -1,0 +1,20 @@
+"""A project without settings of its own."""
+
+import pytest
+
+from hvdkit.settings import project as project_lib
+from hvdkit.stop import RANK_VARIABLES
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Its folder, which is the working folder too; and beside it another folder, elsewhere."""
+    folder = tmp_path.resolve() / "project"
+    for path in (folder / "configs", folder / "tasks", folder.parent / "elsewhere"):
+        path.mkdir(parents=True)
+    (folder / "train.py").write_text("")
+    monkeypatch.setattr(project_lib, "folder", lambda: folder)
+    monkeypatch.chdir(folder)
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return folder

@@ -1,0 +1,200 @@
+"""Flagfiles: where they are found, mistakes in them, and config.cfg, which is written as one."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import re
+
+import pytest
+
+from hvdkit import settings as settings_lib
+from hvdkit.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("project")
+FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+PATHS = [name for name, field in FIELDS.items() if field.metadata["path"]]
+
+
+@pytest.fixture
+def elsewhere(project, monkeypatch):
+    """Another working folder."""
+    monkeypatch.chdir(project.parent / "elsewhere")
+    return project.parent / "elsewhere"
+
+
+def parse(*flags):
+    return settings_lib.parse(["train.py", *flags])
+
+
+def refused(*flags):
+    with pytest.raises(ValueError) as error:
+        parse(*flags)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_default_cfg_is_read_where_no_flagfile_is_named(project):
+    (project / "configs" / "default.cfg").write_text("--flagfile=configs/a.cfg\n--seed=5\n")
+    (project / "configs" / "a.cfg").write_text("--num_steps=7\n")
+    config = parse("--keep=2", "--run_dir", "flagfile")
+    assert (config.seed, config.num_steps, config.keep) == (5, 7, 2)
+    config = parse("--flagfile=configs/a.cfg")
+    assert (config.seed, config.num_steps) == (Settings().seed, 7)
+
+
+def test_later_flags_win_over_the_flagfile(project):
+    (project / "a.cfg").write_text("# a comment\r\n // another\n\n --seed=5 \r\n--num_steps=7\n")
+    config = parse("--num_steps=8", "--flagfile=a.cfg", "--seed=6")
+    assert (config.seed, config.num_steps) == (6, 7)
+
+
+def test_in_the_project_paths_stay_as_typed(project):
+    (project / "a.cfg").write_text("--data_dir=datasets/a\n")
+    config = parse("--flagfile", "a.cfg", "--run_dir=../x", "--resume=runs/x")
+    paths = (config.data_dir, config.run_dir, config.resume, config.init_from)
+    assert paths == ("datasets/a", "../x", "runs/x", "")
+
+
+def test_elsewhere_paths_are_the_projects_but_those_typed(project, elsewhere):
+    (project / "configs" / "default.cfg").write_text("--flagfile=configs/a.cfg\n--resume=runs/a\n")
+    (project / "configs" / "a.cfg").write_text("--data_dir=datasets/a\n")
+    config = parse("--init_from=b")
+    assert config.data_dir == str(project / "datasets/a")
+    assert config.run_dir == str(project / "runs/default")
+    assert config.resume == str(project / "runs/a")
+    assert config.init_from == str(elsewhere / "b")
+    config = parse("--resume=never", "--data_dir=/data", "--run_dir=~/runs")
+    paths = (config.resume, config.data_dir, config.run_dir)
+    assert paths == ("never", "/data", os.path.expanduser("~/runs"))
+
+
+def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
+    (project / "configs" / "a.cfg").write_text("--seed=5\n--flagfile=b.cfg\n")
+    (project / "configs" / "b.cfg").write_text("--num_steps=7\n")
+    config = parse("--flagfile=configs/a.cfg")
+    assert (config.seed, config.num_steps) == (5, 7)  # b.cfg lies beside the file that names it
+    (project / "b.cfg").write_text("--num_steps=8\n")
+    (elsewhere / "b.cfg").write_text("--num_steps=9\n")
+    assert parse("--flagfile=configs/a.cfg").num_steps == 8
+    assert parse("--flagfile=b.cfg").num_steps == 9
+    message = refused("--flagfile=c.cfg")
+    assert str(project) in message and str(elsewhere) in message and "no such file" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--seed=1\nnum_steps=5\n", ["a.cfg, line 2", "'num_steps=5' is no flag"]),
+        ("--num_steps 5\n", ["a.cfg, line 1", "is no flag"]),
+        ("\n--num_steps=x\n", ["a.cfg, line 2", "num_steps=x"]),
+        ("--learning_rate=1\n", ["a.cfg, line 1", "--base_lr"]),
+        ("--num_steps\n", ["a.cfg, line 1", "needs a value"]),
+        ("--flagfile=none.cfg\n", ["a.cfg, line 1", "none.cfg", "no such file"]),
+        ("--flagfile=\n", ["a.cfg, line 1", "names no file"]),
+        ("--flagfile=b.cfg\n", ["b.cfg, line 2", "leads back to a.cfg"]),
+        ("--flagfile=configs\n", ["a.cfg, line 1", "configs is no file"]),
+        ("--flagfile=pipe\n", ["a.cfg, line 1", "pipe is no file, but a pipe"]),
+    ],
+)
+def test_a_mistake_in_a_flagfile_is_reported_with_its_line(project, text, words):
+    (project / "a.cfg").write_text(text)
+    (project / "b.cfg").write_text("# back\n--flagfile=a.cfg\n")
+    os.mkfifo(project / "pipe")  # a second rank would find it empty, and use defaults
+    message = refused("--flagfile=a.cfg")
+    assert all(word in message for word in words), message
+
+
+def test_a_text_that_a_flagfile_cannot_hold_is_not_written(project):
+    with pytest.raises(ValueError, match="run_dir"):
+        settings_lib.write(Settings(run_dir="a\nb"), project / "config.cfg")
+    assert not (project / "config.cfg").exists()
+
+
+def test_settings_made_in_code_are_written_as_they_are_meant(elsewhere):
+    """A relative path in them is used in the working folder, not in the project."""
+    settings_lib.write(Settings(), elsewhere / "config.cfg")
+    assert parse("--flagfile=config.cfg").run_dir == str(elsewhere / "runs/default")
+
+
+# Texts that are hard on a flagfile; the last is a byte of a folder's name that is no UTF-8.
+_HARD = ["-x", "--seed=3", "#a", "a #b", "//a", "a, b", "a=b", '"a b"', "'", "\\n", "auto", "~"]
+_HARD += ["~/a", "../a/", "/a", "a\tb", "a\u2028b", "\U0001f600", "ü", "\udce9"]
+
+
+@pytest.mark.parametrize("text", _HARD)
+def test_what_is_written_reads_back_the_same_from_anywhere(project, text):
+    def whole(config):
+        """With paths that mean the same anywhere; a slash at their ends says nothing."""
+        paths = {name: getattr(config, name) for name in PATHS}
+        paths = {n: p for n, p in paths.items() if p not in ("", *FIELDS[n].metadata["words"])}
+        whole = {name: os.path.join(project, path).rstrip("/") for name, path in paths.items()}
+        return dataclasses.replace(config, **whole)
+
+    names = ("task", "model", "data_dir", "run_dir", "resume", "init_from")
+    folders = [project, project / "configs", project.parent / "elsewhere", project.parent]
+    for first, second in itertools.product(folders, folders):
+        os.chdir(first)
+        config = parse(*(f"--{name}={text}" for name in names))
+        assert config.task == text
+        settings_lib.write(config, project / "config.cfg")
+        os.chdir(second)
+        assert whole(parse(f"--flagfile={project}/config.cfg")) == whole(config)
+
+
+def test_each_setting_at_its_limits_reads_back_the_same(project):
+    found = 0
+    for field in FIELDS.values():
+        meta = field.metadata
+        low, high = max(meta["low"], meta["above"]), meta["below"]
+        numbers = [low + 1e-9, 0.1 + 0.2, min(high / 1.1, 1e300)]
+        texts = {"bool": ["true", "false"], "int": [low, high - 1], "float": numbers}
+        for value in meta["choices"] or texts.get(field.type, ["a"]):
+            value = int(value) if field.type == "int" else value
+            with contextlib.suppress(ValueError):  # it contradicts another setting
+                config = parse(f"--{field.name}={value}")
+                settings_lib.write(config, project / "config.cfg")
+                assert parse("--flagfile=config.cfg") == config
+                found += 1
+    assert found > 2 * len(FIELDS)
+
+
+def damaged(sound: bytes, draw: random.Random) -> bytes:
+    """A bit flipped, cut off, a part that never came to the disk, or a line changed."""
+    content, at = bytearray(sound), draw.randrange(len(sound))
+    match draw.randrange(4):
+        case 0:
+            content[at] ^= 1 << draw.randrange(8)
+        case 1:
+            del content[at:]
+        case 2:
+            content[at : at + 8] = draw.choice([bytes, draw.randbytes])(8)
+        case 3:
+            lines = sound.splitlines(keepends=True)
+            at = draw.randrange(1, len(lines))
+            value = draw.choice(["", "-1", "1e999", "nan", "x" * 5000, "0x10", "\u0661", "=", " 3"])
+            other = lines[at].split(b"=")[0].strip() + f"={value}\n".encode()
+            lines[at] = draw.choice([other, other, b"--flagfile=config.cfg\n", b"", b"\xff\xfe"])
+            content = b"".join(lines)
+    return bytes(content)
+
+
+def test_a_damaged_config_cfg_is_settings_or_refused_by_name(project):
+    whole, draw, refusals = project / "config.cfg", random.Random(4), 0
+    settings_lib.write(Settings(class_weights="1,2,3", num_classes=3), whole)
+    sound = whole.read_bytes()
+    before = dataclasses.asdict(parse("--flagfile=config.cfg"))
+    for number in range(200):
+        whole.write_bytes(damaged(sound, draw))
+        try:
+            found = dataclasses.asdict(parse("--flagfile=config.cfg"))
+        except ValueError as error:
+            message = str(error)
+            assert "\n" not in message and len(message) < 1000, (number, message)
+            # A setting that contradicts another one is named by its flag.
+            assert whole.name in message or re.search(r"--[a-z]", message), (number, message)
+            refusals += 1
+        else:
+            assert all(type(found[name]) is type(before[name]) for name in before), number
+    assert 60 < refusals < 190
