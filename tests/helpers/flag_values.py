@@ -1,4 +1,4 @@
-"""Values of every flag, the rows that pair them, and what each flag must or must not change.
+"""Values of every flag, rows that combine them, and what each flag must or must not change.
 
 A value is what is typed: no word, one or more. In braces stands what checks_flags.py fills in:
   {carrier}  what this launch reduces over: gloo or mpi
@@ -9,11 +9,8 @@ A value is what is typed: no word, one or more. In braces stands what checks_fla
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import random
 from collections.abc import Callable, Iterable
-
-from allpairspy import AllPairs
 
 Row = dict[str, str]  # flag: value
 
@@ -32,13 +29,7 @@ USUAL = """
 
 # A flag with limits on another stands after it: rows are filled from the top.
 VALUES: dict[str, list[str]] = {
-    "grouping": [
-        "",
-        "--gradient_groups=1",
-        "--gradient_groups=1000",
-        "--pack_bytes=1",
-        "--pack_bytes=1000000 --pack_count=1",
-    ],
+    "grouping": ["", "--gradient_groups=1000", "--pack_bytes=1000000 --pack_count=1"],
     "optimizer": [f"--optimizer={name}" for name in ("sgd", "adam", "adamw", "lamb")],
     "precision": [f"--precision={t}" for t in ("float32", "float64", "bfloat16", "float16")],
     "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
@@ -121,36 +112,19 @@ LEFT_OUT = {
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
+ALONE = """
+--global_batch_size=6 --accumulation_steps=3 --num_steps=1 --num_steps=2 --base_lr=0.1
+--end_lr=0.02 --power=0.5 --warmup_steps=2 --momentum=0 --weight_decay=0.01 --clip_norm=0.001
+--label_smoothing=0.1 --class_weights=1,0,2.5 --dropout=0.5 --seed=0 --seed=257 --jit
+"""
 CHANGES: list[tuple[str, list[str]]] = [
     (
         "",
         [
-            "--optimizer=adam",
-            "--optimizer=adamw --weight_decay=0.001",
-            "--optimizer=lamb",
-            *VALUES["precision"][1:],
-            "--jit",
-            *VALUES["lr_policy"][1:],
-            "--init_from={run}",
-            "--init_from={run} --init_ema",
-            "--global_batch_size=6",
-            "--accumulation_steps=3",
-            "--num_steps=1",
-            "--num_steps=2",
-            "--base_lr=0.1",
-            "--end_lr=0.02",
-            "--power=0.5",
-            "--warmup_steps=2",
-            "--momentum=0",
-            "--weight_decay=0.01",
-            "--clip_norm=0.001",
-            "--label_smoothing=0.1",
-            "--class_weights=1,0,2.5",
-            "--dropout=0.5",
-            "--seed=0",
-            "--seed=257",
-            "--virtual_ranks=2 --cpu_threads={threads}",
-            "--virtual_ranks=3 --cpu_threads={threads}",
+            *("--optimizer=adam", "--optimizer=adamw --weight_decay=0.001", "--optimizer=lamb"),
+            *(VALUES["precision"][1:] + VALUES["lr_policy"][1:] + ALONE.split()),
+            *("--init_from={run}", "--init_from={run} --init_ema"),
+            *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 3)),
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
@@ -167,31 +141,21 @@ KEEPS = [
     (
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
-        "--eval_batch_size=3 --log_gradients --gradient_groups=2 "
-        "--max_bad_steps=1",
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --max_bad_steps=1",
     ),
+    ("", "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark"),
+]
+KEEPS_ON_ONE_RANK = [
     (
         "",
-        "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark",
-    ),
-    ("", "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never"),
-    (
-        "",
+        "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never "
         "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --trackers=",
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
     ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
-]
-KEEPS_ON_ONE_RANK = [
-    (
-        "--virtual_ranks=3 --cpu_threads={threads}",
-        "--deterministic --bn_sync_every=1",
-    ),
-    (
-        "--deterministic",
-        "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear",
-    ),
+    ("--virtual_ranks=3 --cpu_threads={threads}", "--deterministic --bn_sync_every=1"),
+    ("--deterministic", "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear"),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
 # No fact of these: they choose a task's model, data and evaluation, and Small has its own.
@@ -266,27 +230,15 @@ def fields_of(values: Iterable[str]) -> set[str]:
     return {word.lstrip("-").split("=")[0] for word in words(values)}
 
 
-def covering(values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool]) -> list[Row]:
-    """Every pair of values of any two flags that `accepts` takes, in few rows."""
-    both = itertools.combinations(values.items(), 2)
-    pairs = [
-        ((one, a), (other, b)) for (one, own), (other, theirs) in both for a in own for b in theirs
-    ]
-    missing = {frozenset(pair) for pair in pairs if accepts(value for _, value in pair)}
-    order, rows = list(values), []
-    while missing:
-        # The library gives up at the first row that adds no pair, though flags in another order
-        # give more: it is asked again, with what most misses first.
-        found = AllPairs(
-            [values[name] for name in order],
-            filter_func=accepts,
-            previously_tested=[[row[name] for name in order] for row in rows],
-        )
-        more = [dict(zip(order, row)) for row in found]
-        # What no order finds: one such pair among the first values of all others.
-        more = more or [{n: v[0] for n, v in values.items()} | dict(min(missing, key=sorted))]
-        rows += more
-        missing -= {frozenset(p) for row in more for p in itertools.combinations(row.items(), 2)}
-        misses = Counter(name for pair in missing for name, _ in pair)
-        order.sort(key=lambda name: -misses[name])
-    return rows
+def rows(
+    values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool], count: int
+) -> list[Row]:
+    """Random rows, always the same: of each flag a value that `accepts` takes beside the others."""
+    draw, found = random.Random(7), []
+    for _ in range(count):
+        row: Row = {}
+        for name, own in values.items():
+            fits = (v for v in draw.sample(own, len(own)) if accepts([*row.values(), v]))
+            row[name] = next(fits, "")
+        found.append(row)
+    return found

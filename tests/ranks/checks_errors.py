@@ -59,28 +59,11 @@ def wrong_labels(root: Path) -> None:
         label.save(path)
 
 
-def small_labels(root: Path) -> None:
-    for path in labels(root):
-        Image.open(path).resize((30, 32)).save(path)
-
-
 def one_sample(root: Path) -> None:
     (root / "splits" / "train.txt").write_text(names(root, "train")[0] + "\n")
 
 
-def link_to_nothing(root: Path) -> None:
-    path = first(root, "images", at=5)
-    path.unlink()
-    path.symlink_to("gone.png")
-
-
-def folder_for_a_picture(root: Path) -> None:
-    path = first(root, "images", at=5)
-    path.unlink()
-    path.mkdir()
-
-
-# How rank 0 spoils the scenes, flags, and words of the sentence; {first}, {sixth}, {val}: samples.
+# How rank 0 spoils the scenes, flags, and words of the sentence; {first}, {val}: samples.
 FAULTS = [
     (lambda root: first(root, "labels").unlink(), [], ["{first}"]),
     (
@@ -89,7 +72,6 @@ FAULTS = [
         ["{val}.png"],
     ),
     (wrong_labels, [], ["99", ".png"]),
-    (small_labels, [], ["30", "32"]),
     (one_sample, [], ["1 training sample", "{size} ranks"]),
     (
         lambda root: (root.parent / "file").write_text("in the way"),
@@ -97,8 +79,6 @@ FAULTS = [
         ["file"],
     ),
     (shutil.rmtree, [], ["/data"]),
-    (link_to_nothing, [], ["{sixth}.png is a link to gone.png"]),
-    (folder_for_a_picture, [], ["is a folder"]),
 ]
 
 
@@ -107,8 +87,7 @@ def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world)
         samples = {}
 
         def spoilt(root: Path, spoil=spoil, samples=samples) -> None:
-            samples |= {"first": names(root, "train")[0], "sixth": names(root, "train")[5]}
-            samples |= {"val": names(root, "val")[0]}
+            samples |= {"first": names(root, "train")[0], "val": names(root, "val")[0]}
             spoil(root)
 
         message, *_ = refused(world, spoilt, *flags)

@@ -17,8 +17,11 @@ HOST = os.uname().nodename
 @pytest.mark.parametrize(
     "backend, wait, how",
     [
-        *[(backend, "sum", how) for backend in ("gloo", "mpirun") for how in ("stop", "hang")],
-        ("mpirun", "message", "hang"),
+        ("gloo", "sum", "hang"),
+        ("mpirun", "sum", "stop"),
+        pytest.param("gloo", "sum", "stop", marks=pytest.mark.slow),
+        pytest.param("mpirun", "sum", "hang", marks=pytest.mark.slow),
+        pytest.param("mpirun", "message", "hang", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_hangs_is_named(backend: str, wait: str, how: str):
@@ -39,6 +42,7 @@ def test_an_exception_on_one_rank_ends_those_that_wait_for_it():
     assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_not_reported_as_ended():
     """Where Gloo gives up by itself, after 30 s unless it is told."""
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
