@@ -40,8 +40,7 @@ class Settings(
             self._check_virtual()
         if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
             raise ValueError(
-                "--deterministic reduces all gradients as one group: leave out --pack_bytes and "
-                "--gradient_groups"
+                "--deterministic needs one group: leave out --pack_bytes, --gradient_groups"
             )
 
     def for_ranks(self, size: int) -> Self:
@@ -62,71 +61,53 @@ class Settings(
 
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""
-        if not self.virtual_ranks:
-            return self
-        # Kernels on CPUs split their sums by threads.
-        threads = self.cpu_threads or 1
-        return dataclasses.replace(self, deterministic=True, cpu_threads=threads)
+        threads = self.cpu_threads or 1  # kernels on CPUs split their sums by threads
+        needed = {"deterministic": True, "cpu_threads": threads} if self.virtual_ranks else {}
+        return dataclasses.replace(self, **needed)
 
     def not_defaults(self) -> Mapping[str, object]:
         """Settings with another value than their default, by name."""
-        both = {name: (getattr(self, name), f.default) for name, f in fields.of(self).items()}
-        return {name: value for name, (value, default) in both.items() if value != default}
+        found = {name: getattr(self, name) for name in fields.of(self)}
+        return {name: value for name, value in found.items() if value != getattr(type(self), name)}
 
     def notes(self) -> list[str]:
         """Sentences about surprising settings; most runs have none."""
         found = [note for room in _ROOMS for note in room.notes(self)]
         if self.virtual_ranks:
-            found.append(
-                f"--virtual_ranks={self.virtual_ranks} runs with --deterministic and "
-                f"--cpu_threads={self.cpu_threads}"
-            )
+            found.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
         changed, unread = self.not_defaults(), self.without_effect()
         ignored = [f"--{n}={changed[n]} ({why})" for n, why in unread.items() if n in changed]
-        if ignored:
-            found.append(f"without effect here: {', '.join(ignored)}")
-        return found
+        return found + ([f"without effect here: {', '.join(ignored)}"] if ignored else [])
 
     def without_effect(self) -> dict[str, str]:
-        """Settings that the others leave without effect, by name: the one that does it."""
+        """Of all rooms, and of --deterministic."""
         found = {name: why for room in _ROOMS for name, why in room.without_effect(self).items()}
         return found | ({"bn_sync_every": "--deterministic"} if self.deterministic else {})
 
     def _check_virtual(self) -> None:
         flag = f"--virtual_ranks={self.virtual_ranks}"
-        without = {"sums gradients as integers, in messages of its own": _GROUPING}
-        without["makes the same run on any number of ranks"] = ("batch_per_rank", "lr_scaling")
-        for what, names in without.items():
-            for name in names:
-                if getattr(self, name) not in ("none", 0):
-                    raise ValueError(f"{flag} {what}: leave out --{name}")
+        without = ("compression", "pack_bytes", "gradient_groups", "batch_per_rank", "lr_scaling")
+        for name in without:
+            if getattr(self, name) not in ("none", 0):
+                raise ValueError(f"{flag} cannot be used with --{name}: leave out --{name}")
         if self.bn_sync not in ("mean", "full"):
-            raise ValueError(
-                f"{flag} takes the mean of moving statistics at every step: use --bn_sync=mean "
-                f"instead of {self.bn_sync}"
-            )
+            raise ValueError(f"{flag} needs --bn_sync=mean instead of {self.bn_sync}")
         micro = self.global_batch_size // self.accumulation_steps
         if micro < self.virtual_ranks:
             raise ValueError(
-                f"{flag}: every virtual rank needs a sample, and a micro-batch "
-                f"(--global_batch_size / --accumulation_steps) has {micro}: make it larger or "
-                "give fewer virtual ranks"
+                f"{flag}: each needs a sample, and a micro-batch (--global_batch_size / "
+                f"--accumulation_steps) has {micro}: make it larger or use fewer virtual ranks"
             )
 
     def _check_virtual_on(self, size: int) -> None:
-        virtual = self.virtual_ranks
+        flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
         if size > virtual:
-            raise ValueError(
-                f"--virtual_ranks={virtual} cannot be dealt to {size} ranks: start at most "
-                f"{virtual}, or begin another run with --virtual_ranks={size} or more"
-            )
+            raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
         if self.bn_sync == "full" and size != virtual:
             raise ValueError(
-                f"--bn_sync=full needs all of --virtual_ranks={virtual} at once, and {size} "
-                f"rank(s) compute them one after the other: start {virtual} ranks or use "
-                "--bn_sync=mean"
+                f"--bn_sync=full needs each of {flag} on a rank of its own: start {virtual} ranks, "
+                "or use --bn_sync=mean"
             )
 
 
-_GROUPING = ("compression", "pack_bytes", "gradient_groups")
 _ROOMS: tuple[type[Room], ...] = Settings.__bases__
