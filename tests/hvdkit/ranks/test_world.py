@@ -112,6 +112,6 @@ def test_no_code_of_ours_runs_what_it_reads():
 
 def test_ranks_that_are_alike_send_each_other_no_details():
     """Of thousands each one's packages, device and host would be megabytes."""
-    world = SimpleNamespace(gather_alike=lambda own, name: [own] * 3, gather_objects=None)
+    world = SimpleNamespace(compare=lambda own, name: ([own] * 3, []), gather_objects=None)
     found = agreement.fingerprint(world, Settings())
     assert found == fingerprints.of_all([fingerprints.here()])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,11 +55,9 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     """
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
     own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
-    own |= others or {}
-    everyone = world.gather_alike(own, "agreement.settings")
+    everyone = world.gather_alike(own | dict(others or {}), "agreement.settings")
     for name, first in everyone[0].items():
-        ranks = [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]
-        if ranks:
+        if ranks := [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]:
             raise Stop(
                 WRONG_USE,
                 f"--{name} is {everyone[ranks[0]][name]} on rank {join(ranks)}, {first} on rank 0: "
@@ -76,7 +75,7 @@ def check_optimizer(world: World, own: Mapping[str, str]) -> None:
         raise Stop(
             WRONG_USE,
             f"the task's optimizer differs on rank {join(ranks)} from rank 0's: {join(named, 3)}. "
-            "Make it alike on every rank, of the settings alone",
+            "Make it from the settings alone, the same on every rank",
         )
 
 
@@ -87,29 +86,24 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
       Stop: on all ranks, when packages differ; and when anything does, and virtual ranks promise
         the same bits on each of them.
     """
-    own = fingerprints.here()
-    alike = world.gather_alike(own, "agreement.fingerprint")
-    if all(theirs == own for theirs in alike):
-        return fingerprints.of_all([own])
-    everyone = world.gather_objects((own, hostname()), "agreement.hosts")
-    first, _ = everyone[0]
+    everyone, odd = world.compare(fingerprints.here(), "agreement.fingerprint")
+    hosts = world.gather_objects(hostname(), "agreement.hosts") if odd else []
+    first = everyone[0]
     # One rank of each kind: of a thousand GPUs half may be of another.
-    odd = {repr(theirs): rank for rank, (theirs, _) in reversed([*enumerate(everyone)])}
-    for rank in sorted(odd.values())[1:]:
-        theirs, host = everyone[rank]
+    for rank in sorted({repr(everyone[rank]): rank for rank in reversed(odd)}.values()):
+        theirs = everyone[rank]
         different = "; ".join(fingerprints.differences(first, theirs))
-        what = f"rank 0 and rank {rank} on {host} differ in {different}"
+        what = f"rank 0 and rank {rank} on {hosts[rank]} differ in {different}"
         if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
             raise Stop(WRONG_USE, f"{what}: install the same packages on all hosts")
         if config.virtual_ranks:
             raise Stop(
                 WRONG_USE,
-                f"--virtual_ranks={config.virtual_ranks} gives the same bits where all ranks "
-                f"compute alike, and {what}: use hosts of one kind, set up alike, or leave out "
-                "--virtual_ranks",
+                f"--virtual_ranks needs ranks that compute alike, and {what}: use hosts of one "
+                "kind, set up alike, or leave out --virtual_ranks",
             )
         say(world, f"note: {what}")
-    return fingerprints.of_all([theirs for theirs, _ in everyone])
+    return fingerprints.of_all(everyone)
 
 
 def check_code(world: World) -> None:
@@ -152,9 +146,8 @@ def check_gradients(
         if 0 < len(without) < world.size:
             raise Stop(
                 BUG,
-                f"{variable.path} has no gradient on rank {join(without)} but has one on the "
-                "others: every rank's loss must depend on the same variables (to leave one out, "
-                "multiply by 0)",
+                f"{variable.path} has no gradient on rank {join(without)} only: every rank's loss "
+                "must depend on the same variables (to leave one out, multiply by 0)",
             )
 
 
@@ -253,10 +246,8 @@ def _checksum(value: tf.Tensor) -> tf.Tensor:
 
 def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
     """Name, type and shape of each Horovod operation in a graph and the functions it calls."""
-    nodes = list(graph.node)
-    for function in graph.library.function:
-        nodes.extend(function.node_def)
-    for node in nodes:
+    inner = (function.node_def for function in graph.library.function)
+    for node in itertools.chain(graph.node, *inner):
         if node.op.startswith("Horovod"):
             name = node.attr["tensor_name"].s.decode() or node.name
             shapes = [_shape(s) for s in node.attr["_output_shapes"].list.shape]

@@ -77,7 +77,7 @@ def why_no_gpu(device: str) -> str:
 
 
 def _granted() -> int:
-    """GPUs that the driver shows, less those that CUDA_VISIBLE_DEVICES hides."""
+    """GPUs that the driver shows; 0 where CUDA_VISIBLE_DEVICES hides them all."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen.strip() in ("", "-1", "NoDevFiles"):
         return 0
@@ -87,10 +87,4 @@ def _granted() -> int:
     if listed.returncode == 6:  # its manual: nothing was found
         return 0
     listed.check_returncode()
-    count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    if chosen is None:
-        return count
-    # CUDA takes those before the first that is none.
-    names = [name.strip() for name in chosen.split(",")]
-    none = next((i for i, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-    return min(count, none)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -10,9 +10,7 @@ from hvdkit.settings.fields import Room, setting
 class RunSettings(Room):
     """The run: folder, repeatability, other kinds of runs"""
 
-    run_dir: str = setting(
-        "runs/default", "folder for checkpoints, metrics and the report", path=True
-    )
+    run_dir: str = setting("runs/default", "folder of checkpoints, metrics, report", path=True)
     seed: int = setting(1, "seed of weights, sample order and augmentation", low=0)
     deterministic: bool = setting(False, "same bits on the same number of ranks; slower")
     virtual_ranks: int = setting(0, "same bits on 1 to this many ranks; 0: off", low=0)
@@ -39,18 +37,12 @@ class CheckpointSettings(Room):
         path=True,
         words=("auto", "never"),
     )
-    init_from: str = setting(
-        "", "first weights: a run's folder, a checkpoint's, or a .keras file", path=True
-    )
+    init_from: str = setting("", "first weights: a run, a checkpoint, a .keras file", path=True)
     init_ema: bool = setting(False, "take the averaged weights of --init_from")
     init_skip_mismatched: bool = setting(False, "skip what does not fit of --init_from")
-    backbone_weights: str = setting(
-        "", "first weights of the backbone, a .h5 file of keras.applications", path=True
-    )
+    backbone_weights: str = setting("", "the backbone's: keras.applications' .h5", path=True)
     backbone_preprocessing: str = setting(
-        "",
-        "preprocessing of --backbone_weights (its ResNet-50: caffe)",
-        choices=("", "tf", "caffe", "torch"),
+        "", "its preprocessing (ResNet-50: caffe)", choices=("", "tf", "caffe", "torch")
     )
 
     def check(self) -> None:
@@ -75,8 +67,7 @@ class ObserveSettings(Room):
     log_every: int = setting(20, "steps between log lines", low=1)
     log_gradients: bool = setting(False, "log each layer's gradient to gradients.jsonl")
     trackers: str = setting(
-        "tensorboard",
-        "besides metrics.jsonl: tensorboard, or MODULE:CLASS of yours (docs/trackers.md)",
+        "tensorboard", "comma-separated: tensorboard, MODULE:CLASS; empty: none"
     )
 
     def check(self) -> None:
@@ -95,12 +86,6 @@ class ObserveSettings(Room):
 class RanksSettings(Room):
     """Ranks and devices"""
 
-    device: str = setting(
-        "auto",
-        "auto: one GPU a rank, or CPUs where there is none",
-        choices=("auto", "gpu", "cpu"),
-    )
+    device: str = setting("auto", "auto: GPUs, else CPUs", choices=("auto", "gpu", "cpu"))
     cpu_threads: int = setting(0, "CPU threads of a rank; 0: its share of the cores", low=0)
-    stall_shutdown_s: int = setting(
-        1800, "end after waiting this many seconds for a rank that hangs; 0: never", low=0
-    )
+    stall_shutdown_s: int = setting(1800, "seconds to wait for a hanging rank; 0: for ever", low=0)

@@ -18,9 +18,7 @@ class TrainSettings(Room):
 
     optimizer: str = setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lamb"))
     momentum: float = setting(0.9, "momentum of sgd", low=0, below=1)
-    weight_decay: float = setting(
-        0.0, "L2 of kernels (sgd, adam) or decoupled decay of kernels (adamw, lamb)", low=0
-    )
+    weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb: decoupled decay", low=0)
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
     ema_decay: float = setting(
         0.0, "decay of a moving average of the weights, which is evaluated; 0: none", low=0, below=1
@@ -39,9 +37,7 @@ class TrainSettings(Room):
     )
     bn_sync_every: int = setting(0, "steps between syncs; 0: only when they are read", low=0)
     max_bad_steps: int = setting(
-        3,
-        "after this many skipped steps (NaN, infinity) in a row go back; the second time end",
-        low=1,
+        3, "after this many skipped steps (NaN) in a row go back; the second time end", low=1
     )
 
     def check(self) -> None:
@@ -52,9 +48,7 @@ class TrainSettings(Room):
                 f"--accumulation_steps={self.accumulation_steps}: micro-batches must be of one size"
             )
         if self.jit and self.bn_sync == "full":
-            raise ValueError(
-                "--jit cannot compile --bn_sync=full, which communicates: leave out one of them"
-            )
+            raise ValueError("--jit cannot compile --bn_sync=full: leave out one of them")
 
     def without_effect(self) -> dict[str, str]:
         found = {}
@@ -71,9 +65,7 @@ class ScheduleSettings(Room):
     # Below 10**8: checkpoints are named by eight digits of the step.
     num_steps: int = setting(1000, "steps of the run (N of the schedule)", low=1, below=10**8)
     base_lr: float = setting(0.01, "learning rate after warm-up", above=0)
-    lr_policy: str = setting(
-        "poly", "learning-rate schedule", choices=("poly", "cosine", "step", "constant")
-    )
+    lr_policy: str = setting("poly", "schedule", choices=("poly", "cosine", "step", "constant"))
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", low=0)
