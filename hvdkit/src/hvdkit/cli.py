@@ -16,10 +16,7 @@ COMMANDS = {
     "check": ("hvdkit.data.check", "reads every sample of a data set, lists the bad ones"),
     "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
     "pack": ("hvdkit.data.pack", "many small files into a few large ones, for network disks"),
-    "evaluate": (
-        "hvdkit.commands.evaluate",
-        "scores of a run's checkpoint, each class, worst samples",
-    ),
+    "evaluate": ("hvdkit.commands.evaluate", "scores of a checkpoint, classes, worst samples"),
     "predict": ("hvdkit.commands.predict", "predictions on pictures"),
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),

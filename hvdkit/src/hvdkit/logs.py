@@ -22,7 +22,6 @@ from hvdkit.stop import RANK_VARIABLES, WRONG_USE, launch_rank
 _LEAST_BAR = 5  # columns
 _UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by their launcher
 
-
 _status_shown = False  # a line that the next one replaces
 
 
@@ -65,21 +64,21 @@ def use() -> None:
 
 
 def say(text: str) -> None:
-    """A line of progress, from whichever rank it is."""
+    """A line of progress, from any rank."""
     use()
     logging.info("%s", text)
 
 
 def complain(text: str) -> None:
-    """An error for a person, which says itself whose it is where that is not rank 0."""
+    """An error; its text names the rank where that is not rank 0."""
     use()
     logging.error("error: %s", text, extra={"names_rank": True})
 
 
 def refuse(text: str) -> NoReturn:
-    """Wrong use, before the ranks know each other: rank 0 says so, and all exit with 2.
+    """Wrong use, before the ranks know each other: rank 0 reports it, and all exit with 2.
 
-    Another rank speaks only where no launcher has ended it meanwhile: then it was started with
+    Another rank reports it only if no launcher has ended it meanwhile: then it was started with
     other flags than rank 0, or its host has other files.
     """
     if rank := launch_rank():
@@ -122,10 +121,10 @@ def show_status(text: str, done: int, count: int) -> None:
 def end_status() -> None:
     """Leaves the status line as it is; the next line is written below it."""
     global _status_shown
-    if _status_shown:
-        _status_shown = False
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if _status_shown:
             print(flush=True)
+    _status_shown = False
 
 
 def progress(what: str, done: int, count: int) -> None:

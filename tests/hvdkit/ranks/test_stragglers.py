@@ -30,8 +30,8 @@ def test_a_rank_is_slow_after_three_intervals_and_told_once(pace):
 def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):
     for step in range(5):
         pace.add(tf.constant([step + 0.4, step + 1.0], tf.float64))
-    assert len(pace._own) == len(pace._steps) == 4
-    assert pace.interval(0.0) == ({}, "") and not pace._own and not pace._steps
+    assert len(pace._times) == 4
+    assert pace.interval(0.0) == ({}, "") and not pace._times
 
 
 def test_one_good_interval_begins_the_count_anew(pace):

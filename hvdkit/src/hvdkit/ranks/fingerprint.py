@@ -59,9 +59,8 @@ def code(project: Path, engine: Path) -> dict[str, str]:
 def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Of a run: where its ranks differ, all values."""
     names = dict.fromkeys(name for found in ranks for name in found)
-    return {
-        name: " and ".join(sorted({found.get(name, "none") for found in ranks})) for name in names
-    }
+    values = {name: {found.get(name, "none") for found in ranks} for name in names}
+    return {name: " and ".join(sorted(found)) for name, found in values.items()}
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -77,10 +76,7 @@ def _gpu(details: Mapping[str, Any]) -> str:
 
 
 def _cpu() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
+    text = Path("/proc/cpuinfo").read_text()
     named = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = set(" ".join(re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)).split())
     newest = [name for name in _INSTRUCTIONS if name in flags]

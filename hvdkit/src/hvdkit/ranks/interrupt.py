@@ -65,31 +65,25 @@ class StopSignal:
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 64):
-                self._hear(number)
+                if number in _REQUESTS:
+                    self._hear(number)
 
     def _hear(self, number: int) -> None:
-        if number not in _REQUESTS:
-            return
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._pressed is not None and now - self._pressed > _ONE_PRESS:
                 os._exit(_ENDED_BY_CTRL_C)
             self._pressed = self._pressed or now
-        if not self.asked:
-            self.number = number
-            self.asked = True
-            self._answer(number)
-
-    def _answer(self, number: int) -> None:
-        if not self._speaks or number in (signal.SIGUSR1, signal.SIGHUP):
-            return
-        text = "stopping after this step: saving, then ending"
-        if number == signal.SIGINT:
-            text += "; Ctrl-C again ends at once"
-        # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
-        start = "\n" if os.isatty(2) else ""
-        with contextlib.suppress(OSError):
-            os.write(2, f"{start}{text}\n".encode())
+        first, self.number = not self.asked, self.number or number
+        self.asked = True
+        if first and self._speaks and number in (signal.SIGINT, signal.SIGTERM):
+            more = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
+            start = "\n" if os.isatty(2) else ""
+            with contextlib.suppress(OSError):
+                os.write(
+                    2, f"{start}stopping after this step: saving, then ending{more}\n".encode()
+                )
 
 
 def _forget() -> None:
@@ -97,8 +91,7 @@ def _forget() -> None:
     signal.set_wakeup_fd(-1)
     for number in _REQUESTS:
         if signal.getsignal(number) is _left_to_the_thread:
-            ends = number == signal.SIGTERM
-            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 

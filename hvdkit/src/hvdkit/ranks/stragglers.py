@@ -41,16 +41,14 @@ class Pace:
         self._world, self._samples = world, max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
-        self._own: list[float] = []
-        self._steps: list[float] = []
+        self._times: list[tuple[float, float]] = []  # seconds of each step: own, whole
         self._slow = np.zeros(world.size, int)  # for how many intervals in a row
 
     def add(self, moments: tf.Tensor) -> None:
         """After each step, with its `moments`: float64 [2], own sums ready, and all reduced."""
         ready, reduced = moments.numpy().tolist()
         if self._reduced is not None and reduced != self._reduced:  # a step may come twice
-            self._own.append(ready - self._reduced)
-            self._steps.append(reduced - self._reduced)
+            self._times.append((ready - self._reduced, reduced - self._reduced))
         self._reduced = reduced
 
     def interval(self, waited: float) -> tuple[dict[str, float], str]:
@@ -59,14 +57,11 @@ class Pace:
         Args:
           waited: seconds that this rank waited for its input.
         """
-        own_times, step_times = self._own, self._steps
-        self._own, self._steps = [], []
+        times, self._times = np.array(self._times or [(0.0, 0.0)]), []
         if self._world.size == 1:
             return {}, ""
-        steps = max(len(own_times), 1)
-        # Medians: one of the steps may hold an evaluation.
-        own, step = (statistics.median(times or [0.0]) for times in (own_times, step_times))
-        numbers = [own, waited / steps, own / self._samples, step]
+        own, step = np.median(times, axis=0)  # one of the steps may hold an evaluation
+        numbers = [own, waited / len(times), own / self._samples, step]
         found = self._world.gather_numbers(numbers, "pace.interval")
         figures = {f"own_seconds_{name}": value for name, value in _spread(found[:, 0]).items()}
         figures |= {f"input_wait_{name}": value for name, value in _spread(found[:, 1]).items()}

@@ -102,11 +102,8 @@ class World:
         if (most := messages.MOST_GATHERED // self.size) < longest:
             lengths = self.gather_numbers([message.size], "messages.lengths")
             rank = int(lengths.argmax())
-            raise Stop(
-                BUG,
-                f"rank {rank} sends {longest:,} bytes as {name!r}, more than {most:,}, which "
-                f"{self.size} ranks may exchange at once",
-            )
+            too_long = f"rank {rank} sends {longest:,} bytes as {name!r}, more than {most:,}"
+            raise Stop(BUG, f"{too_long}, which {self.size} ranks may exchange at once")
         return self._gather(message, name)
 
     def gather_alike(self, value: Any, name: str) -> list[Any]:
@@ -260,13 +257,10 @@ def describe(world: World) -> str:
     """One line for a person: ranks, hosts, devices and what carries the gradients."""
     hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
     shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-    device = (
-        "one GPU each"
-        if tf.config.get_visible_devices("GPU")
-        else f"{devices.threads()} CPU thread(s) each"
-    )
+    on_gpus = bool(tf.config.get_visible_devices("GPU"))
+    device = "one GPU each" if on_gpus else f"{devices.threads()} CPU thread(s) each"
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
-    if tf.config.get_visible_devices("GPU") and hvd.nccl_built():
+    if on_gpus and hvd.nccl_built():
         carrier = f"NCCL, set up over {carrier}"
     ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
     return f"{ranks} on {len(hosts)} host(s) ({shown}), {device}, {carrier}"

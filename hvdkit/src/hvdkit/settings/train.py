@@ -20,9 +20,7 @@ class TrainSettings(Room):
     momentum: float = setting(0.9, "momentum of sgd", low=0, below=1)
     weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb: decoupled decay", low=0)
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
-    ema_decay: float = setting(
-        0.0, "decay of a moving average of the weights, which is evaluated; 0: none", low=0, below=1
-    )
+    ema_decay: float = setting(0.0, "evaluate averaged weights; 0: do not", low=0, below=1)
 
     precision: str = setting(
         "float32",
