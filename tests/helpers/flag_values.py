@@ -80,25 +80,6 @@ VALUES: dict[str, list[str]] = {
     "benchmark": ["", "--benchmark"],
 }
 
-# The project's own tasks, whose models take longer: rows of their own.
-TASK_VALUES: dict[str, list[str]] = {
-    # Each with what it alone reads: by others it is refused.
-    "task": [
-        "--task=classification --model=small",
-        "--task=segmentation --model=tiny --scale_range=0.2,2 --eval_window=10 --eval_scales=0.5,1",
-        "--task=segmentation --model=tiny --eval_crop=9 --eval_flip",
-    ],
-    "mirror": ["", "--mirror=off", "--mirror=on"],
-    "image_size": ["--image_size=8", "--image_size=18"],
-    "synthetic_data": ["--synthetic_data --eval_batch_size=256"],
-    "num_classes": ["--num_classes=2", "--num_classes=11"],
-    "dropout": ["", "--dropout=0.5"],
-    "label_smoothing": ["", "--label_smoothing=0.1"],
-    "precision": ["", "--precision=bfloat16"],
-    "bn_sync": ["", "--bn_sync=full"],
-    "accumulation_steps": ["", "--accumulation_steps=3"],
-}
-
 LEFT_OUT = {
     "data_dir": "names files: test_open.py",
     "data_format": "names files: test_open.py",
@@ -158,7 +139,7 @@ KEEPS_ON_ONE_RANK = [
     ("--deterministic", "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear"),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
-# No fact of these: they choose a task's model, data and evaluation, and Small has its own.
+# These choose a task's model, data and evaluation; Varied has its own. test_tasks.py has them.
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
     *("eval_crop", "eval_window", "eval_scales", "eval_flip"),

@@ -12,7 +12,6 @@ from small_runs import fit_config, folder
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
-from hvdkit.data.readers.listing import Names
 from hvdkit.run import context as run_lib
 from hvdkit.stop import WRONG_USE
 from ranks import TINY_FLAGS
@@ -106,16 +105,6 @@ def check_a_corrupt_png_in_mid_run_keeps_what_was_trained(world):
     message, root, (saved,) = refused(world, spoil, "--num_steps=9")
     assert first(root, "images", at=9).name in message, message
     assert int(saved[5:]) < 4
-
-
-def check_names_of_several_messages_arrive_whole(world):
-    """What holds arrays travels in parts; the rest, nested as readers nest it, beside them."""
-    many = [f"{number:06}" for number in range(1_000_000)]  # 6 and 4 MB
-    value = {"train": (Names.of(many), ["b"]), "val": (Names.of([]), True)}
-    got = world.broadcast_object(value if world.is_chief else {}, "errors.large")
-    (names, more), (none, flag) = got["train"], got["val"]
-    assert more == ["b"] and flag is True
-    assert names.digest() == Names.of(many).digest() and len(none) == 0
 
 
 def check_rank_0_alone_lists(world):

@@ -86,25 +86,17 @@ def setting(default, **limits):
         ({"a": (int, setting(0, low=1))}, "--a=0: must be a whole number, at least 1"),
         ({"a": (int, setting([1]))}, "the default of a, [1], is no int"),
         ({"a": (str, setting(None))}, "the default of a, None, is no str"),
-        (
-            {"a": (str, setting("x", low=1))},
-            "a is of type str: low, above and below limit numbers only",
-        ),
+        ({"a": (str, setting("x", low=1))}, "low, above and below limit numbers only"),
         ({"v": (int, setting(0))}, "v is a flag of absl.logging already"),
         ({"help": (str, setting(""))}, "help has another meaning"),
-        ({"flagfile": (str, setting(""))}, "flagfile has another meaning"),
         ({"notes": (str, setting(""))}, "notes has another meaning"),  # a method
         ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),
         ({"num_steps": (float, setting(1.0))}, "num_steps is of type int in the engine"),
         ({"num_steps": (int, setting(0))}, "--num_steps=0: must be a whole number, at least 1"),
         ({"num_steps": (int, setting(10**8, low=1))}, "less than 100000000"),
-        ({"optimizer": (str, setting("foo"))}, "--optimizer=foo: must be one of"),
         ({"num_steps": (None, 5)}, 'write num_steps: int = setting(DEFAULT, "help")'),
         ({"a": (None, setting(5))}, "'a' is a field but has no type annotation"),
-        (
-            {"sync": (bool, setting(True)), "nosync": (bool, setting(True))},
-            "--nosync turns sync off: choose another name for nosync",
-        ),
+        ({n: (bool, setting(True)) for n in ("sync", "nosync")}, "--nosync turns sync off"),
     ],
 )
 def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, words, capsys):
