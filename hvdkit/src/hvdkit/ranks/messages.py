@@ -31,8 +31,7 @@ _LONGEST_NAP = 0.01  # seconds
 class Heartbeat:
     """When this rank last finished a message, a step or a batch of evaluation."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    _last = time.monotonic()
 
     def beat(self) -> None:
         self._last = time.monotonic()
@@ -82,7 +81,7 @@ class Horovod:
 
 
 class Mpi:
-    """Through mpi4py, on a communicator of its own: it never meets a step's collectives.
+    """As Horovod, through mpi4py; its own communicator never meets a step's collectives.
 
     Calls do not block in MPI: a rank that waits there would keep a core busy, hear no signal, and
     count as one that computes.
@@ -94,14 +93,12 @@ class Mpi:
         self._mpi, self._world = MPI, MPI.COMM_WORLD.Dup()
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """As Horovod's."""
         own = np.array(numbers, np.int64)
         found = np.empty_like(own)
         self._wait(self._world.Iallreduce(own, found, self._mpi.MAX))
         return found.tolist()
 
     def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
-        """As Horovod's."""
         lengths = np.empty(size, np.int64)
         self._wait(self._world.Iallgather(np.array([own.size], np.int64), lengths))
         everything = np.empty(lengths.sum(), np.uint8)
@@ -109,11 +106,9 @@ class Mpi:
         return np.split(everything, np.cumsum(lengths)[:-1])
 
     def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
-        """As Horovod's."""
         self._wait(self._world.Ibcast(part, root))
 
     def local(self) -> tuple[int, int]:
-        """As Horovod's: of the ranks that share this one's memory."""
         host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
         found = host.rank, host.size
         host.Free()

@@ -256,14 +256,13 @@ def finish(world: World) -> None:
 def describe(world: World) -> str:
     """One line for a person: ranks, hosts, devices and what carries the gradients."""
     hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
-    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
     on_gpus = bool(tf.config.get_visible_devices("GPU"))
     device = "one GPU each" if on_gpus else f"{devices.threads()} CPU thread(s) each"
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
     if on_gpus and hvd.nccl_built():
         carrier = f"NCCL, set up over {carrier}"
     ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
-    return f"{ranks} on {len(hosts)} host(s) ({shown}), {device}, {carrier}"
+    return f"{ranks} on {len(hosts)} host(s) ({join(hosts, 4)}), {device}, {carrier}"
 
 
 def hostname() -> str:

@@ -49,8 +49,14 @@ class Settings(
         Raises:
           ValueError: the settings cannot work on so many ranks.
         """
-        if self.virtual_ranks:
-            self._check_virtual_on(size)
+        flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
+        if 0 < virtual < size:
+            raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
+        if self.bn_sync == "full" and virtual not in (0, size):
+            raise ValueError(
+                f"--bn_sync=full needs each of {flag} on a rank of its own: start {virtual} ranks, "
+                "or use --bn_sync=mean"
+            )
         if not self.batch_per_rank:
             return self
         field = fields.of(self)["global_batch_size"]
@@ -71,7 +77,6 @@ class Settings(
         return {name: value for name, value in found.items() if value != getattr(type(self), name)}
 
     def notes(self) -> list[str]:
-        """Sentences about surprising settings; most runs have none."""
         found = [note for room in _ROOMS for note in room.notes(self)]
         if self.virtual_ranks:
             found.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
@@ -97,16 +102,6 @@ class Settings(
             raise ValueError(
                 f"{flag}: each needs a sample, and a micro-batch (--global_batch_size / "
                 f"--accumulation_steps) has {micro}: make it larger or use fewer virtual ranks"
-            )
-
-    def _check_virtual_on(self, size: int) -> None:
-        flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
-        if size > virtual:
-            raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
-        if self.bn_sync == "full" and size != virtual:
-            raise ValueError(
-                f"--bn_sync=full needs each of {flag} on a rank of its own: start {virtual} ranks, "
-                "or use --bn_sync=mean"
             )
 
 

@@ -30,10 +30,8 @@ class TaskSettings(Room):
             self, "class_weights", what, fits=lambda w: all(0 <= x < math.inf for x in w) and any(w)
         )
         if len(weights) != self.num_classes:
-            raise ValueError(
-                f"--class_weights={self.class_weights!r} has {len(weights)} weights for "
-                f"--num_classes={self.num_classes}"
-            )
+            classes = f"--num_classes={self.num_classes}"
+            raise ValueError(f"--class_weights has {len(weights)} weights for {classes}")
         return weights
 
 
@@ -59,10 +57,7 @@ def add_reader(name: str, reader: str) -> None:
         data_dir, a split and the number of classes, and returns a `hvdkit.data.source.Source`.
     """
     if name in FORMATS or "." not in reader:
-        raise ValueError(
-            f"add_reader({name!r}, {reader!r}): give a new name and module.name, as "
-            'add_reader("text", "text_files.TextFiles")'
-        )
+        raise ValueError(f"add_reader({name!r}, {reader!r}): give a new name and module.name")
     READERS[name] = reader
     FORMATS.append(name)
 

@@ -39,8 +39,6 @@ _TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", 
 _ELSEWHERE = {
     "base_lr": "lr learning_rate initial_lr init_lr max_lr",
     "batch_per_rank": "batch_per_gpu local_batch_size per_device_train_batch_size",
-    "bn_sync": "sync_bn",
-    "class_weights": "weights",
     "clip_norm": "clip grad_clip max_grad_norm gradient_clip_norm",
     "data_dir": "data dataset dataset_dir data_path data_root",
     "accumulation_steps": "grad_accum gradient_accumulation_steps",
@@ -49,13 +47,10 @@ _ELSEWHERE = {
     "jit": "xla jit_compile compile",
     "init_from": "pretrained checkpoint restore init_checkpoint",
     "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
-    "mirror": "flip hflip random_flip horizontal_flip",
     "model": "arch backbone network",
     "num_steps": "epochs num_epochs max_epochs steps max_steps train_steps num_train_steps",
     "precision": "fp16 bf16 amp mixed_precision dtype",
     "run_dir": "output_dir model_dir out_dir save_dir logdir log_dir workdir",
-    "seed": "random_seed rng_seed",
-    "warmup_steps": "warmup warmup_epochs",
     "weight_decay": "wd l2",
 }
 

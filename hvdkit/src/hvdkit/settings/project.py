@@ -8,7 +8,6 @@ from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]  # this package
 
-
 _folder: list[Path] = []  # once it is known
 
 
@@ -23,14 +22,10 @@ def folder() -> Path:
     Where there is none, the working folder.
     """
     if not _folder:
-        use(_find())
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        starts = [Path(script).resolve().parent] if script else []
+        use(next(filter(None, map(above, [*starts, Path.cwd()])), Path.cwd()))
     return _folder[0]
-
-
-def _find() -> Path:
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    starts = [Path(script).resolve().parent] if script else []
-    return next(filter(None, map(above, starts)), None) or above(Path.cwd()) or Path.cwd()
 
 
 def above(start: Path) -> Path | None:
