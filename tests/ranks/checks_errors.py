@@ -1,4 +1,4 @@
-"""Run on real ranks by test_errors.py: data and folders that cannot be used, told in one line."""
+"""Run on real ranks by test_errors.py: data and folders that cannot be used: one message."""
 
 from __future__ import annotations
 

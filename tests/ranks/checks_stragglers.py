@@ -31,14 +31,14 @@ def slow(rank: int | None) -> type:
     return Slow
 
 
-def told(world, task, **settings):
+def notes_of(world, task, **settings):
     ended = fit(world, task, num_steps=40, log_every=5, **settings)
     return ended, [line for line in ended.printed.splitlines() if "note: slow" in line]
 
 
 def check_a_slow_rank_is_named_once(world):
     for settings in ({}, {"virtual_ranks": 4}):
-        ended, notes = told(world, slow(1), **settings)
+        ended, notes = notes_of(world, slow(1), **settings)
         if world.is_chief:
             assert len(notes) == 1 and "rank 1 on " in notes[0], notes
             last = ended.records[-2]
@@ -53,7 +53,7 @@ def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
             extra = 1e-30 * tf.reduce_mean(tf.sin(busy @ busy)) if world.rank == 1 else 0.0
             return {"inputs": sample["x"] + extra, "targets": sample["y"]}
 
-    ended, notes = told(world, Waits)
+    ended, notes = notes_of(world, Waits)
     if world.is_chief:
         assert len(notes) == 1 and "rank 1 on " in notes[0], notes
         lines = [line for line in ended.records if "input_wait_most" in line]
@@ -64,7 +64,7 @@ def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
 
 
 def check_ranks_that_are_alike_are_not_named(world):
-    ended, notes = told(world, slow(None))
+    ended, notes = notes_of(world, slow(None))
     if world.is_chief:
         assert not notes, notes
         assert 0 < ended.records[-2]["own_seconds_least"] < 1

@@ -1,4 +1,4 @@
-"""On real ranks: how they meet, send and compare, and in how many collectives of what size.
+"""On real ranks: how they wait, send and compare, and in how many collectives of what size.
 
 Run over Gloo, where Horovod carries what is sent, and under mpirun, where mpi4py does.
 """
@@ -33,7 +33,7 @@ def counted(world):
         yield found
 
 
-MEETS = ("largest", 32)
+BARRIER = ("largest", 32)
 
 
 def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
@@ -53,10 +53,10 @@ def check_what_all_ranks_did_well_takes_one_small_collective(world):
         world.check_same("the same" * 1000, "long texts")
         assert world.gather_alike({"a": [1.5]}, "alike") == [{"a": [1.5]}] * world.size
         world.barrier_max("the end")
-    assert found == [MEETS] * 4, found
+    assert found == [BARRIER] * 4, found
 
 
-def check_one_rank_s_failure_is_told_by_all(world):
+def check_one_rank_s_failure_is_reported_by_all(world):
     for failing in range(world.size):
         with counted(world) as found:
             try:
@@ -64,9 +64,9 @@ def check_one_rank_s_failure_is_told_by_all(world):
                     if world.rank >= failing:
                         raise ValueError(f"what rank {world.rank} lacks")
             except Stop as stop:
-                said = str(stop)
-        assert f"reading: what rank {failing} lacks" in said
-        assert (f"(rank {failing} on " in said) == (failing > 0), said
+                shown = str(stop)
+        assert f"reading: what rank {failing} lacks" in shown
+        assert (f"(rank {failing} on " in shown) == (failing > 0), shown
         assert [kind for kind, _ in found] == ["largest", "largest", "broadcast"]
 
 
@@ -90,7 +90,7 @@ def check_objects_of_any_length_come_in_rank_order(world):
     assert everyone == [rank == 1 for rank in range(world.size)]
 
 
-def check_ranks_at_different_places_are_told_whatever_they_exchange(world):
+def check_ranks_at_different_places_are_reported_whatever_they_exchange(world):
     def one_fails():
         with world.fail_together("reading"):
             pass
@@ -143,5 +143,5 @@ def check_variables_of_types_that_horovod_lacks_come_from_rank_0(world):
     assert value.numpy().tolist() == [1, 1.5]
 
 
-def check_fingerprints_that_differ_are_told(world):
+def check_fingerprints_that_differ_are_reported(world):
     differ(lambda: world.check_same(str(world.rank % 2), "the weights"), "the weights on rank 1")

@@ -44,7 +44,7 @@ def test_an_exception_on_one_rank_ends_those_that_wait_for_it():
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_not_reported_as_ended():
-    """Where Gloo gives up by itself, after 30 s unless it is told."""
+    """Where Gloo gives up by itself, after 30 s by default."""
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
     (message,) = launch(3, [WAITS, "stop", 0, "sum"], "gloo", timeout=200, env=short).errors()
     assert f"rank 1 on {HOST} does not answer" in message

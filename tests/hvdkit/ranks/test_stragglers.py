@@ -20,11 +20,11 @@ def interval(own, samples=(1, 1, 1, 1), step=0.5):
     return np.stack([own, 0 * own, own / samples, 0 * own + step], 1)
 
 
-def test_a_rank_is_slow_after_three_intervals_and_told_once(pace):
+def test_a_rank_is_slow_after_three_intervals_and_reported_once(pace):
     slow = interval([0.10, 0.10, 0.16, 0.10])
-    said = [pace._sentence(slow) for _ in range(5)]
-    assert [bool(s) for s in said] == [False, False, True, False, False]
-    assert "rank 2 on b takes 160 ms" in said[2] and "the median rank 100 ms" in said[2]
+    shown = [pace._sentence(slow) for _ in range(5)]
+    assert [bool(s) for s in shown] == [False, False, True, False, False]
+    assert "rank 2 on b takes 160 ms" in shown[2] and "the median rank 100 ms" in shown[2]
 
 
 def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):

@@ -34,7 +34,7 @@ def test_a_rank_may_have_as_many_open_files_as_are_allowed():
 
 
 @pytest.mark.parametrize("ranks, backend", [(3, "gloo"), (2, "mpirun")])
-def test_ranks_meet_send_and_compare(ranks: int, backend: str):
+def test_ranks_send_and_compare(ranks: int, backend: str):
     outcomes = run_checks([FILE], ranks, backend)
     assert set(outcomes.values()) == {None}, outcomes
 
@@ -91,7 +91,7 @@ def test_what_is_sent_arrives_as_it_was(value):
     "value", [{1: 2}, {1, 2}, Path("a"), np.float32(1), np.array(["a"]), np.array([None]), 1j, b"a"]
 )
 @pytest.mark.parametrize("call", ["gather_objects", "gather_alike", "broadcast_object"])
-def test_a_value_of_another_type_is_told_where_it_would_be_sent(value, call):
+def test_a_value_of_another_type_is_refused_where_it_would_be_sent(value, call):
     with pytest.raises(TypeError, match="'the faults' cannot be sent to other ranks: "):
         getattr(World(0, 1, 0, 1), call)([value], "the faults")
 

@@ -85,16 +85,16 @@ def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--seed=1\nnum_steps=5\n", ["a.cfg, line 2", "'num_steps=5' is no flag"]),
-        ("--num_steps 5\n", ["a.cfg, line 1", "is no flag"]),
+        ("--seed=1\nnum_steps=5\n", ["a.cfg, line 2", "'num_steps=5' is not a flag"]),
+        ("--num_steps 5\n", ["a.cfg, line 1", "is not a flag"]),
         ("\n--num_steps=x\n", ["a.cfg, line 2", "num_steps=x"]),
         ("--learning_rate=1\n", ["a.cfg, line 1", "--base_lr"]),
         ("--num_steps\n", ["a.cfg, line 1", "needs a value"]),
         ("--flagfile=none.cfg\n", ["a.cfg, line 1", "none.cfg", "no such file"]),
         ("--flagfile=\n", ["a.cfg, line 1", "names no file"]),
         ("--flagfile=b.cfg\n", ["b.cfg, line 2", "leads back to a.cfg"]),
-        ("--flagfile=configs\n", ["a.cfg, line 1", "configs is no file"]),
-        ("--flagfile=pipe\n", ["a.cfg, line 1", "pipe is no file, but a pipe"]),
+        ("--flagfile=configs\n", ["a.cfg, line 1", "configs is a pipe or a folder"]),
+        ("--flagfile=pipe\n", ["a.cfg, line 1", "pipe is a pipe"]),
     ],
 )
 def test_a_mistake_in_a_flagfile_is_reported_with_its_line(project, text, words):

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
+from hvdkit.logs import join
 from hvdkit.ranks.world import World, hostname
 
 SLOW = 1.5  # times the median of all ranks
@@ -74,19 +75,13 @@ class Pace:
         slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
         slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
         self._slow = np.where(slow, self._slow + 1, 0)
-        named = np.flatnonzero(self._slow == _IN_A_ROW)
-        parts = [
+        named = [
             f"rank {rank} on {self._hosts[rank]} takes {own[rank] * 1e3:.0f} ms "
             f"({found[rank, 1] * 1e3:.0f} ms of it for input)"
-            for rank in named[:4]
+            for rank in np.flatnonzero(self._slow == _IN_A_ROW)
         ]
-        if not parts:
-            return ""
-        more = f" and {len(named) - 4} more ranks" if len(named) > 4 else ""
-        return (
-            f"note: slow: {', '.join(parts)}{more} for its own part of a step, the median "
-            f"rank {_middle(own) * 1e3:.0f} ms; all others wait"
-        )
+        usual = f"the median rank {_middle(own) * 1e3:.0f} ms; all others wait"
+        return f"note: slow: {join(named, 4)} for its own part of a step, {usual}" if named else ""
 
 
 def _middle(values: Sequence[float] | np.ndarray) -> float:

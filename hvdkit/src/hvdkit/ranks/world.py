@@ -54,7 +54,7 @@ class World:
         Every rank must come here with the same `what`: it names the collective.
 
         Raises:
-          Stop: with WRONG_USE on all ranks, carrying the lowest failing rank's message.
+          Stop: with WRONG_USE on all ranks, with the lowest failing rank's message.
         """
         error = None
         try:
@@ -62,10 +62,10 @@ class World:
         except (ValueError, OSError) as caught:
             error = f"{what}: {caught}", hostname()
         lowest = -self.rank if error else -self.size
-        lowest, anyone_well = self.barrier_max(f"fail_together.{what}", lowest, not error)
+        lowest, any_succeeded = self.barrier_max(f"fail_together.{what}", lowest, not error)
         if -lowest < self.size:
             text, host = self.broadcast_object(error, f"error.{what}", -lowest)
-            where = f" (rank {-lowest} on {host})" if anyone_well else ""
+            where = f" (rank {-lowest} on {host})" if any_succeeded else ""
             raise Stop(WRONG_USE, text + where)
 
     def barrier_max(self, name: str, *numbers: int) -> list[int]:

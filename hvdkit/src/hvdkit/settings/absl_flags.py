@@ -24,7 +24,7 @@ from hvdkit.stop import launch_rank
 
 FLAGS = flags.FLAGS
 
-# Of absl's own flags those that mean something here; its files of logs, for example, are not kept.
+# absl's own flags that have an effect here; its log files, for example, are not written.
 _OF_ABSL = {"verbosity", "v", "logger_levels", "pdb", "pdb_post_mortem", "run_with_pdb"}
 _OF_ABSL |= {"run_with_profiling", "profile_file", "use_cprofile_for_profiling"}
 

@@ -144,7 +144,7 @@ def _check_fields(cls: type[Room], inherited: Fields) -> None:
         elif own_kind != kinds.get(name, own_kind):
             wrong = f"{name} is of type {kinds[name]} in the engine: it cannot become {own_kind}"
         elif _name(type(default)) not in (own_kind, {"float": "int"}.get(own_kind)):
-            wrong = f"the default of {name}, {default!r}, is no {own_kind}"
+            wrong = f"the default of {name}, {default!r}, is not of type {own_kind}"
         elif limits and own_kind in ("bool", "str"):
             wrong = f"{name} is of type {own_kind}: low, above and below limit numbers only"
         else:
@@ -182,7 +182,7 @@ def numbers(
     """The numbers in a setting that is a text with commas between them.
 
     Raises:
-      ValueError: it is no such text, or the numbers are not `fits`; says what it `must_be`.
+      ValueError: it is no such text, or `fits` is false; the message ends with `must_be`.
     """
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
@@ -202,7 +202,7 @@ def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
 
 
 def value(field: dataclasses.Field, text: str) -> Any:
-    """What `text` says for the field, in the field's type.
+    """The value that `text` stands for, in the field's type.
 
     Raises:
       ValueError: it is not of that type or beyond the field's limits; the message names both.

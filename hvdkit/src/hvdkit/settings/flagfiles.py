@@ -69,7 +69,7 @@ def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
     if not path.is_file():  # a pipe can be read once only, and each rank reads it twice
-        raise flag.error(f"--flagfile={flag.value} is no file, but a pipe or a folder")
+        raise flag.error(f"--flagfile={flag.value} is a pipe or a folder, not a file")
     try:
         # The name of a folder may hold bytes that are no UTF-8.
         text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
@@ -83,7 +83,7 @@ def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
         match = _FLAG.fullmatch(line)
         if not match:
             where = Given("", None, path, number)
-            raise where.error(f"{line!r} is no flag: write --name=value, one a line")
+            raise where.error(f"{line!r} is not a flag: write --name=value, one a line")
         inner = Given(match["name"], match["value"], path, number)
         if inner.name == "flagfile":
             found += _of_file(inner, (*opened, path.resolve()))
