@@ -87,7 +87,7 @@ def setting(default, **limits):
         ({"a": (int, setting([1]))}, "the default of a, [1], is not of type int"),
         ({"a": (str, setting(None))}, "the default of a, None, is not of type str"),
         ({"a": (str, setting("x", low=1))}, "low, above and below limit numbers only"),
-        ({"v": (int, setting(0))}, "v is a flag of absl.logging already"),
+        ({"v": (int, setting(0))}, "v is already a flag of absl.logging"),
         ({"help": (str, setting(""))}, "help has another meaning"),
         ({"notes": (str, setting(""))}, "notes has another meaning"),  # a method
         ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),

@@ -49,10 +49,7 @@ def define(kind: type[Room]) -> None:
         for field in own:
             if field.name in FLAGS:
                 module = FLAGS.find_module_defining_flag(field.name)
-                raise ValueError(
-                    f"{room.__module__}: {field.name} is a flag of {module} already: choose "
-                    "another name"
-                )
+                raise ValueError(f"{field.name} is already a flag of {module}: rename the setting")
             _settings[field.name] = _flag(field)
             flags.DEFINE_flag(_settings[field.name], module_name=room.__module__)
 
