@@ -74,7 +74,7 @@ class DataSettings(Room):
     mirror: str = setting(
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
     )
-    scale_range: str = setting("", "random scale; empty: 0.5,2, demo 0.8,1.25 (segmentation)")
+    scale_range: str = setting("", "of random scales; empty: 0.5,2, demo 0.8,1.25 (segmentation)")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class EvaluationSettings(Room):
     eval_every: int = setting(200, "steps between evaluations; 0: only at the end", low=0)
     eval_batch_size: int = setting(16, "samples a batch in evaluation, on each rank", low=1)
     early_stop_evals: int = setting(0, "end after so many without a better score; 0: never", low=0)
-    eval_crop: int = setting(0, "score a centre of this size; 0: all (segmentation)", low=0)
+    eval_crop: int = setting(0, "score only a centre of this size; 0: all (segmentation)", low=0)
     eval_window: int = setting(0, "sliding window, in pixels; 0: none (segmentation)", low=0)
     eval_scales: str = setting("1", "average probabilities at these scales (segmentation)")
     eval_flip: bool = setting(False, "average those of the mirror image too (segmentation)")

@@ -16,7 +16,7 @@ class RunSettings(Room):
     virtual_ranks: int = setting(0, "same bits on 1 to this many ranks; 0: off", low=0)
     dry_run: bool = setting(False, "try two steps, an evaluation and a save, keep nothing")
     find_lr: bool = setting(False, "suggest a learning rate; keep only RUN_DIR-find_lr.html")
-    benchmark: bool = setting(False, "measure the speed, save nothing but benchmark.json")
+    benchmark: bool = setting(False, "measure the speed; save only benchmark.json")
 
     def check(self) -> None:
         if not self.run_dir:
@@ -38,9 +38,9 @@ class CheckpointSettings(Room):
         words=("auto", "never"),
     )
     init_from: str = setting("", "first weights: a run, a checkpoint, a .keras file", path=True)
-    init_ema: bool = setting(False, "take the averaged weights of --init_from")
-    init_skip_mismatched: bool = setting(False, "skip what does not fit of --init_from")
-    backbone_weights: str = setting("", "the backbone's: keras.applications' .h5", path=True)
+    init_ema: bool = setting(False, "with --init_from: take the averaged weights")
+    init_skip_mismatched: bool = setting(False, "with --init_from: skip what does not fit")
+    backbone_weights: str = setting("", "backbone from a keras.applications .h5 file", path=True)
     backbone_preprocessing: str = setting(
         "", "its preprocessing (ResNet-50: caffe)", choices=("", "tf", "caffe", "torch")
     )

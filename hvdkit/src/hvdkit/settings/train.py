@@ -20,7 +20,7 @@ class TrainSettings(Room):
     momentum: float = setting(0.9, "momentum of sgd", low=0, below=1)
     weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb: decoupled decay", low=0)
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
-    ema_decay: float = setting(0.0, "evaluate averaged weights; 0: do not", low=0, below=1)
+    ema_decay: float = setting(0.0, "decay of a moving average of weights; 0: none", low=0, below=1)
 
     precision: str = setting(
         "float32",
@@ -117,7 +117,7 @@ class ReductionSettings(Room):
         "auto", "backend that the gradients must use", choices=("auto", "gloo", "mpi", "nccl")
     )
     compression: str = setting("none", "gradients in 16 bits", choices=("none", "fp16", "bf16"))
-    gradient_groups: int = setting(0, "number of messages; 0: Horovod fuses by arrival", low=0)
+    gradient_groups: int = setting(0, "messages for all gradients; 0: fused by arrival", low=0)
     pack_bytes: int = setting(0, "pack gradients of up to this many bytes together; 0: off", low=0)
     pack_count: int = setting(16, "largest number of gradients in one pack", low=1)
 
