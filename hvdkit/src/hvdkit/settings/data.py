@@ -74,7 +74,7 @@ class DataSettings(Room):
     mirror: str = setting(
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
     )
-    scale_range: str = setting("", "of random scales; empty: 0.5,2, demo 0.8,1.25 (segmentation)")
+    scale_range: str = setting("", "least and largest random scale; empty: the task's own")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
 
     def check(self) -> None:
