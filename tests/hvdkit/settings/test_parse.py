@@ -117,7 +117,6 @@ def test_of_the_two_batch_sizes_the_later_counts(project):
         config = parse(*flags)
         return config.global_batch_size, config.batch_per_rank
 
-    assert sizes("--flagfile=global.cfg") == (10, 0)
     assert sizes("--flagfile=each.cfg") == (0, 3)
     assert sizes("--flagfile=global.cfg", "--batch_per_rank=5") == (0, 5)
     assert sizes("--flagfile=each.cfg", "--global_batch_size=8") == (8, 0)

@@ -8,8 +8,8 @@ Other flags may stand beside them: some of absl's own, and those that a fork def
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -143,7 +143,10 @@ def _line(field: dataclasses.Field) -> str:
 
 def end_with_help(text: str) -> NoReturn:
     """Prints the text on rank 0 and ends the process with exit code 0."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` reads no more
     if launch_rank() == 0:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # `--help | head` reads no more; Python would complain when it closes standard output.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
