@@ -69,13 +69,11 @@ def check_optimizer(world: World, own: Mapping[str, str]) -> None:
     """Raises Stop on all ranks when a task's optimizer has other hyperparameters on one of them."""
     everyone, ranks = world.compare(dict(own), "agreement.optimizer")
     if ranks:
-        first, other = everyone[0], everyone[ranks[0]]
-        odd = [n for n in {**first, **other} if first.get(n) != other.get(n)]
-        named = [f"{n} is {other.get(n)}, not {first.get(n)}" for n in odd]
+        different = fingerprints.differences(everyone[0], everyone[ranks[0]])
         raise Stop(
             WRONG_USE,
-            f"the task's optimizer differs on rank {join(ranks)} from rank 0's: {join(named, 3)}. "
-            "Make it from the settings alone, the same on every rank",
+            f"the task's optimizer differs on rank {join(ranks)} from rank 0's in "
+            f"{join(different, 3)}: make it from the settings alone, the same on every rank",
         )
 
 

@@ -80,10 +80,9 @@ class StopSignal:
             more = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
             # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
             start = "\n" if os.isatty(2) else ""
+            text = f"{start}stopping after this step: saving, then ending{more}\n"
             with contextlib.suppress(OSError):
-                os.write(
-                    2, f"{start}stopping after this step: saving, then ending{more}\n".encode()
-                )
+                os.write(2, text.encode())
 
 
 def _forget() -> None:
