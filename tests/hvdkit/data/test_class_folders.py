@@ -129,7 +129,7 @@ def test_links(root: Path):
     for target in (root / "gone.jpg", "z.jpg"):  # nowhere, and itself
         (folder / "z.jpg").unlink()
         (folder / "z.jpg").symlink_to(target)
-        fails(root, folder / "z.jpg", f"is a link to {target}", "mend the link")
+        fails(root, folder / "z.jpg", f"is a link to {target}", "fix or remove it")
     (root / "train" / "n02").rename(root / "n02")
     (root / "train" / "n02").symlink_to(root / "nowhere")  # a class fewer, if it were left out
     fails(root, root / "train" / "n02", "is a link to")

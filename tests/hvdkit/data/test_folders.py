@@ -155,10 +155,10 @@ def test_names_end_with_their_line_only(root: Path, pixels: tuple[np.ndarray, np
 
 def test_names_and_images_that_come_twice_are_named(root: Path):
     list_names(root, "a", "b", "", "a")
-    fails(root, root / "splits" / "train.txt", "line 4", "a stands on line 1")
+    fails(root, root / "splits" / "train.txt", "line 4", "a is on line 1")
     for again in ("./a", ".//a", "x/../a"):
         list_names(root, "a", "b", again)
-        fails(root, "line 3", f"{again} stands on line 1")
+        fails(root, "line 3", f"{again} is on line 1")
     list_names(root, "a", "b")
     (root / "images" / "b.jpg").write_bytes((root / "images" / "b.png").read_bytes())
     fails(root, root / "images", "b.jpg and b.png")

@@ -162,15 +162,6 @@ def test_one_class_cannot_be_told_apart(tmp_path: Path):
     assert len(told) == 1 and "holds one class only" in told[0]
 
 
-def test_coarse_and_fine_classes_of_cifar100(tmp_path: Path):
-    records = readers.write_cifar100(tmp_path)
-    for classes, place in ((20, 0), (100, 1)):
-        config = settings(tmp_path, "cifar100", classes)
-        train, val = open_lib.open_sources(config, "digits")
-        labels = [int(s["label"]) for source in (train, val) for s in readers.read_all(source)]
-        assert labels == records[:, place].tolist()
-
-
 def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
     """`hvdkit pack` takes it as its run does."""
     (tmp_path / "tasks").mkdir()
@@ -222,9 +213,15 @@ print(*map(len, open_sources(config, "digits")))
 """
 
 
-def test_a_reader_needs_a_name_of_its_own_and_its_module():
-    for name, reader in (("voc", "mine.Voc"), ("mine", "Mine")):
-        readers.fails(lambda n=name, r=reader: add_reader(n, r), repr(name), repr(reader))
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [("voc", "mine.Voc"), ("mine", "Mine"), ("mine", ".Mine"), ("mine", "a.b-c")],
+)
+def test_a_reader_needs_a_name_of_its_own_and_its_module(name: str, reader: str, capsys):
+    with pytest.raises(SystemExit) as end:
+        add_reader(name, reader)
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and f"add_reader({name!r}, {reader!r}): give a new name" in line
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)

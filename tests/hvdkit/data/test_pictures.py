@@ -12,7 +12,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps
 
 from hvdkit.data import image_ops
-from hvdkit.data.readers import exif, pairs, pictures
+from hvdkit.data.readers import pairs, pictures
 from hvdkit.train import task_checks
 
 RNG = np.random.default_rng(0)
@@ -128,8 +128,6 @@ def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
 ROWS, COLUMNS = np.mgrid[:24, :40]
 RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
 
-found = tf.function(exif._found, input_signature=[tf.TensorSpec([], tf.string)], autograph=False)
-
 
 def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
     """RAMP in a file that says how it is turned."""
@@ -149,7 +147,7 @@ def test_every_orientation_as_pillow_turns_it(format):
                                                  else (24, 40, 3))  # fmt: skip
             # Two decoders of JPEG round otherwise.
             assert np.abs(read.astype(int) - shown).max() <= 12, (orientation, order)
-            assert exif.orientation(data) == (orientation if 1 <= orientation <= 8 else 1)
+            assert pictures.orientation(data) == (orientation if 1 <= orientation <= 8 else 1)
             seen.add(read.tobytes())
     assert len(seen) == 8
 
@@ -164,29 +162,30 @@ def test_segments_before_the_exif_are_passed():
         jfif,
         jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
     ):
-        assert exif.orientation(data[:2] + before + rest) == 6
-    # It is looked for in the first 16 KiB: 10 bytes of heads come before its 6-byte name.
-    for size, found in ((2**14 - 16, 6), (2**14 - 15, 1)):
+        assert pictures.orientation(data[:2] + before + rest) == 6
+    # It is looked for in the first 16 KiB: the comment's head and what is before the orientation
+    # take 48 bytes.
+    for size, found in ((2**14 - 48, 6), (2**14 - 47, 1)):
         comment = b"\xff\xfe" + (size + 2).to_bytes(2, "big") + bytes(size)
-        assert exif.orientation(data[:2] + comment + rest) == found, size
+        assert pictures.orientation(data[:2] + comment + rest) == found, size
     # The name inside a comment begins no Exif segment.
     fake = b"\xff\xfe\x00\x12Exif\0\0II*\0\x08\0\0\0\0\0"
-    assert exif.orientation(data[:2] + fake + rest) == 6
+    assert pictures.orientation(data[:2] + fake + rest) == 6
     table = rest.index(b"\xff\xdb")
     plain = data[:20] + rest[table:]
-    assert exif.orientation(plain) == 1
+    assert pictures.orientation(plain) == 1
     np.testing.assert_array_equal(whole(plain), pictures.decode_image(plain))
 
 
 def test_what_cannot_be_understood_counts_as_none():
-    """Cut and changed headers: an orientation or none, and never an error of the parser's."""
+    """Cut and changed headers: an orientation or none, and never an error."""
     rng, seen = np.random.default_rng(0), set()
     for sound in (picture(6), picture(6, "PNG")):
         for _ in range(100):
             data = bytearray(sound[: rng.integers(0, 250)])
             for place in rng.integers(0, 250, rng.integers(0, 5)):
                 data[place : place + 1] = rng.bytes(1)
-            seen.add(int(found(bytes(data))))
+            seen.add(int(pictures._searched(bytes(data))))
     assert {1, 6} <= seen <= set(range(1, 9))
 
 
@@ -214,6 +213,6 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
 def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
     source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
     stored = "a.png as it is stored, 40x24"
-    readers.explained(source, 0, "a.png fits", stored, "orientation 6", "24x40", "turn the label")
+    readers.explained(source, 0, "a.png fits", stored, "orientation", "24x40", "turn the label")
     source = write(tmp_path, picture(6), np.zeros((24, 24), np.uint8))
     readers.explained(source, 0, "a.png is 24x40", "a.png is 24x24", "make them one size")

@@ -1,10 +1,6 @@
 """The demo set: reproducible, honest splits, whole or not there."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +8,6 @@ import pytest
 from PIL import Image
 
 from hvdkit.data import scenes, shipped
-from ranks import PROJECT
 
 SMALL = scenes.Settings(train=12, val=6)
 
@@ -22,12 +17,8 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
-def command(root: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "hvdkit", "demo-data", str(root), *flags]
-
-
 def touching(mask: np.ndarray) -> np.ndarray:
-    """The mask and its 8 neighbours, told by shifting (the code uses a filter)."""
+    """The mask and its 8 neighbours, by shifts (the code uses a filter)."""
     padded = np.pad(mask, 1)
     height, width = mask.shape
     shifts = [padded[r : r + height, c : c + width] for r in range(3) for c in range(3)]
@@ -58,7 +49,6 @@ def test_a_scene_depends_on_the_seed_alone(demo: Path, tmp_path: Path):
 def test_splits_share_no_scan_and_no_column_of_a_photograph():
     ink, digits = shipped.digits()
     photos = [np.asarray(photo) for photo in shipped.photographs()]
-    assert sorted([*scenes.SCANS["train"], *scenes.SCANS["val"]]) == list(range(len(digits)))
     columns = [*scenes.COLUMNS["train"], *scenes.COLUMNS["val"]]
     assert all(sorted(columns) == list(range(photo.shape[1])) for photo in photos)
     used, seen = {}, {}
@@ -68,7 +58,7 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
         seen[split] = {
             column for scene in drawn for column in range(scene.photo[1], sum(scene.photo[1::2]))
         }
-        for scene in drawn:  # what is told is what is shown
+        for scene in drawn:
             shown = set(np.unique(scene.label)) - {0, scenes.IGNORE}
             assert shown == {digits[scan] + 1 for scan in scene.scans}
     assert len(used["train"]) > 500 and len(used["val"]) > 300
@@ -78,7 +68,7 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
     assert not pixels["train"] & pixels["val"]
 
 
-def test_the_crop_told_is_the_crop_shown():
+def test_a_scene_names_the_crop_that_it_shows():
     photos = [np.asarray(photo) for photo in shipped.photographs()]
     for index in range(20):
         drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "val", index)
@@ -90,41 +80,31 @@ def test_the_crop_told_is_the_crop_shown():
         assert min(differences) < 1
 
 
-def test_the_ignored_ring_is_one_pixel_around_a_digit():
-    settings = scenes.Settings(digits=(1, 1))
+def test_a_ring_of_one_ignored_pixel_parts_a_digit_from_all_else():
     for index in range(60):
-        label = scenes.scene(settings, "train", index).label
+        label = scenes.scene(scenes.Settings(digits=(1, 1)), "train", index).label
         digit = (label > 0) & (label != scenes.IGNORE)
+        ring = touching(digit) & ~digit
         assert digit.any()
-        np.testing.assert_array_equal(
-            label == scenes.IGNORE, touching(digit) & ~digit, err_msg=f"scene {index}"
-        )
-
-
-def test_no_digit_touches_background_or_another_digit():
-    for index in range(100):
+        np.testing.assert_array_equal(label == scenes.IGNORE, ring, err_msg=f"scene {index}")
         label = scenes.scene(SMALL, "train", index).label
         for class_id in set(np.unique(label)) - {0, scenes.IGNORE}:
             around = label[touching(label == class_id)]
             assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
 
 
-def test_a_finished_set_is_left_alone_and_quickly(demo: Path):
+def test_a_finished_set_is_left_alone_and_other_settings_are_named(demo: Path, monkeypatch, capsys):
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
-    program = "import sys; from hvdkit.data import scenes; scenes.main(sys.argv);"
-    program += "assert not scenes.shipped.digits.cache_info().misses"
-    flags = [str(demo), "--train", "12", "--val", "6"]
-    subprocess.run([sys.executable, "-c", program, *flags], cwd=PROJECT, check=True, timeout=60)
-    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
-
-
-def test_other_settings_are_named(demo: Path):
+    monkeypatch.setattr(scenes, "scene", None)  # none is drawn
+    assert scenes.main(["", str(demo), "--train=12", "--val=6"]) == 0
     with pytest.raises(ValueError, match=r"set.*'seed': \(0, 7\).*another folder"):
         scenes.make(demo, scenes.Settings(train=12, val=6, seed=7))
-    done = subprocess.run(command(demo), cwd=PROJECT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert str(demo) in done.stderr and "'train': (12, 6000)" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as end:
+        scenes.main(["", str(demo)])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert str(demo) in error and "'train': (12, 6000)" in error
+    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
 
 
 @pytest.mark.parametrize("marker", [None, "{", "[]", '{"train": 12, "unknown": 1}'])
@@ -141,53 +121,38 @@ def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, marker: 
 
 def test_ensure_demo_makes_a_set_or_takes_the_one_there(demo: Path, tmp_path: Path):
     settings = scenes.Settings(train=2, val=1)
-    assert scenes.ensure_demo(tmp_path / "new", settings) == settings
-    assert json.loads((tmp_path / "new" / scenes.MARKER).read_text())["train"] == 2
-    assert scenes.ensure_demo(demo, settings) == SMALL
     (tmp_path / "empty").mkdir()
-    assert scenes.ensure_demo(tmp_path / "empty", settings) == settings
+    for root in (tmp_path / "new", tmp_path / "empty"):
+        scenes.ensure_demo(root, settings)
+        assert json.loads((root / scenes.MARKER).read_text())["train"] == 2
+    before = contents(demo)
+    scenes.ensure_demo(demo, settings)
+    assert contents(demo) == before
 
 
-def await_pictures(making: subprocess.Popen, root: Path, pattern: str) -> None:
-    """Until a set in the making has this file."""
-    deadline = time.monotonic() + 60
-    while not list(root.glob(f".demo.making-*/labels/{pattern}")):
-        assert making.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
+def test_an_interrupted_making_leaves_nothing(tmp_path: Path, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scenes.logs, "progress", interrupt)  # after the first scene
+        with pytest.raises(KeyboardInterrupt):
+            scenes.make(tmp_path / "demo", SMALL)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_making_leaves_nothing_that_is_taken(tmp_path: Path, how: signal.Signals):
-    root = tmp_path / "demo"
-    # Started in the background of a shell, a process ignores SIGINT unless told otherwise.
-    program = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from hvdkit.data import scenes; scenes.main(sys.argv)"
-    )
-    making = subprocess.Popen(
-        [sys.executable, "-c", program, str(root)], cwd=PROJECT, stderr=subprocess.DEVNULL
-    )
-    await_pictures(making, tmp_path, "train-00050.png")
-    making.send_signal(how)
-    assert making.wait(timeout=60) != 0
-    assert not root.exists()
-    if how == signal.SIGINT:
-        assert list(tmp_path.iterdir()) == []
-    scenes.make(root, SMALL)
-    assert len(contents(root)) == 2 * (12 + 6) + 3
+def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, monkeypatch):
+    """The other set appears after this one has looked: the rename must not go over it."""
+    root, write = tmp_path / "demo", scenes._write_split
 
+    def meanwhile(*made: object) -> None:
+        monkeypatch.setattr(scenes, "_write_split", write)
+        scenes.make(root, scenes.Settings(train=1, val=1))
+        write(*made)
 
-def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, demo: Path):
-    # The other set appears after this one has looked: the rename must not go over it.
-    root = tmp_path / "demo"
-    making = subprocess.Popen(
-        command(root, "--train", "300", "--val", "1"), cwd=PROJECT,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    await_pictures(making, tmp_path, "train-00005.png")
-    scenes.make(root, scenes.Settings(train=1, val=1))
-    errors = making.communicate(timeout=60)[1]
-    assert making.returncode == 2 and "'train': (1, 300)" in errors
+    monkeypatch.setattr(scenes, "_write_split", meanwhile)
+    with pytest.raises(ValueError, match=r"'train': \(1, 12\)"):
+        scenes.make(root, SMALL)
     assert len(contents(root)) == 2 * 2 + 3
     assert list(tmp_path.iterdir()) == [root]
 

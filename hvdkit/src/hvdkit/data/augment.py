@@ -1,8 +1,8 @@
 """Random scale, crop, mirror and colour of pictures, and their evaluation form.
 
-Every draw comes from a key (int32 [2], of seed and position in the run): equal keys make
-equal samples on any machine, in any thread and order. A sample has an "image", uint8 [H, W, 3]; if
-it was read from a file, it also has the "file", and only the crop is decoded.
+Every draw comes from a key (int32 [2], of seed and position in the run): equal keys make equal
+samples on any machine, in any thread and order. A sample has an "image", uint8 [H, W, 3]; if it was
+read from a file, it also has the "file", and only the crop is decoded.
 
 For segmentation: `training_pair` and `evaluation_pair`. The "label" is uint8 [H, W, 1]; it is
 resized to the nearest pixel, never interpolated. For classification: `shifted`, `random_resized`
@@ -54,23 +54,13 @@ class Augmentation:
                 )
 
 
-class Window(NamedTuple):
-    """A rectangle of an image's pixels that may reach over the image's edges."""
-
-    top: tf.Tensor  # int32 scalar, negative above the image
-    left: tf.Tensor  # int32 scalar, negative left of the image
-    height: tf.Tensor  # int32 scalar
-    width: tf.Tensor  # int32 scalar
-    mirrored: tf.Tensor  # bool scalar: flip it left-right
-
-
 class Cut(NamedTuple):
     """Where a window's inside lies on the image, and where in what comes out."""
 
     box: tf.Tensor  # int32 [4], top, left, height, width on the image
     size: tf.Tensor  # int32 [2], height and width in what comes out
     beside: tf.Tensor  # int32 [3, 2], padding on each side
-    mirrored: tf.Tensor  # bool scalar
+    mirrored: tf.Tensor  # bool scalar: flip it left-right
 
 
 def training_pair(
@@ -81,9 +71,19 @@ def training_pair(
     Returns uint8 [*how.size, 3] and uint8 [*how.size, 1].
     """
     of_window, of_colour = tf.split(image_ops.uniform(key, 7), [4, 3])
-    shape = tf.shape(sample["label"])[:2]
-    where = cut(shape, draw_window(shape, of_window, how), how)
-    return cut_image(sample, where, of_colour, how=how), cut_label(sample["label"], where, how)
+    where = _drawn(tf.shape(sample["label"])[:2], of_window, how)
+    image = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)
+    image = image_ops.mirrored(jitter(image, of_colour, how), where.mirrored)
+    image = tf.pad(image, where.beside, constant_values=how.fill)
+    # Image and label both put pixel centres at one half, so they stay aligned. Classes cannot be
+    # averaged: each pixel takes the nearest one's class, however small the label gets.
+    top, left, height, width = tf.unstack(where.box)
+    rows = top + image_ops.at_centres(height, where.size[0])
+    columns = left + image_ops.at_centres(width, where.size[1])
+    columns = tf.where(where.mirrored, columns[::-1], columns)
+    label = image_ops.pick(sample["label"], rows, columns)
+    label = tf.pad(label, where.beside, constant_values=how.ignore_label)
+    return tf.ensure_shape(image, [*how.size, 3]), tf.ensure_shape(label, [*how.size, 1])
 
 
 def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
@@ -91,40 +91,39 @@ def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf
 
     Shapes and dtypes as of `training_pair`.
     """
-    shape = tf.shape(sample["label"])[:2]
-    top, left = tf.unstack((shape - how.size) // 2)
-    window = Window(top, left, *map(tf.constant, how.size), tf.constant(False))
-    where = cut(shape, window, how)
-    image = _pad(image_ops.cut(sample, where.box), where, how.fill)
-    label = _pad(pictures.slice_part(sample["label"], where.box), where, how.ignore_label)
+    shape, size = tf.shape(sample["label"])[:2], tf.constant(how.size)
+    where = _cut((shape - size) // 2, size, tf.constant(False), shape=shape, how=how)
+    image = tf.pad(image_ops.cut(sample, where.box), where.beside, constant_values=how.fill)
+    label = pictures.slice_part(sample["label"], where.box)
+    label = tf.pad(label, where.beside, constant_values=how.ignore_label)
     return tf.ensure_shape(image, [*how.size, 3]), tf.ensure_shape(label, [*how.size, 1])
 
 
-def draw_window(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Window:
+def _drawn(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Cut:
     """The part of an image (shape int32 [2]) that fills the output at a random scale.
 
     Cutting before scaling gives the same pixels as scaling first, at a cost that depends on the
     output's size, not on the image's.
     """
-    scaling, down, right, turn = tf.unstack(draws)
     low, high = how.scale
-    scale = low * (high / low) ** scaling
-    height = tf.maximum(tf.cast(tf.round(how.size[0] / scale), tf.int32), 1)
-    width = tf.maximum(tf.cast(tf.round(how.size[1] / scale), tf.int32), 1)
-    mirrored = turn < 0.5 if how.mirror else tf.constant(False)
-    return Window(
-        _offset(shape[0] - height, down), _offset(shape[1] - width, right),
-        height, width, mirrored,
-    )  # fmt: skip
+    scale = low * (high / low) ** draws[0]
+    whole = tf.maximum(tf.cast(tf.round(tf.constant(how.size, tf.float32) / scale), tf.int32), 1)
+    # The corner is from 0 to slack, or from slack to 0 where the image is smaller than the window.
+    slack = shape - whole
+    steps = tf.cast(tf.abs(slack) + 1, tf.float32)
+    # Rounding may give draw * steps == steps for draws just below one.
+    corner = tf.minimum(tf.cast(draws[1:3] * steps, tf.int32), tf.abs(slack)) * tf.sign(slack)
+    mirrored = draws[3] < 0.5 if how.mirror else tf.constant(False)
+    return _cut(corner, whole, mirrored, shape=shape, how=how)
 
 
-def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
-    """The part of a window that lies on an image of a shape (int32 [2]), and its place.
+def _cut(
+    corner: tf.Tensor, whole: tf.Tensor, mirrored: tf.Tensor, *, shape: tf.Tensor, how: Augmentation
+) -> Cut:
+    """The part of a window (corner and size: int32 [2]) that lies on an image of this shape.
 
-    Both have at least one pixel, because of how `_offset` draws.
+    The window may reach over the image's edges, and has at least one pixel on it.
     """
-    whole = tf.stack([window.height, window.width])
-    corner = tf.stack([window.top, window.left])
     first, end = tf.maximum(corner, 0), tf.minimum(corner + whole, shape)
     # Edge to edge, so that a window inside the image fills the output.
     edges = tf.stack([first - corner, end - corner]) * how.size  # over `whole`, as (2e + w) // 2w
@@ -134,30 +133,8 @@ def cut(shape: tf.Tensor, window: Window, how: Augmentation) -> Cut:
     after = how.size - size - before
     beside = tf.concat([tf.stack([before, after], 1), [[0, 0]]], 0)
     turned = tf.gather(beside, [1, 0], axis=1)
-    beside = tf.where(window.mirrored & [[False], [True], [False]], turned, beside)
-    return Cut(tf.concat([first, end - first], 0), size, beside, window.mirrored)
-
-
-def cut_image(
-    sample: dict[str, tf.Tensor], where: Cut, draws: tf.Tensor, *, how: Augmentation
-) -> tf.Tensor:
-    """A part of a sample's image, scaled and recoloured: uint8 [*how.size, 3]."""
-    image = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)
-    image = image_ops.mirrored(jitter(image, draws, how), where.mirrored)
-    return tf.ensure_shape(_pad(image, where, how.fill), [*how.size, 3])
-
-
-def cut_label(label: tf.Tensor, where: Cut, how: Augmentation) -> tf.Tensor:
-    """A part of a label (uint8 [H, W, 1]), scaled: uint8 [*how.size, 1].
-
-    Image and label both put pixel centres at one half, so they stay aligned. Classes cannot be
-    averaged: each pixel takes the nearest one's class, however small the label gets.
-    """
-    top, left, height, width = tf.unstack(where.box)
-    rows = top + image_ops.at_centres(height, where.size[0])
-    columns = left + image_ops.at_centres(width, where.size[1])
-    picked = image_ops.pick(label, rows, tf.where(where.mirrored, columns[::-1], columns))
-    return tf.ensure_shape(_pad(picked, where, how.ignore_label), [*how.size, 1])
+    beside = tf.where(mirrored & [[False], [True], [False]], turned, beside)
+    return Cut(tf.concat([first, end - first], 0), size, beside, mirrored)
 
 
 def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
@@ -175,18 +152,6 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
     mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
     mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
     return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounded
-
-
-def _offset(slack: tf.Tensor, draw: tf.Tensor) -> tf.Tensor:
-    """An integer from 0 to slack, or from slack to 0 where the image is smaller than the window."""
-    steps = tf.cast(tf.abs(slack) + 1, tf.float32)
-    # Rounding may give draw * steps == steps for draws just below one.
-    step = tf.minimum(tf.cast(draw * steps, tf.int32), tf.abs(slack))
-    return step * tf.sign(slack)
-
-
-def _pad(inside: tf.Tensor, where: Cut, fill: int) -> tf.Tensor:
-    return tf.pad(inside, where.beside, constant_values=fill)
 
 
 def shifted(sample: dict[str, tf.Tensor], key: tf.Tensor, *, size: int, mirror: bool) -> tf.Tensor:

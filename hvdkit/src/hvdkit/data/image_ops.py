@@ -10,7 +10,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvdkit.data.readers import pictures
-from hvdkit.data.readers.exif import seldom
+from hvdkit.data.readers.pictures import seldom
 
 
 def uniform(key: tf.Tensor, count: int) -> tf.Tensor:

@@ -35,6 +35,15 @@ def kind_of(reader: object) -> str:
     return getattr(reader, "kind", "class")
 
 
+def check_ids(kind: str, classes: int) -> None:
+    """Raises ValueError for more classes than label pictures can hold."""
+    if kind == "map" and classes > IGNORE:
+        raise ValueError(
+            f"--num_classes={classes}: {IGNORE} in a label picture means ignored, which leaves at "
+            f"most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
+        )
+
+
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """The splits of config.data_dir to train on and to score.
 
@@ -66,11 +75,7 @@ def trained_on_too(train: Source, val: Source) -> int:
 
 def _opened(config: Settings, split: str, default: str) -> Source:
     kind = kind_of(reader_of(default))
-    if kind == "map" and config.num_classes > IGNORE:
-        raise ValueError(
-            f"--num_classes={config.num_classes}: {IGNORE} in a label picture means ignored, which "
-            f"leaves at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
-        )
+    check_ids(kind, config.num_classes)
     if config.synthetic_data:
         return _synthetic(config, kind)
     name = config.data_format or default

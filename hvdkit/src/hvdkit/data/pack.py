@@ -5,10 +5,8 @@
 
 Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
 files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
-With --short_side=256, larger pictures are scaled down once, here. That makes another data set,
-which is faster to read.
-If packing is killed, the next pack of that split into OUT removes the leftovers. `hvdkit check`
-verifies a pack.
+With --short_side=256, larger pictures are scaled down once, here: another data set, faster to read.
+If packing is killed, the next pack of that split into OUT removes the leftovers.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,9 +37,7 @@ from hvdkit.settings import of_project
 from hvdkit.settings.data import READERS
 
 
-class Packed(NamedTuple):
-    """One sample, packed."""
-
+class _Packed(NamedTuple):
     data: bytes  # a tf.train.Example
     pixels: int  # CRC-32 of image and label, compared when read back
     label: int  # its highest class
@@ -61,7 +56,11 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 16, packed_from
     """
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
-    _check_name(split)
+    if not split or split.startswith(".") or "/" in split:  # hidden ones are unfinished packs
+        raise ValueError(
+            f"{split!r} cannot be the name of a packed split: it must be a folder's name that does "
+            "not begin with '.'; give another --as"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with hidden_folder(out, split) as work:
         if (out / split).exists():
@@ -100,12 +99,13 @@ def _write(source: Source, folder: Path, shards: int, *, packed_from: str) -> li
         meta["class_names"] = list(names)
     if getattr(source, "is_demo", False):
         meta["is_demo"] = True
-    records.write_meta(folder, {**meta, "content": content.hexdigest(), "shards": listed}, index)
+    meta |= {"content": content.hexdigest(), "shards": listed}
+    records.write_meta(folder, meta, index)
     return pixels
 
 
 def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
-    """Ends each shard with the record that names the pack; adds sizes and SHA-256 to the list.
+    """Ends each shard with the record that names the pack; adds sizes to the list.
 
     Called after all are written: the pack's name is the checksum of its content.
     """
@@ -117,13 +117,9 @@ def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
             file.write(last.read_bytes())
             shard["bytes"] = file.tell()
     last.unlink()
-    with ThreadPoolExecutor(4) as pool:
-        sums = pool.map(whole_files.sha256, [folder / shard["name"] for shard in listed])
-        for shard, sha256 in zip(listed, sums):
-            shard["sha256"] = sha256
 
 
-def _packed(source: Source) -> Iterator[Packed]:
+def _packed(source: Source) -> Iterator[_Packed]:
     """The samples in order; ValueError says what is wrong with one that cannot be read."""
     is_map = _kind(source) == "map"
 
@@ -136,15 +132,18 @@ def _packed(source: Source) -> Iterator[Packed]:
         ids = tf.io.encode_png(sample["label"]) if is_map else b""
         return {**sample, "file": file, "ids": ids}
 
+    def feature(value: bytes | int) -> tf.train.Feature:
+        if isinstance(value, int):
+            return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
     for sample in _samples(source, encoded):
         label = sample["label"]
-        example = {
-            "image": _feature(sample["file"]),
-            "label": _feature(sample["ids"] if is_map else int(label)),
-        }
-        data = tf.train.Example(features=tf.train.Features(feature=example)).SerializeToString()
+        kept = {"image": sample["file"], "label": sample["ids"] if is_map else int(label)}
+        features = tf.train.Features(feature={name: feature(part) for name, part in kept.items()})
+        data = tf.train.Example(features=features).SerializeToString()
         counted = label != IGNORE if is_map else True  # in class folders, 255 is an ordinary class
-        yield Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
+        yield _Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
 
 
 def _verify(packed: records.Records, pixels: list[int]) -> None:
@@ -181,35 +180,30 @@ def _pixels(sample: dict[str, Any]) -> int:
     return zlib.crc32(label.tobytes(), zlib.crc32(sample["image"].tobytes()))
 
 
-def _feature(value: bytes | int) -> tf.train.Feature:
-    if isinstance(value, int):
-        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-
-
 class Smaller:
     """Another source's samples, with the shorter side of pictures at most `short_side` pixels.
 
     Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
     of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids.
+
+    Raises ValueError for an invalid side or quality.
     """
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:
-        """Raises ValueError for an invalid side or quality."""
         if short_side < 1 or not 1 <= quality <= 100:
             raise ValueError(
                 f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
                 "quality of 1 to 100"
             )
         self._source, self._side, self._quality = larger, short_side, quality
-        self.class_names = getattr(larger, "class_names", [])
-        self.is_demo = getattr(larger, "is_demo", False)
+
+    def __getattr__(self, name: str) -> Any:  # explain, class_names, is_demo
+        return getattr(self._source, name)
 
     def __len__(self) -> int:
         return len(self._source)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads {"image": uint8 [h, w, 3], "label": as the source has it, "file": bytes}."""
         sample = self._source.read(index)
         image, label = sample["image"], sample["label"]
         shape = tf.shape(image)[:2]
@@ -229,16 +223,9 @@ class Smaller:
             label = image_ops.nearest(label, tf.where(shorter > self._side, scaled, shape))
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
-    def explain(self, index: int) -> str | None:
-        """What is wrong with sample `index`, or None when it reads well."""
-        return self._source.explain(index)
-
     def fingerprint(self) -> str:
         """SHA-256 over the source's and the settings."""
         return digest([(self._source.fingerprint(), self._side), ("", self._quality)])
-
-
-_ENDING = ".packing"
 
 
 @contextlib.contextmanager
@@ -249,35 +236,26 @@ def hidden_folder(out: Path, name: str) -> Iterator[Path]:
 
     Raises ValueError if another process is writing OUT/NAME.
     """
-    work = out / f".{name}{_ENDING}"  # in the same folder: only then a rename is atomic
+    work = out / f".{name}.packing"  # in the same folder: only then a rename is atomic
     work.mkdir(exist_ok=True)
     lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
     try:
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"{out / name} is being written by another process: wait for its end, or give "
-                    "another --as"
-                ) from None
-        _clear(work)
-        try:
-            yield work
-        finally:
-            _clear(work)
-            work.rmdir()
-    finally:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         os.close(lock)
-
-
-def _check_name(name: str) -> None:
-    """Raises ValueError for an invalid name of a folder, or one like the hidden names used here."""
-    if name in ("", ".", "..") or "/" in name or _ENDING in name:
         raise ValueError(
-            f"{name!r} cannot be the name of a packed split: it must be a folder's name, without "
-            f"'/' and {_ENDING!r}; give another --as"
-        )
+            f"{out / name} is being written by another process: wait until it ends, or give "
+            "another --as"
+        ) from None
+    except OSError:
+        pass  # some file systems have no locks
+    try:
+        _clear(work)
+        yield work
+    finally:
+        _clear(work)
+        work.rmdir()
+        os.close(lock)
 
 
 def _clear(work: Path) -> None:

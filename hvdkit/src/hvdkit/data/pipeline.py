@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
 
 Example = dict[str, Any]
@@ -27,15 +28,6 @@ _NO_REASON = re.compile(
 # AutoGraph is off: converting every function, so that `if` and `for` accept tensors, would take
 # more time at start-up than everything else.
 as_written = tf.autograph.experimental.do_not_convert
-
-
-class Order(Protocol):
-    """Which samples make up a step (hvdkit.data.sampler.Sampler)."""
-
-    micro_batches: int
-    local_micro_size: int
-
-    def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]: ...
 
 
 class Reader(NamedTuple):
@@ -80,7 +72,7 @@ class TrainingFeed:
     what is wrong, so that this rank still takes part in the step and can tell the others.
 
     Use it in a `with`, which stops reading ahead: TensorFlow crashes if its threads still read when
-    the process ends, and an exception that was raised in here would keep the feed alive.
+    the process ends.
 
     Args:
       workers: threads of this rank that read and augment, one example each at a time.
@@ -90,7 +82,7 @@ class TrainingFeed:
     def __init__(
         self,
         source: Source,
-        order: Order,
+        order: Sampler,
         reader: Reader,
         *,
         first_step: int = 0,
@@ -120,10 +112,10 @@ class TrainingFeed:
         self.spec = batches.element_spec
         # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
         # step before. GPUs hold no text.
-        text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
-        to_device = tf.data.experimental.prefetch_to_device
-        ahead = to_device(device, 2) if device and not text else None
-        batches = batches.apply(ahead) if ahead else batches.prefetch(2)
+        if device and all(part.dtype != tf.string for part in tf.nest.flatten(self.spec)):
+            batches = batches.apply(tf.data.experimental.prefetch_to_device(device, 2))
+        else:
+            batches = batches.prefetch(2)
         self._batches = iter(batches)
 
     def __enter__(self) -> TrainingFeed:
@@ -141,24 +133,21 @@ class TrainingFeed:
                 self._waited += time.perf_counter() - start
                 return batch
             except _READ_ERRORS as error:
-                self.error = self._explain(error)
+                ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
+                self.error = explain(self._source, ids.numpy().tolist(), error)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
 
     def waited(self) -> float:
         """Seconds spent in `next` so far; the device may have been busy with earlier steps."""
         return self._waited
 
-    def _explain(self, error: Exception) -> str:
-        ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
-        return explain(self._source, ids.numpy().tolist(), error)
-
 
 class EvaluationFeed:
     """This rank's whole batches: number rank, rank + size, rank + 2 * size, ... of the set.
 
     A batch holds the same samples on any number of ranks, so its results are the same to the last
-    bit. The last batch of the set may be short; a rank may have none. Examples
-    whose shapes are not fixed (pictures at their own size) are batches of one: `one_by_one`.
+    bit. The last batch of the set may be short; a rank may have none. Examples whose shapes are not
+    fixed (pictures at their own size) are batches of one: `one_by_one`.
     """
 
     def __init__(
@@ -216,15 +205,13 @@ def _on_own_threads(workers: int) -> tf.data.Options:
 
 def explain(source: Source, ids: list[int], error: Exception) -> str:
     """A message about the first bad sample among `ids`."""
-    reasons = (source.explain(i) for i in ids)
-    return next((r for r in reasons if r), reason_of(error))
+    return next(filter(None, map(source.explain, ids)), reason_of(error))
 
 
 def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = getattr(error, "message", str(error))
-    failed = re.search(r"assertion failed: \[(.*)\]", message)
-    if failed:
+    if failed := re.search(r"assertion failed: \[(.*)\]", message):
         return failed[1].replace("] [", " ")
     lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
     reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])

@@ -25,9 +25,8 @@ class Sampler:
 
     A batch is first split into `micro_batches` equal parts, then each part over the ranks, so that
     a micro-batch too holds the same samples on any number of ranks. With `virtual_ranks` it is
-    split over those, and a rank holds the samples of its virtual ranks. `seed` is any number in
-    [0, 2**64). If `passed_over` batches were left out, step k uses the samples of step
-    k + passed_over.
+    split over those, and a rank holds the samples of its virtual ranks. `seed` is in [0, 2**64). If
+    `passed_over` batches were left out, step k uses the samples of step k + passed_over.
     """
 
     num_samples: int
@@ -68,7 +67,7 @@ class Sampler:
 
         Returns, for n = micro_batches * local_micro_size:
           int64 [n]: sample ids in [0, num_samples), each once an epoch.
-          int32 [n, 2]: for each a key for tf.random.stateless_* functions that belongs to (seed,
+          int32 [n, 2]: a key of each for tf.random.stateless_* functions, which belongs to (seed,
             position in the run): 64 random bits, so that two are equal only by chance.
         """
         positions = self.local_positions(step)
@@ -124,8 +123,8 @@ class Sampler:
         """Four random 32-bit words for each of `count` numbers from `first` on: [count, 4].
 
         Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
-        look independent. The seed is the 64-bit key, the rest the 128-bit counter,
-        which goes up by one after four words.
+        look independent. The seed is the 64-bit key, the rest the 128-bit counter, which goes up by
+        one after four words.
         """
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[4 * count],

@@ -2,18 +2,15 @@
 
     hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
 
-It is made once, without a network, from data/shipped: 1,797 scans of handwritten digits and two
-photographs. Training and validation share neither a scan nor a pixel of a photograph. The folders
-have the layout that readers/pairs.py reads. Pixels depend on the settings only; bytes also on the
-Pillow that packs them.
+It is made once, without a network, from data/shipped: scans of handwritten digits and two
+photographs. Training and validation share neither a scan nor a pixel of a photograph. The layout is
+that of readers/pairs.py. Pixels depend on the settings only; bytes also on the version of Pillow.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
 import shutil
-import sys
 import uuid
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +18,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageFilter
 
+from hvdkit import logs
 from hvdkit.data import shipped
 from hvdkit.data.labels import IGNORE
 
-CLASS_NAMES = ("background", *"0123456789")
-NUM_CLASSES = len(CLASS_NAMES)
-# What each split may use. The scans come sorted by writer, so most of val's writers are new.
-SCANS = {"train": range(1438), "val": range(1438, 1797)}  # rows of shipped.digits
-COLUMNS = {"train": range(480), "val": range(480, 640)}  # of both photographs, 640 wide
+# Columns that a split may use of both photographs, 640 wide; its digits are those of shipped.ROWS.
+COLUMNS = {"train": range(480), "val": range(480, 640)}
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
 
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
@@ -71,7 +66,7 @@ class Settings:
 
 
 class Scene(NamedTuple):
-    """One sample, and what it was made from (so that a test can check the splits)."""
+    """One sample, and what it was made from."""
 
     image: np.ndarray  # uint8 [size, size, 3]
     label: np.ndarray  # uint8 [size, size], class ids and IGNORE
@@ -81,19 +76,19 @@ class Scene(NamedTuple):
 
 def scene(settings: Settings, split: str, index: int) -> Scene:
     """Draws one scene; it depends on (seed, split, index), not on the number of scenes."""
-    rng = np.random.default_rng([settings.seed, list(SCANS).index(split), index])
+    rng = np.random.default_rng([settings.seed, list(COLUMNS).index(split), index])
     canvas, photo = _background(rng, settings.size, COLUMNS[split])
     label = np.zeros((settings.size, settings.size), np.uint8)
     owner = np.zeros_like(label)  # 1 + which digit a pixel shows, 0 for none
     used = []
     for _ in range(rng.integers(*settings.digits, endpoint=True)):
-        scan = int(rng.choice(SCANS[split]))
+        scan = int(rng.choice(shipped.ROWS[split]))
         ink, digit, ring = _shape(scan, int(rng.integers(*settings.box, endpoint=True)))
         place = _free_place(rng, owner, digit | ring, overlap=settings.overlap)
         if place is None:
             continue
         used.append(scan)
-        class_id = _scans()[1][scan] + 1
+        class_id = shipped.digits()[1][scan] + 1
         label[place] = np.where(digit, class_id, np.where(ring, IGNORE, label[place]))
         owner[place] = np.where(digit, len(used), np.where(ring, 0, owner[place]))
         _paint(rng, canvas[place], ink, contrast=float(rng.uniform(*settings.contrast)))
@@ -108,7 +103,6 @@ def make(root: Path, settings: Settings) -> None:
 
     Raises ValueError when `root` holds a set with other settings, or anything else.
     """
-    root = Path(root)
     if _already_made(root, settings):
         return
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +111,7 @@ def make(root: Path, settings: Settings) -> None:
     try:
         for folder in ("images", "labels", "splits"):
             (work / folder).mkdir(parents=True)
-        for split in SCANS:
+        for split in COLUMNS:
             _write_split(work, split, settings)
         (work / MARKER).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
         try:
@@ -129,22 +123,13 @@ def make(root: Path, settings: Settings) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def ensure_demo(root: Path, settings: Settings = Settings()) -> Settings:
-    """Makes a set unless `root` holds a finished one; returns the settings of the set in `root`.
+def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
+    """Makes a set unless `root` holds a finished one, with these or other settings.
 
-    A set made with other settings is kept.
     Raises ValueError when `root` holds something else.
     """
-    if (made := _made_with(Path(root))) is None:
+    if _made_with(root) is None:
         make(root, settings)
-    return made or settings
-
-
-@functools.cache
-def _scans() -> tuple[np.ndarray, np.ndarray]:
-    """Ink shares, float32 [1797, 8, 8] in [0, 1], and digits, uint8 [1797]."""
-    ink, digits = shipped.digits()
-    return (ink / 16).astype(np.float32), digits
 
 
 def _background(
@@ -168,7 +153,7 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     The masks: the digit, and the ring of pixels that touch it (8 neighbours).
     """
-    picture = Image.fromarray(_scans()[0][scan])
+    picture = Image.fromarray((shipped.digits()[0][scan] / 16).astype(np.float32))
     ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
     ink = np.pad(np.clip(ink, 0, 1), 1)
     digit = ink >= _INK
@@ -212,11 +197,7 @@ def _write_split(work: Path, split: str, settings: Settings) -> None:
         for folder, pixels in (("images", drawn.image), ("labels", drawn.label)):
             # Level 1 is four times as fast as the default, with files little larger.
             Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
-        done = index + 1 == len(names)
-        # On a terminal the line is overwritten; in a log it is written once.
-        if done or (sys.stderr.isatty() and index % 200 == 0):
-            line = f"\rdemo scenes, {split}: {index + 1}/{len(names)}"
-            print(line if sys.stderr.isatty() else line[1:], end="\n" * done, file=sys.stderr)
+        logs.progress(f"demo scenes, {split}", index + 1, len(names))
     (work / "splits" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Finding = Callable[[str, Callable[[], Any], Callable[[Any], None]], Any]
 
 
 def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
@@ -19,8 +18,8 @@ def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda
 
     Args:
       key: what is looked for; its repr() is the same on all ranks that look for the same.
-      find: takes no part in anything that ranks do together; what it returns is made of what
-        `hvdkit.ranks.encoding` sends, so a tuple may come as a list.
+      find: uses no collective; what it returns is made of what `hvdkit.ranks.encoding` sends, so a
+        tuple may come as a list.
       look: compares what rank 0 found with this host's disk; called on one rank of each other
         host. Raises ValueError or OSError where they differ.
     """
@@ -29,12 +28,7 @@ def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda
 
 def kept(findings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """For rank 0: all that is found inside is kept in `findings` too."""
-
-    def find_and_keep(key: str, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
-        findings[key] = find()
-        return findings[key]
-
-    return _by(find_and_keep)
+    return _by(lambda key, find, _: findings.setdefault(key, find()))
 
 
 @contextlib.contextmanager
@@ -70,7 +64,7 @@ class _Wait(BaseException):
 
 
 @contextlib.contextmanager
-def _by(finding: Finding) -> Iterator[None]:
+def _by(finding: Callable[..., Any]) -> Iterator[None]:
     global _finding
     before, _finding = _finding, finding
     try:
@@ -79,4 +73,4 @@ def _by(finding: Finding) -> Iterator[None]:
         _finding = before
 
 
-_finding: Finding = lambda key, find, look: find()  # noqa: E731
+_finding: Callable[..., Any] = lambda key, find, look: find()  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hvdkit.logs import refuse
 from hvdkit.settings.fields import Room, numbers, setting
 
 
@@ -55,9 +56,12 @@ def add_reader(name: str, reader: str) -> None:
     Args:
       reader: "module.name" of a class or function, imported when it is used, that takes
         data_dir, a split and the number of classes, and returns a `hvdkit.data.source.Source`.
+
+    A name that is taken, or a reader that is no "module.name", ends the program with one sentence.
     """
-    if name in FORMATS or "." not in reader:
-        raise ValueError(f"add_reader({name!r}, {reader!r}): give a new name and module.name")
+    parts = reader.split(".")
+    if name in FORMATS or len(parts) < 2 or not all(map(str.isidentifier, parts)):
+        refuse(f"add_reader({name!r}, {reader!r}): give a new name and module.name")
     READERS[name] = reader
     FORMATS.append(name)
 

@@ -7,6 +7,6 @@ cityscapes.Cityscapes       Cityscapes
 class_folders.ClassFolders  a folder a class, as ImageNet
 cifar.Cifar                 CIFAR-10 and CIFAR-100
 records.Records             what `hvdkit pack` writes
-pictures, exif              decoding in a graph
+pictures                    decoding in a graph
 listing                     folders and lists of names, with errors that say what is missing
 """

@@ -67,7 +67,6 @@ class Cifar:
         return int(self._records.shape[0])
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """One sample, see the class; index: int64 scalar."""
         record = self._records[index]
         planes, label = tf.reshape(record[-_PIXELS:], [3, 32, 32]), record[self._label]
         return {"image": tf.transpose(planes, [1, 2, 0]), "label": tf.cast(label, tf.int32)}

@@ -104,7 +104,7 @@ def _names(folder: Path, split: str, ending: str) -> set[str]:
     names = {
         f"{city}/{entry[: -len(ending)]}"
         for city in listing.folder_names(folder / split)
-        for entry in listing.file_names(folder / split / city, (ending.lower(),))
+        for entry in listing.contents(folder / split / city, (ending.lower(),))[0]
     }
     if not names:
         raise ValueError(f"{folder / split} has no CITY/*{ending}; unpack the archive there again")

@@ -45,10 +45,8 @@ class ClassFolders:
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
         listed = _Listed(*shared_listing.found(key, lambda: _list(self.root, split)))
-        self.class_names = listed.classes
-        self.num_classes = len(listed.classes)
-        self._files, self._count = listed.files, len(listed.files)
-        self._starts = listed.starts
+        self.class_names, self.num_classes = listed.classes, len(listed.classes)
+        self._files, self._starts = listed.files, listed.starts
         self._folders = [self.root / split / name for name in listed.classes]
         with tf.device("CPU:0"):  # where files are read
             self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
@@ -56,13 +54,9 @@ class ClassFolders:
         self._sizes = listing.sizes(key, self._looked_at)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._files)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads one sample, see the class; index: int64 scalar.
-
-        Raises tf.errors.OpError (when it runs) for a file that cannot be read or decoded.
-        """
         # The class is the last one that starts at or before the sample.
         label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
         path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
@@ -70,7 +64,6 @@ class ClassFolders:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
         path = self.picture_file(index)
         try:
             pictures.load(path)
@@ -82,7 +75,6 @@ class ClassFolders:
         return None
 
     def picture_file(self, index: int) -> Path:
-        """The file that sample `index`'s image is decoded from."""
         return self._folder(index) / self._files[index]
 
     def fingerprint(self) -> str:
@@ -95,7 +87,6 @@ class ClassFolders:
         return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
 
     def _looked_at(self) -> list[Path]:
-        """A sample of the split's files, evenly spread."""
         indices = listing.sampled(len(self))
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
@@ -108,7 +99,6 @@ def _list(root: Path, split: str) -> _Listed:
 
 
 def _classes(root: Path, split: str) -> list[str]:
-    """Names of the split's class folders, sorted."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -118,7 +108,7 @@ def _classes(root: Path, split: str) -> list[str]:
             f"{there or 'none'})"
         )
     classes = listing.folder_names(root / split)
-    loose = listing.file_names(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)
+    loose = listing.contents(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)[0]
     if not classes:
         raise ValueError(
             f"{root / split} holds no folder; put one folder a class there (ImageNet's val comes "
@@ -126,8 +116,8 @@ def _classes(root: Path, split: str) -> list[str]:
         )
     if loose:
         raise ValueError(
-            f"{root / split} holds class folders, and pictures beside them, which are of no class: "
-            f"{join(loose)}; sort them in or take them away"
+            f"{root / split} holds class folders, and pictures beside them, which have no class: "
+            f"{join(loose)}; sort them in or remove them"
         )
     return classes
 
@@ -139,7 +129,7 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
     if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
         raise ValueError(
             f"{folder} has {len(deeper)} folders with something in them ({join(deeper)}), which "
-            "would be left out: move their pictures up into the class's folder, or take them away"
+            "would be left out: move their pictures up into the class's folder, or remove them"
         )
     files = (entry.name for entry in rest if entry.name not in inner)
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first: with a trailing space
@@ -147,11 +137,11 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
         raise ValueError(
             f"{folder} has {len(others)} pictures whose names do not end in "
             f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
-            "convert them to PNG or JPEG, or take them away"
+            "convert them to PNG or JPEG, or remove them"
         )
     if not found:
         raise ValueError(
-            f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or take the "
-            "class out of every split"
+            f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or remove the "
+            "class from every split"
         )
     return packed(found)

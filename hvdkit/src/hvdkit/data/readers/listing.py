@@ -36,7 +36,7 @@ def check_folder(folder: Path, content: str) -> None:
 def read_names(path: Path) -> dict[str, int]:
     """Names of a split in the order of its list, each with its line number.
 
-    Raises ValueError when there is no such list, it lists nothing, or a name twice.
+    Raises ValueError when there is no such list, it is not UTF-8, lists nothing, or a name twice.
     """
     if not path.is_file():
         there = sorted(found.stem for found in path.parent.glob("*.txt"))
@@ -44,10 +44,18 @@ def read_names(path: Path) -> dict[str, int]:
             f"{path} is missing; write the split's names there, one a line, or choose "
             f"another split (there are: {join(there) or 'none'})"
         )
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "
+            "names in UTF-8"
+        ) from None
     names: dict[str, int] = {}
     known: dict[str, int] = {}
-    for number, name in enumerate(map(str.strip, read_lines(path)), start=1):
-        if name:
+    # Not str.splitlines: it splits at characters that a name may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if name := line.strip():
             check_new(known, name, line=number, where=path)
             names[name] = number
     if not names:
@@ -60,23 +68,8 @@ def check_new(known: dict[str, int], name: str, *, line: int, where: Path) -> No
     first = known.setdefault(os.path.normpath(name), line)
     if first != line:
         raise ValueError(
-            f"{where}, line {line}: {name} stands on line {first} already; take one of the two out"
+            f"{where}, line {line}: {name} is on line {first} already; remove one of the two"
         )
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a text file; ValueError if it is not UTF-8.
-
-    Only LF and CR LF end a line: `str.splitlines` splits at characters that a name may hold.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-        return text.replace("\r\n", "\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "
-            "names in UTF-8"
-        ) from None
 
 
 def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list[str]:
@@ -99,13 +92,11 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
                     f"{folder}: {found[stem]} and {stem + suffix} have one name; keep one of them"
                 )
             found[stem] = stem + suffix
-    missing = [name for name in names if name not in found]
-    if missing:
-        endings = " or ".join(suffixes)
+    if missing := [name for name in names if name not in found]:
         raise ValueError(
-            f"{folder} has no file {endings} for {join(missing)} (the first is on line "
-            f"{names[missing[0]]} of the split's list; names there have no ending); add the "
-            "files, or take the names out of the list"
+            f"{folder} has no file {' or '.join(suffixes)} for {join(missing)} (the first is on "
+            f"line {names[missing[0]]} of the split's list; names there have no ending); add the "
+            "files, or remove the names from the list"
         )
     return [f"{folder.name}/{found[name]}" for name in names]
 
@@ -120,11 +111,9 @@ def check_there(root: Path, paths: Sequence[str], lines: Iterable[int], *, where
     there = {p: {e.name: e for e in _entries(root / p)} for p in parents if (root / p).is_dir()}
     for path, line in zip(paths, lines, strict=True):
         parent, name = os.path.split(path)
-        entry = there.get(parent, {}).get(name)
-        if entry is None:
+        if not (entry := there.get(parent, {}).get(name)):
             raise ValueError(
-                f"{where}, line {line}: {root / path} is missing; add the file, or take the line "
-                "out"
+                f"{where}, line {line}: {root / path} is missing; add it, or remove the line"
             )
         _check_file(entry)
 
@@ -147,25 +136,16 @@ def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os
     return files, rest
 
 
-def file_names(folder: Path, endings: tuple[str, ...]) -> list[str]:
-    """The files of `contents`."""
-    return contents(folder, endings)[0]
-
-
 def folder_names(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, with links to folders, without hidden and system
-    ones.
+    """Names of folders in it, sorted, and of links to folders, without hidden and system ones.
 
     Raises ValueError for a dead link: it may be a missing class.
     """
-    found = []
-    for entry in _entries(folder):
+    entries = contents(folder, ())[1]
+    for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise ValueError(_dead_link(entry.path))
-        theirs = entry.name.startswith(".") or entry.name.lower() in _SYSTEMS
-        if entry.is_dir() and not theirs:
-            found.append(entry.name)
-    return found
+    return [entry.name for entry in entries if entry.is_dir()]
 
 
 def sampled(count: int) -> range:
@@ -196,17 +176,16 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
 
 
 def _ask(paths: Sequence[Path]) -> np.ndarray:
+    def size(path: Path) -> int:
+        try:
+            return os.path.getsize(path)
+        except OSError as error:
+            if os.path.islink(path):
+                raise ValueError(_dead_link(path)) from None
+            raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
+
     with ThreadPoolExecutor(THREADS) as pool:
-        return np.fromiter(pool.map(_size, paths), np.int64, len(paths))
-
-
-def _size(path: Path) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError as error:
-        if os.path.islink(path):
-            raise ValueError(_dead_link(path)) from None
-        raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
+        return np.fromiter(pool.map(size, paths), np.int64, len(paths))
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
@@ -219,14 +198,11 @@ def _check_file(entry: os.DirEntry) -> None:
     if entry.is_file(follow_symlinks=False) or entry.is_symlink():
         return
     kind = "a folder" if entry.is_dir(follow_symlinks=False) else "no regular file"
-    raise ValueError(f"{entry.path} is {kind}, not a picture; rename it or take it away")
+    raise ValueError(f"{entry.path} is {kind}, not a picture; rename or remove it")
 
 
 def _dead_link(path: str | Path) -> str:
-    return (
-        f"{path} is a link to {os.readlink(path)}, where nothing can be reached; mend the link or "
-        "remove it"
-    )
+    return f"{path} is a link to {os.readlink(path)}, which cannot be reached; fix or remove it"
 
 
 _NARROW = 2**32  # bytes of text that 32-bit places reach
@@ -237,7 +213,7 @@ class Names:
     """File names or paths, in order; any bytes that a file system accepts.
 
     A name takes its bytes and 4 more (8 from 4 GiB of text on), in TensorFlow's memory, where both
-    graphs and Python read them. A list of Python strings takes about 100 bytes more for each.
+    graphs and Python read them. In a list of Python strings it takes about 100 bytes more.
     """
 
     def __init__(self, text: bytes, lengths: np.ndarray):
@@ -255,7 +231,7 @@ class Names:
     def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Names, np.ndarray]:
         """The names of several `packed` parts, and where each part begins, int64 [parts + 1]."""
         text, lengths = bytearray(), []
-        for some_text, some_lengths in parts:  # each is let go at once
+        for some_text, some_lengths in parts:  # not all in memory at once
             text += some_text
             lengths.append(some_lengths)
         starts = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
@@ -265,7 +241,6 @@ class Names:
         return int(self._starts.shape[0]) - 1
 
     def __getitem__(self, index: int) -> str:
-        """Name number `index`, 0 .. len - 1."""
         return os.fsdecode(self.at(tf.constant(index, tf.int64)).numpy())
 
     def pick(self, indices: Iterable[int]) -> list[str]:
@@ -276,8 +251,7 @@ class Names:
     def shared(self, other: Names) -> int:
         """How many names both have; neither has a name twice."""
         few, many = sorted((self, other), key=len)
-        there = set(few._each())
-        return sum(name in there for name in many._each())
+        return len(set(few._each()).intersection(many._each()))
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
         """`names[index]` in a graph: string scalar from int64 scalar; only this name is copied."""

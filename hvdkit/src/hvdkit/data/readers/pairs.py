@@ -17,7 +17,7 @@ from PIL import Image
 from hvdkit.data import shared_listing, source
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
-from hvdkit.data.readers import exif, listing, pictures
+from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 from hvdkit.data.scenes import MARKER
@@ -28,8 +28,8 @@ class PicturePairs:
     """Listed files as a `source.Source`.
 
     Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1], "file": the picture's bytes}.
-    Label values are below `num_classes`, or IGNORE. No file is opened here. Pictures are
-    turned by their EXIF orientation; labels belong to the turned picture, as viewers show it.
+    Label values are below `num_classes`, or IGNORE. No file is opened here. Pictures are turned by
+    their EXIF orientation; labels belong to the turned picture, as viewers show it.
 
     Args:
       files: paths of the pictures and of their labels, relative to root; labels are 8-bit grey or
@@ -61,9 +61,7 @@ class PicturePairs:
         return len(self._images)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads one sample, see the class; index: int64 scalar.
-
-        Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
+        """Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
         sizes that differ, and label values that are no class; `explain` says which and why.
         """
         image_path = tf.strings.join([self._folder, self._images.at(index)])
@@ -80,8 +78,7 @@ class PicturePairs:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
-        image_path, label_path = self.picture_file(index), self._label_file(index)
+        image_path, label_path = self.picture_file(index), self.root / self._labels[index]
         try:
             image = pictures.load(image_path)
             label = pictures.load(label_path, deep=True)  # check_label_kind explains more
@@ -96,7 +93,6 @@ class PicturePairs:
         return None
 
     def picture_file(self, index: int) -> Path:
-        """The file that sample `index`'s image is decoded from."""
         return self.root / self._images[index]
 
     def shared_with(self, other: PicturePairs) -> int:
@@ -108,11 +104,7 @@ class PicturePairs:
         names = [(names.digest(), 0) for names in (self._images, self._labels)]
         return source.digest([*names, (str(self._sizes.tolist()), 0)])
 
-    def _label_file(self, index: int) -> Path:
-        return self.root / self._labels[index]
-
     def _looked_at(self) -> list[Path]:
-        """A sample of the split's files, evenly spread."""
         indices = listing.sampled(len(self))
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
@@ -126,41 +118,29 @@ class PicturePairs:
             raise ValueError(
                 f"{path}: label value {label[row, column]} at row {row}, column {column} is no "
                 f"class ({np.count_nonzero(wrong)} such pixels, values {join(values)}); "
-                f"classes are 0..{self.num_classes - 1} and {IGNORE} is ignored: "
-                f"{self._way_out}"
+                f"classes are 0..{self.num_classes - 1} and {IGNORE} is ignored: {self._way_out}"
             )
 
 
 def _check_sizes(pair: dict[Path, Image.Image]) -> None:
     """Raises ValueError if a picture and its label have different sizes when both are turned."""
-    (image_path, image), (label_path, label) = pair.items()
-    turns = int(exif.orientation(image_path.read_bytes()))
-    shown = _shown(image, turns)
-    there = _shown(label, int(exif.orientation(label_path.read_bytes())))
+    sizes = {}
+    for path, picture in pair.items():
+        turned = pictures.swaps(pictures.orientation(path.read_bytes()))
+        sizes[path] = "{}x{}".format(*(picture.size[::-1] if turned else picture.size))
+    (image_path, shown), (label_path, there) = sizes.items()
     if shown == there:
         return
-    if image.size == there:
+    if there == "{}x{}".format(*pair[image_path].size):
         raise ValueError(
-            f"{label_path} fits {image_path} as it is stored, {_words(there)}; its EXIF "
-            f"orientation {turns} turns that picture to {_words(shown)}, as viewers show it: "
-            "turn the label too, or take the orientation out of all pictures of the set"
+            f"{label_path} fits {image_path} as it is stored, {there}; its EXIF orientation turns "
+            f"that picture to {shown}, as viewers show it: turn the label too, or remove the "
+            "orientation from all pictures of the set"
         )
     raise ValueError(
-        f"{image_path} is {_words(shown)} and {label_path} is {_words(there)} (width x "
-        "height); make them one size (labels without interpolation)"
+        f"{image_path} is {shown} and {label_path} is {there} (width x height); make them one size "
+        "(labels without interpolation)"
     )
-
-
-def _shown(picture: Image.Image, orientation: int) -> tuple[int, int]:
-    """Width and height after a picture is turned."""
-    return picture.size[::-1] if exif.swaps(orientation) else picture.size
-
-
-def _words(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-_CONTENT = {"images": "pictures", "labels": "label PNGs", "splits": "lists"}
 
 
 class ImageLabelFolder(PicturePairs):
@@ -192,7 +172,7 @@ class ImageLabelFolder(PicturePairs):
 def _list(root: Path, split: str) -> tuple[Names, Names]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds images/ and labels/")
-    for name, content in _CONTENT.items():
+    for name, content in (("images", "pictures"), ("labels", "label PNGs"), ("splits", "lists")):
         listing.check_folder(root / name, content)
     names = listing.read_names(root / "splits" / f"{split}.txt")
     images = listing.find(root / "images", names, IMAGE_SUFFIXES)

@@ -4,10 +4,10 @@ ROOT/SPLIT/pack.json                    what is packed, and the shards with thei
 ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
-`hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or
-JPEG) and "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The
-last record of a shard is its mark: text that names the pack and the shard, so that a shard of
-another pack is noticed when the set is opened, even if its size fits.
+`hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or JPEG) and
+"label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The last
+record of a shard is its mark: it names the pack and the shard, so that a shard of another pack is
+noticed when the set is opened, even if its size fits.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -31,40 +31,15 @@ FRAMING = 16  # bytes of a TFRecord besides its data: length, CRC of the length,
 _AGAIN = "copy it again, or pack again"
 
 
-class Shard(NamedTuple):
-    """One file of a packed split, as the packer left it."""
-
-    path: Path
-    size: int  # bytes
-    mark: bytes  # data of its last record
-    sha256: str  # of the whole file, hex digits
-
-    def problem(self) -> str | None:
-        """A message if its size or its mark is wrong; None if both are right."""
-        if not self.path.is_file():
-            return f"{self.path} is missing; {_AGAIN}"
-        with self.path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size != self.size:
-                return f"{self.path} has {size} bytes where {self.size} were written; {_AGAIN}"
-            file.seek(max(0, size - len(self.mark) - 4))  # a record ends with a CRC of 4 bytes
-            if file.read(len(self.mark)) != self.mark:
-                return (
-                    f"{self.path} is not the shard that {META} lists: its last bytes name another "
-                    f"one, or are damaged; {_AGAIN}"
-                )
-        return None
-
-
 class Records:
     """One packed split, as a `source.Source`.
 
     Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
     uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
 
-    Raises ValueError, naming the file, if one is missing or changed: it compares sizes, marks of
-    shards, and the checksums of pack.json and the index. A record's own checksum is compared when
-    it is read; `hvdkit check` compares everything.
+    Raises ValueError, naming the files, if some are missing or changed: it compares sizes and marks
+    of shards, and the checksums of pack.json and the index. A record's own checksum is compared
+    when it is read.
     """
 
     def __init__(self, root: Path, split: str, _: int = 0):
@@ -76,29 +51,21 @@ class Records:
         self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
-        listed = _shards(self.folder, meta)
-        _check_shards(listed)
+        _check_shards(self.folder, meta)
         counts = [shard["records"] for shard in meta["shards"]]
         self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
         self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         with tf.device("CPU:0"):  # where files are read
-            names = [os.fsencode(self.folder / name) for name, _ in self._shards]
-            self._files = tf.constant(names)
+            self._files = tf.constant([os.fsencode(self.folder / n) for n, _ in self._shards])
             self._places = tf.constant(np.column_stack([self._shard_of, self._index]), tf.int64)
 
     def __len__(self) -> int:
         return len(self._index)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Reads one sample, see the class; index: int64 scalar.
-
-        Raises tf.errors.DataLossError (when it runs) for a damaged record.
-        """
-        kind = tf.string if self.kind == "map" else tf.int64
-        features = {
-            name: tf.io.FixedLenFeature([], t)
-            for name, t in (("image", tf.string), ("label", kind))
-        }
+        """Raises tf.errors.DataLossError (when it runs) for a damaged record."""
+        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
+        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
         sample = tf.io.parse_single_example(self._read_bytes(index), features)
         if self.kind == "map":
             label = tf.io.decode_png(sample["label"], channels=1)
@@ -108,7 +75,6 @@ class Records:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        """What is wrong with sample `index` (0 .. len - 1), or None when it reads well."""
         where = self.where(index)
         try:
             self.read(tf.constant(index, tf.int64))
@@ -152,18 +118,13 @@ def mark(content: str, shard: int, shards: int) -> bytes:
     return f"pack {content}, shard {shard} of {shards}".encode()
 
 
-def shards(folder: Path) -> list[Shard]:
-    """The files of a packed split; raises ValueError if its pack.json is unusable."""
-    return _shards(folder, _read_meta(folder))
-
-
 def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
     """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
 
     Args:
       meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes, sha256}); class_names (a list) and is_demo (True)
-        where the source has them.
+        shards (a list of {name, records, bytes}); class_names (a list) and is_demo (True) where
+        the source has them.
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)
@@ -198,19 +159,24 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _shards(folder: Path, meta: dict[str, Any]) -> list[Shard]:
-    marks = [mark(meta["content"], n, len(meta["shards"])) for n in range(len(meta["shards"]))]
-    return [
-        Shard(folder / shard["name"], shard["bytes"], end, shard["sha256"])
-        for shard, end in zip(meta["shards"], marks)
-    ]
+def _check_shards(folder: Path, meta: dict[str, Any]) -> None:
+    listed = meta["shards"]
 
+    def problem(number: int) -> str:
+        path, size = folder / listed[number]["name"], listed[number]["bytes"]
+        if not path.is_file():
+            return f"{path} is missing"
+        end = mark(meta["content"], number, len(listed))
+        with path.open("rb") as file:
+            if (found := file.seek(0, os.SEEK_END)) != size:
+                return f"{path} has {found} bytes where {size} were written"
+            file.seek(max(0, size - len(end) - 4))  # a record ends with a CRC of 4 bytes
+            fits = file.read(len(end)) == end
+        return "" if fits else f"{path} belongs to another pack or place, or its end is damaged"
 
-def _check_shards(listed: list[Shard]) -> None:
     with ThreadPoolExecutor(16) as pool:  # waiting for a file server, not computing
-        for problem in pool.map(Shard.problem, listed):
-            if problem:
-                raise ValueError(problem)
+        if problems := [*filter(None, pool.map(problem, range(len(listed))))]:
+            raise ValueError(f"{join(problems)}; {_AGAIN}")
 
 
 def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:
