@@ -51,9 +51,9 @@ def fails(make: Callable[[], object], *parts: object) -> None:
     """It raises ValueError, in one line that holds the parts."""
     with pytest.raises(ValueError) as error:
         make()
-    said = str(error.value)
-    assert "\n" not in said
-    assert all(str(part) in said for part in parts), said
+    message = str(error.value)
+    assert "\n" not in message
+    assert all(str(part) in message for part in parts), message
 
 
 def explained(source: Source, index: int, *parts: object) -> None:
@@ -62,9 +62,9 @@ def explained(source: Source, index: int, *parts: object) -> None:
         source.read(tf.constant(index, tf.int64))
     with pytest.raises(tf.errors.OpError):
         list(tf.data.Dataset.range(index, index + 1).map(pipeline.as_written(source.read)))
-    said = source.explain(index)
-    assert said is not None and "\n" not in said and "{{" not in said, said
-    assert all(str(part) in said for part in parts), said
+    message = source.explain(index)
+    assert message is not None and "\n" not in message and "{{" not in message, message
+    assert all(str(part) in message for part in parts), message
 
 
 def read_all(source: Source) -> list[dict[str, np.ndarray]]:

@@ -68,18 +68,6 @@ def test_labels_hold_only_values_that_were_there_or_ignore(shape: tuple[int, int
         assert set(np.unique(picked).tolist()) <= allowed
 
 
-def test_shapes_are_known_before_anything_is_read():
-    spec = {
-        "image": tf.TensorSpec([None, None, 3], tf.uint8),
-        "label": tf.TensorSpec([None, None, 1], tf.uint8),
-    }
-    train = tf.function(lambda sample, key: augment.training_pair(sample, key, PLAIN))
-    evaluate = tf.function(lambda sample: augment.evaluation_pair(sample, PLAIN))
-    key = tf.TensorSpec([2], tf.int32)
-    for made in (train.get_concrete_function(spec, key), evaluate.get_concrete_function(spec)):
-        assert [tuple(out.shape) for out in made.outputs] == [(32, 40, 3), (32, 40, 1)]
-
-
 def test_a_key_says_it_all():
     image, label = noise(48, 48)
     how = augment.Augmentation(size=(32, 32))
@@ -240,20 +228,15 @@ def test_shifts_reach_an_eighth_both_ways_and_no_further():
     assert 200 < turned < 300
 
 
-def drawn_parts(height: int, width: int, keys: int, smallest: float = 0.08):
-    """Ten draws a key, and the part that they give; float32 [keys, 10, 4] and int32 [keys, 4]."""
-    draws = np.random.default_rng(0).random((keys, 10, 4), np.float32)
-    shape = tf.constant([height, width])
-    made = tf.function(lambda d: tf.map_fn(
-        lambda one: augment.random_part(shape, one, smallest), d, fn_output_signature=tf.int32
-    ))  # fmt: skip
-    return draws, made(draws).numpy()
-
-
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (40, 200), (5, 3), (1, 1)])
 def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
     """The rule of torchvision's RandomResizedCrop, written out one try after the other."""
-    draws, found = drawn_parts(height, width, 400)
+    draws, shape = np.random.default_rng(0).random((400, 10, 4), np.float32), [height, width]
+    made = tf.function(lambda d: tf.map_fn(
+        lambda one: augment.random_part(tf.constant(shape), one, 0.08), d,
+        fn_output_signature=tf.int32
+    ))  # fmt: skip
+    found = made(draws).numpy()
     fell_back = 0
     for own, (top, left, high, wide) in zip(draws.astype(np.float64), found):
         for y, x, area, ratio in own:

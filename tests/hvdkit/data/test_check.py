@@ -14,33 +14,23 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit import settings as settings_lib
-from hvdkit.data import check, pack, pipeline
+from hvdkit.data import check, pack
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.source import Arrays
 from hvdkit.settings import project
 
+COUNTED = re.compile(r"^[^:]+: (  |pictures: |the \d+ rarest|\d+ class\(es\) never|to balance)")
+
 
 @pytest.fixture
-def whole(capsys):
-    """(exit code, what was printed) of the command with these flags."""
+def run(capsys):
+    """(exit code, what was printed) of the command: faults and verdicts, and what is counted."""
 
-    def call(*flags: object) -> tuple[int, str]:
+    def call(*flags: object, counts: bool = False) -> tuple[int, str]:
         code = check.main(["check", *map(str, flags)])
-        return code, capsys.readouterr().out
-
-    return call
-
-
-@pytest.fixture
-def run(whole):
-    """The same without what is counted: faults and verdicts."""
-    counted = re.compile(r"^[^:]+: (  |pictures: |the \d+ rarest|\d+ class\(es\) never|to balance)")
-
-    def call(*flags: object) -> tuple[int, str]:
-        code, printed = whole(*flags)
-        lines = printed.splitlines(keepends=True)
-        return code, "".join(line for line in lines if not counted.match(line))
+        lines = capsys.readouterr().out.splitlines(keepends=True)
+        return code, "".join(line for line in lines if counts or not COUNTED.match(line))
 
     return call
 
@@ -64,11 +54,11 @@ def pairs(folder: Path, *classes: int) -> None:
 )
 def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):
     write(tmp_path)
-    code, said = run(f"--data_dir={tmp_path}")
-    assert code == 0, said
+    code, printed = run(f"--data_dir={tmp_path}")
+    assert code == 0, printed
     train = f"train: {len(reader_of(layout)(tmp_path, 'train', 0))} samples, labels 0 to {highest}"
-    assert said.splitlines()[0] == f"{train} ({layout}): all is well"
-    assert said.splitlines()[1].startswith("val: ") and said.endswith(": all is well\n")
+    assert printed.splitlines()[0] == f"{train} ({layout}): all is well"
+    assert printed.splitlines()[1].startswith("val: ") and printed.endswith(": all is well\n")
 
 
 def test_every_bad_sample_is_named(tmp_path: Path, run):
@@ -81,9 +71,9 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     (tmp_path / "images" / "2.png").write_bytes(b"no picture")
     (tmp_path / "labels" / "5.png").write_bytes(b"")
     readers.save(tmp_path / "labels" / "7.png", np.full((12, 16), 3, np.uint8))
-    code, said = run(f"--data_dir={tmp_path}", "--num_classes=3")
-    lines = said.splitlines()
-    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, said
+    code, printed = run(f"--data_dir={tmp_path}", "--num_classes=3")
+    lines = printed.splitlines()
+    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, printed
     assert "images/2.png is neither PNG nor JPEG" in lines[0]
     assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
     assert "labels/7.png: label value 3" in lines[2]
@@ -93,8 +83,8 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
     for number in range(9):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"no picture")
-    said = run(f"--data_dir={tmp_path}", "--split=train")[1]
-    assert "9 samples, no label could be read (folders): 9 fault(s)" in said
+    printed = run(f"--data_dir={tmp_path}", "--split=train")[1]
+    assert "9 samples, no label could be read (folders): 9 fault(s)" in printed
 
 
 def test_the_command_ends_with_what_it_found(tmp_path: Path):
@@ -118,33 +108,37 @@ def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
     for split in ("train", "val2"):
         pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, shards=1)
     for where in (tmp_path, tmp_path / "out"):
-        code, said = run(f"--data_dir={where}", "--split=train", "--split=val2")
-        assert code == 1 and said.count(f"{where / 'val2'} and {where / 'train'} hold") == 1, said
-        assert "has n01, n02, n03, n04, n10;" in said
-        assert "val2: 2 samples, labels 0 to 1" in said and "1 fault(s)" in said, said
+        code, printed = run(f"--data_dir={where}", "--split=train", "--split=val2")
+        assert code == 1 and printed.count(f"{where / 'val2'} and {where / 'train'} hold") == 1, (
+            printed
+        )
+        assert "has n01, n02, n03, n04, n10;" in printed
+        assert "val2: 2 samples, labels 0 to 1" in printed and "1 fault(s)" in printed, printed
 
 
 def test_shards_are_read_whole(tmp_path: Path, run):
     readers.write_classes(tmp_path / "raw")
     source = ClassFolders(tmp_path / "raw", "train")
     folder = pack.pack(source, tmp_path / "out", "train", shards=2)
-    code, said = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
-    assert code == 1 and "record of sample 3" in said and "label 2 is no class" in said, said
+    code, printed = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
+    assert code == 1 and "record of sample 3" in printed and "label 2 is no class" in printed, (
+        printed
+    )
     (tmp_path / "out" / "val").mkdir()  # no pack: not looked at
-    code, said = run(f"--data_dir={tmp_path / 'out'}")
-    assert (code, said) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
+    code, printed = run(f"--data_dir={tmp_path / 'out'}")
+    assert (code, printed) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
     shard = folder / "train-00001-of-00002.tfrecord"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
-    code, said = run(f"--data_dir={tmp_path / 'out'}", "--data_format=records")
-    lines = said.splitlines()
-    assert code == 1 and len(lines) == 2, said
+    code, printed = run(f"--data_dir={tmp_path / 'out'}", "--data_format=records")
+    lines = printed.splitlines()
+    assert code == 1 and len(lines) == 2, printed
     assert f"{shard}, record of sample 2" in lines[0] and "checksum" in lines[0]
     shard.write_bytes(whole[:-1])
     (folder / "train-00000-of-00002.tfrecord").unlink()
-    code, said = run(f"--data_dir={tmp_path / 'out'}")
-    assert code == 1 and "00000-of-00002.tfrecord is missing" in said.splitlines()[0]
-    assert f"{shard} has" in said.splitlines()[0] and "train: not read" in said
+    code, printed = run(f"--data_dir={tmp_path / 'out'}")
+    assert code == 1 and "00000-of-00002.tfrecord is missing" in printed.splitlines()[0]
+    assert f"{shard} has" in printed.splitlines()[0] and "train: not read" in printed
 
 
 def test_wrong_flags(tmp_path: Path, run, capsys):
@@ -152,8 +146,8 @@ def test_wrong_flags(tmp_path: Path, run, capsys):
         run(f"--data_dir={tmp_path}")
     assert end.value.code == 2
     assert f"--data_dir={tmp_path} does not show its layout" in capsys.readouterr().err
-    code, said = run(f"--data_dir={tmp_path}", "--data_format=cifar10")
-    assert code == 1 and "data_batch_1.bin is missing" in said
+    code, printed = run(f"--data_dir={tmp_path}", "--data_format=cifar10")
+    assert code == 1 and "data_batch_1.bin is missing" in printed
     pairs(tmp_path, 0, 1)
     with pytest.raises(SystemExit) as end:  # more than label pictures can hold
         run(f"--data_dir={tmp_path}", "--num_classes=300")
@@ -161,41 +155,13 @@ def test_wrong_flags(tmp_path: Path, run, capsys):
     assert "--num_classes=300: 255 in a label picture means ignored" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [0, 13, 49])
-def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
-    asked = []
-
-    class Torn(Arrays):
-        def read(self, index):
-            fine = tf.debugging.Assert(index != bad, ["torn"])
-            with tf.control_dependencies([fine]):
-                return super().read(index)
-
-        def explain(self, index):
-            asked.append(index)
-            return f"sample {index} is torn" if index == bad else None
-
-    source = Torn(x=np.arange(50))
-    reader = pipeline.reader(source, lambda sample: sample, keyed=False)
-    feeds = [pipeline.EvaluationFeed(source, reader, 4, rank=rank, size=3) for rank in range(3)]
-    told = []
-    for feed in feeds:
-        try:
-            told.append(sum(len(batch["x"]) for batch in feed))
-        except ValueError as error:
-            told.append(str(error))
-    assert told.count(f"sample {bad} is torn") == 1 and len(set(told)) > 1
-    first = bad // 4 * 4
-    assert asked == list(range(first, bad + 1))
-
-
-def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
+def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):
     """Two pictures of 4 x 6: class 0 on 30 pixels, class 2 on 10, and 8 ignored."""
     labels = np.zeros((2, 4, 6), np.uint8)
     labels[0, :, :2], labels[1, :1, :2], labels[1, 3], labels[1, 2, :2] = 2, 2, 255, 255
     pairs = {str(n): (np.zeros((4, 6, 3), np.uint8), label) for n, label in enumerate(labels)}
     readers.write_pairs(tmp_path, pairs)
-    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3")
+    code, printed = run(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3", counts=True)
     assert code == 0, printed
     assert re.search(r"  0 +30 pixels +75.000%", printed), printed
     assert re.search(r"  2 +10 pixels +25.000%", printed), printed
@@ -209,34 +175,36 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, whole):
     (tmp_path / "splits/a.txt").write_text("1\n")
     for splits, balanced in ((("a", "train"), "train"), (("a",), "a")):
         asked = [f"--split={split}" for split in splits]
-        code, printed = whole(f"--data_dir={tmp_path}", *asked, "--num_classes=3")
+        code, printed = run(f"--data_dir={tmp_path}", *asked, "--num_classes=3", counts=True)
         assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], printed
 
 
-def test_samples_of_classes_are_counted_by_name(tmp_path: Path, whole):
+def test_samples_of_classes_are_counted_by_name(tmp_path: Path, run):
     sizes = {"cat": [(5, 7), (9, 3)], "dog": [(20, 30)]}
     for name, shapes in sizes.items():
         (tmp_path / "train" / name).mkdir(parents=True)
         for number, shape in enumerate(shapes):
             picture = Image.fromarray(np.zeros((*shape, 3), np.uint8))
             picture.save(tmp_path / "train" / name / f"{number}.png")
-    code, printed = whole(f"--data_dir={tmp_path}", "--split=train", "--data_format=class_folders")
+    code, printed = run(
+        f"--data_dir={tmp_path}", "--split=train", "--data_format=class_folders", counts=True
+    )
     assert code == 0, printed
     assert re.search(r"0 cat +2 samples +66.667%", printed), printed
     assert "pictures: 9 x 3 to 20 x 30, median 5 x 7" in printed
     assert "--class_weights=0.75,1.5" in printed
 
 
-def test_classes_that_occur_are_counted_and_faults_come_without_weights(tmp_path: Path, whole):
+def test_classes_that_occur_are_counted_and_faults_come_without_weights(tmp_path: Path, run):
     pairs(tmp_path, 0, 2)
-    code, printed = whole(f"--data_dir={tmp_path}")
+    code, printed = run(f"--data_dir={tmp_path}", counts=True)
     assert code == 0, printed
     assert "1 class(es) never occur: 1" in printed and not re.search(r"^train: +3 ", printed, re.M)
     # Only of the split to train on: weights of another one would not fit it.
     (flag,) = re.findall(r"^train: .*--class_weights=(\S+)", printed, re.M)
     assert flag == "1,1,1" and printed.count("--class_weights") == 1
     pairs(tmp_path, 0, 7)
-    code, printed = whole(f"--data_dir={tmp_path}", "--num_classes=3")
+    code, printed = run(f"--data_dir={tmp_path}", "--num_classes=3", counts=True)
     assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
 
 

@@ -1,4 +1,4 @@
-"""A folder a class: samples, labels, and what is said when something is missing or wrong."""
+"""A folder a class: samples, labels, and errors about what is missing or wrong."""
 
 import contextlib
 import os
@@ -57,25 +57,27 @@ def test_order_does_not_depend_on_the_file_system(root: Path, monkeypatch: pytes
     assert ClassFolders(root, "train").fingerprint() == first.fingerprint()
 
 
-def test_fingerprint_tells_names_and_sizes(root: Path):
-    first = ClassFolders(root, "train").fingerprint()
-    assert ClassFolders(root, "train").fingerprint() == first
-    assert ClassFolders(root, "val").fingerprint() != first
-    with (root / "train/n01/z.jpg").open("ab") as file:
-        file.write(b"x")
-    second = ClassFolders(root, "train").fingerprint()
+def test_fingerprint_tells_names_and_sizes(root: Path, monkeypatch: pytest.MonkeyPatch):
+    def fingerprint(split: str = "train") -> str:
+        return ClassFolders(root, split).fingerprint()
+
+    def longer(name: str) -> None:
+        with (root / "train" / name).open("ab") as file:
+            file.write(b"x")
+
+    first = fingerprint()
+    assert first == fingerprint() != fingerprint("val")
+    longer("n01/z.jpg")
+    second = fingerprint()
     (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
-    assert len({first, second, ClassFolders(root, "train").fingerprint()}) == 3
-
-
-def test_names_without_sizes_count_too(root: Path, monkeypatch: pytest.MonkeyPatch):
+    assert len({first, second, fingerprint()}) == 3
+    # The names of files count whose sizes are not read.
     monkeypatch.setattr(listing, "_LOOKED_AT", 1)
-    first = ClassFolders(root, "train").fingerprint()
-    with (root / "train/n10/c.jpeg").open("ab") as file:
-        file.write(b"x")
-    assert ClassFolders(root, "train").fingerprint() == first
+    first = fingerprint()
+    longer("n10/c.jpeg")
+    assert fingerprint() == first
     (root / "train/n10/c.jpeg").rename(root / "train/n10/d.jpeg")
-    assert ClassFolders(root, "train").fingerprint() != first
+    assert fingerprint() != first
 
 
 def test_missing_parts_are_named(root: Path):

@@ -1,4 +1,4 @@
-"""Folders of images and labels: what is read, and what is said when it cannot be."""
+"""Folders of images and labels: what is read, and errors that explain what cannot be."""
 
 import re
 import shutil

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import readers
 
@@ -19,9 +21,9 @@ from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.voc import Voc
-from hvdkit.data.source import Source
+from hvdkit.data.source import Arrays, Source
 from hvdkit.run import context as run_lib
-from hvdkit.settings.data import FORMATS, add_reader
+from hvdkit.settings.data import FORMATS, READERS, add_reader
 from ranks import PROJECT
 
 CONFIGS = PROJECT / "configs"
@@ -99,31 +101,21 @@ def test_splits_of_any_name(tmp_path: Path):
     assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
     assert open_lib.trained_on_too(*opened()) == 0
     words = "1 of the 1 validation pictures are trained on too"
-    assert said("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
-    assert said("val", both[1], both[1]) == []  # settings_lib.notes has told it, see below
+    assert notes("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
+    assert notes("val", both[1], both[1]) == []  # a note of the settings says it, see below
     words = ("trainaug.txt is missing", "there are: train, trainval, val")
     readers.fails(lambda: opened("--train_split=trainaug"), *words)
-    notes = settings(tmp_path, "voc", 21, "--train_split=val").notes()
-    assert "both val" in " ".join(notes)
+    assert "both val" in " ".join(settings(tmp_path, "voc", 21, "--train_split=val").notes())
 
 
-def said(train_split: str, train_source, val_source) -> list[str]:
-    """The notes of a run on these sources that speak of validation pictures."""
+def notes(train_split: str, train_source, val_source) -> list[str]:
+    """The notes of a run on these sources about validation pictures."""
     config = settings_lib.Settings(train_split=train_split)
     parts = {"config": config, "train_source": train_source, "val_source": val_source}
     world = SimpleNamespace(is_chief=True, size=1)
     model = SimpleNamespace(compiled=False, trainable_variables=[])
-    notes = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
-    return [note for note in notes if "validation pictures" in note]
-
-
-@pytest.mark.parametrize("format", ["cifar10", "cifar100", "digits"])
-def test_splits_that_a_format_has_not(tmp_path: Path, format: str):
-    if format != "digits":
-        {"cifar10": readers.write_cifar10, "cifar100": readers.write_cifar100}[format](tmp_path)
-    classes = {"cifar100": 100}.get(format, 10)
-    config = settings(tmp_path, format, classes, "--val_split=test")
-    readers.fails(lambda: open_lib.open_sources(config, "digits"), "'test'", "'train', 'val'")
+    found = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
+    return [note for note in found if "validation pictures" in note]
 
 
 def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
@@ -152,14 +144,14 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
 
 
-def test_one_class_cannot_be_told_apart(tmp_path: Path):
+def test_one_class_is_refused(tmp_path: Path):
     readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
     config = settings(tmp_path, "class_folders", 2)
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
     readers.fails(lambda: open_one(config, "train", "class_folders"), *words)
-    told: list[str] = []
-    check.check(tmp_path, "train", "class_folders", classes=0, tell=told.append, others={})
-    assert len(told) == 1 and "holds one class only" in told[0]
+    faults: list[str] = []
+    check.check(tmp_path, "train", "class_folders", classes=0, tell=faults.append, others={})
+    assert len(faults) == 1 and "holds one class only" in faults[0]
 
 
 def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
@@ -173,24 +165,14 @@ def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
     )
 
     def run(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True
-        )
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     opened = run("train.py", "--data_format=squares")
     assert opened.stdout.split() == ["4", "3"], opened.stderr
-    packed = run(
-        *["-m", "hvdkit", "pack", "--from=squares", "--split=train", "--out=out", "--root=."]
-    )
+    flags = ["--from=squares", "--split=train", "--out=out", "--root=."]
+    packed = run("-m", "hvdkit", "pack", *flags)
     assert "4 samples, labels below 3" in packed.stdout, packed.stderr
-    (tmp_path / "squares.py").write_text(SQUARES.replace("image=", "sound="))
-    for command in (
-        ["pack", "--from=squares", "--split=train", "--out=sound", "--root=."],
-        ["check", "--data_dir=.", "--data_format=squares", "--num_classes=3"],
-    ):
-        unfit = run("-m", "hvdkit", *command)
-        assert unfit.returncode in (1, 2) and "samples need an image" in unfit.stderr + unfit.stdout
-        assert "Traceback" not in unfit.stderr
     wrong = run("train.py", "--data_format=circles")
     assert wrong.returncode == 2 and "records, squares" in wrong.stderr
 
@@ -211,6 +193,34 @@ config = from_command_line([*sys.argv, "--num_classes=3"], settings.Settings)
 from hvdkit.data.open import open_sources
 print(*map(len, open_sources(config, "digits")))
 """
+
+
+@pytest.mark.parametrize(
+    ("reader", "words"),
+    [
+        ("gone.Reader", "cannot be imported: No module named 'gone'"),
+        ("hvdkit.data.source.Gone", "cannot be imported: module 'hvdkit.data.source' has no"),
+        ("hvdkit.data.labels.IGNORE", "is neither a class nor a function"),
+        (f"{__name__}.sounds", "samples need an image and a label"),
+    ],
+)
+def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, reader, words):
+    monkeypatch.setitem(READERS, "mine", reader)
+    flags = ["--data_format=mine", "--split=train", f"--data_dir={tmp_path}", "--num_classes=3"]
+    with contextlib.suppress(SystemExit):
+        assert check.main(["check", *flags]) == 1
+    with pytest.raises(SystemExit) as end:
+        pack.main(
+            ["pack", "--from=mine", "--split=train", f"--root={tmp_path}", f"--out={tmp_path}"]
+        )
+    printed = "".join(capsys.readouterr())
+    assert end.value.code == 2 and printed.count(words) == 2, printed
+    if reader != f"{__name__}.sounds":
+        assert printed.count(f"--data_format=mine: its reader {reader}") == 2
+
+
+def sounds(*_: object) -> Arrays:
+    return Arrays(sound=np.zeros([3, 8]), label=np.arange(3))
 
 
 @pytest.mark.parametrize(

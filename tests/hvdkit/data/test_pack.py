@@ -280,25 +280,22 @@ def test_a_hidden_folder_is_for_one_process_and_goes_at_the_end(tmp_path: Path, 
 @pytest.fixture
 def unsafe(monkeypatch):
     """By the name that a rename gave: what of it was not flushed when it got that name."""
-    flushed: dict[tuple[int, int], int] = {}  # of each file and folder: its size when it was
+    flushed: dict[int, int] = {}  # by inode of a file or folder: its size when it was flushed
     found: dict[str, list[str]] = {}
     fsync = os.fsync
 
     def watched(descriptor: int) -> None:
         fsync(descriptor)
-        about = os.fstat(descriptor)
-        flushed[about.st_dev, about.st_ino] = about.st_size
+        flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
     def check(move):
         def renamed(path: Path, target: Path):
             inside = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
             about = {p.name: p.stat() for p in inside}
-            found[Path(target).name] = [
-                n for n, x in about.items() if flushed.get((x.st_dev, x.st_ino)) != x.st_size
-            ]
-            moved = move(path, target)
-            flushed.pop((target.parent.stat().st_dev, target.parent.stat().st_ino), None)
-            return moved
+            late = [name for name, x in about.items() if flushed.get(x.st_ino) != x.st_size]
+            found[Path(target).name] = late
+            flushed.pop(target.parent.stat().st_ino, None)
+            return move(path, target)
 
         return renamed
 
@@ -308,15 +305,15 @@ def unsafe(monkeypatch):
     return found, flushed
 
 
-def test_a_checkpoint(kept, unsafe):
+def test_a_checkpoint_is_flushed(kept, unsafe):
     found, flushed = unsafe
     path = save(kept, 7)
     assert found == {"manifest.json": [], "step-00000007": []}
-    parent = kept.folder.stat()  # which holds the new name
-    assert path.parent == kept.folder and (parent.st_dev, parent.st_ino) in flushed
+    assert path.parent == kept.folder
+    assert kept.folder.stat().st_ino in flushed  # which holds the new name
 
 
-def test_a_packed_split(tmp_path, unsafe):
+def test_a_packed_split_is_flushed(tmp_path, unsafe):
     samples = {"image": np.zeros((3, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2], np.int32)}
     pack.pack(Arrays(**samples), tmp_path, "train", shards=2)
     assert unsafe[0]["train"] == []

@@ -118,13 +118,6 @@ def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than
         assert np.abs(found - expected).max() <= 0.5 + 1e-3 < np.abs(found - other).max()
 
 
-def test_what_only_begins_like_a_label_at_two_bytes_is_refused():
-    """Depth 8 and colour grey where a PNG has them, in a file that is none."""
-    data = b"x" * 24 + bytes([8, 0]) + b"x" * 40
-    with pytest.raises(tf.errors.InvalidArgumentError, match="8-bit grey or a palette PNG"):
-        pictures.decode_label(tf.constant(data), tf.constant("a.png"))
-
-
 ROWS, COLUMNS = np.mgrid[:24, :40]
 RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
 

@@ -60,28 +60,17 @@ def test_as_many_examples_at_once_as_there_are_workers(workers: int):
 def test_batches_are_the_same_on_a_device_of_their_own():
     """The host's, as there is no other here: through the same ops as for a GPU."""
     order = Sampler(40, 20, 1, 1, 0, 1)
-
-    def take(sample, key):
-        small = tf.debugging.assert_less(sample["x"], tf.constant(limit, tf.int64))
-        with tf.control_dependencies([small]):
-            return {"x": tf.identity(sample["x"])}
-
-    limit = 40
-    taken = reader(SOURCE, take, keyed=True)
+    made = reader(SOURCE, lambda sample, key: sample, keyed=True)
     feeds = [
-        TrainingFeed(SOURCE, order, taken, first_step=1, num_steps=4, device=device)
+        TrainingFeed(SOURCE, order, made, first_step=1, num_steps=4, device=device)
         for device in ("", "/CPU:0")
     ]
     for _ in range(3):
         ours, other = (feed.next()["x"].numpy() for feed in feeds)
         np.testing.assert_array_equal(ours, other)
-    limit = 0
-    taken = reader(SOURCE, take, keyed=True)
-    feed = TrainingFeed(SOURCE, order, taken, first_step=1, num_steps=4, device="/CPU:0")
-    assert feed.next()["x"].numpy().max() == 0 and "x < y" in feed.error
 
 
-def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
+def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
     figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
     telemetry = Telemetry(
         Settings(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), first_step=0, epoch=50
@@ -89,8 +78,8 @@ def test_a_run_that_waits_for_its_data_is_told_so_once(tmp_path, capsys):
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
         telemetry.step(step, figures, samples=8, losses=[1.0], waited=waited, times={})
-        said = capsys.readouterr().out
-        assert ("input-bound: rank 0 waited for data 100% of the time" in said) == (step == 3)
+        printed = capsys.readouterr().out
+        assert ("input-bound: rank 0 waited for data 100% of the time" in printed) == (step == 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert ['"data_wait": 0.0' in line for line in lines] == [False, True, False, False]
 
@@ -112,23 +101,44 @@ def test_samples_keep_their_order_however_long_each_takes():
     assert feed.next()["x"][0].numpy().tolist() == ids
 
 
-def test_the_sample_that_cannot_be_read_is_the_one_named():
-    """Every step's samples are named by a source that blames all it is asked about."""
-    order = Sampler(40, 4, 1, 1, 0, 1)
-    bad = order.ids_of(2, 0)[1]
+class Torn(Arrays):
+    """Of its 50 samples, one cannot be read."""
 
-    class Source(Arrays):
-        def explain(self, index):
-            return f"sample {index} is bad" if index == bad else None
+    def __init__(self, bad: int) -> None:
+        super().__init__(x=np.arange(50))
+        self.bad, self.asked = bad, []
 
-    def take(sample, key):
-        sound = tf.debugging.assert_none_equal(sample["x"], tf.constant(bad, tf.int64))
-        with tf.control_dependencies([sound]):
-            return {"x": tf.identity(sample["x"])}
+    def read(self, index):
+        fine = tf.debugging.Assert(index != self.bad, ["torn"])
+        with tf.control_dependencies([fine]):
+            return super().read(index)
 
-    source = Source(x=np.arange(40))
-    feed = TrainingFeed(source, order, reader(source, take, keyed=True), num_steps=5)
+    def explain(self, index):
+        self.asked.append(index)
+        return f"sample {index} is torn" if index == self.bad else None
+
+
+@pytest.mark.parametrize("device", ["", "/CPU:0"])
+def test_a_step_names_the_sample_that_cannot_be_read(device: str):
+    order = Sampler(50, 4, 1, 1, 0, 1)
+    source = Torn(order.ids_of(2, 0)[1])
+    made = reader(source, lambda sample, key: sample, keyed=True)
+    feed = TrainingFeed(source, order, made, num_steps=5, device=device)
     for step in range(3):
         assert feed.error is None, step
         feed.next()
-    assert feed.error == f"sample {bad} is bad"
+    assert feed.error == f"sample {source.bad} is torn"
+
+
+@pytest.mark.parametrize("bad", [13, 49])
+def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
+    source, found = Torn(bad), []
+    made = reader(source, lambda sample: sample, keyed=False)
+    for rank in range(3):
+        try:
+            feed = EvaluationFeed(source, made, 4, rank=rank, size=3)
+            found.append(sum(len(batch["x"]) for batch in feed))
+        except ValueError as error:
+            found.append(str(error))
+    assert found.count(f"sample {bad} is torn") == 1 and len(set(found)) > 1
+    assert source.asked == list(range(bad // 4 * 4, bad + 1))

@@ -1,4 +1,4 @@
-"""Arrays, the scanned digits and the colours of classes."""
+"""Arrays, and the scanned digits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.data import shipped
-from hvdkit.data.labels import COLOURS
 from hvdkit.data.shipped import ROWS, Digits
 from hvdkit.data.source import Arrays
 
 
-def test_arrays_are_read_by_name_and_told_apart_by_content():
+def test_arrays_are_read_by_name_and_compared_by_content():
     arrays = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 7]))
     sample = arrays.read(tf.constant(1, tf.int64))
     assert len(arrays) == 3 and sample["x"].numpy().tolist() == [0, 1, 0] and sample["label"] == 6
@@ -54,11 +53,5 @@ def test_a_sample_is_a_picture_and_its_class():
     assert labels == set(range(10))
     with pytest.raises(ValueError, match="num_classes=11"):
         Digits(None, "train", 11)
-
-
-def test_background_is_dark_grey_ignored_white_and_no_two_classes_alike():
-    assert COLOURS.shape == (256, 3) and COLOURS.dtype == np.uint8
-    assert COLOURS[0].tolist() == [63, 63, 63] and COLOURS[255].tolist() == [255, 255, 255]
-    apart = COLOURS[:22].astype(int)
-    distances = np.abs(apart[:, None] - apart[None]).sum(-1) + 999 * np.eye(22, dtype=int)
-    assert distances.min() > 20
+    with pytest.raises(ValueError, match="no split 'test'; there are \\['train', 'val'\\]"):
+        Digits(None, "test")

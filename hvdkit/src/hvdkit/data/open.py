@@ -15,19 +15,23 @@ from hvdkit.logs import join
 from hvdkit.settings import Settings
 from hvdkit.settings.data import READERS
 
+_KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  # of labels
+
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
     """The reader of a --data_format; called with folder, split and number of classes (0: unknown).
 
-    Raises ValueError if it cannot be imported.
+    Raises ValueError if it cannot be imported, or called.
     """
     module, _, attribute = READERS[name].rpartition(".")
+    where = f"--data_format={name}: its reader {READERS[name]}"
     try:
-        return getattr(importlib.import_module(module), attribute)
+        reader = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"--data_format={name}: its reader {READERS[name]} cannot be imported: {error}"
-        ) from None
+        raise ValueError(f"{where} cannot be imported: {error}") from None
+    if not callable(reader):
+        raise ValueError(f"{where} is neither a class nor a function")
+    return reader
 
 
 def kind_of(reader: object) -> str:
@@ -81,9 +85,10 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     name = config.data_format or default
     source = reader_of(name)(Path(config.data_dir), split, config.num_classes)
     if kind_of(source) != kind:
+        has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
         raise ValueError(
-            f"--data_format={name}: {config.data_dir} has {_words(kind_of(source))}, "
-            f"--task={config.task} takes {_words(kind)}; choose other data or another task"
+            f"--data_format={name}: {config.data_dir} has {has}, --task={config.task} takes "
+            f"{takes}; choose other data or another task"
         )
     return source
 
@@ -98,10 +103,6 @@ def _check_number(config: Settings, source: Source, *, split: str, name: str) ->
             f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
             f"{known} classes; give --num_classes={known}"
         )
-
-
-def _words(kind: str) -> str:
-    return {"map": "a class for each pixel", "class": "one class for a picture"}.get(kind, kind)
 
 
 def _synthetic(config: Settings, kind: str) -> Source:

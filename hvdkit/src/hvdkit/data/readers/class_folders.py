@@ -92,13 +92,6 @@ class ClassFolders:
 
 
 def _list(root: Path, split: str) -> _Listed:
-    classes = _classes(root, split)
-    folders = [root / split / name for name in classes]
-    with ThreadPoolExecutor(listing.THREADS) as pool:
-        return _Listed(classes, *Names.joined(pool.map(_pictures, folders)))
-
-
-def _classes(root: Path, split: str) -> list[str]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -119,7 +112,9 @@ def _classes(root: Path, split: str) -> list[str]:
             f"{root / split} holds class folders, and pictures beside them, which have no class: "
             f"{join(loose)}; sort them in or remove them"
         )
-    return classes
+    folders = [root / split / name for name in classes]
+    with ThreadPoolExecutor(listing.THREADS) as pool:
+        return _Listed(classes, *Names.joined(pool.map(_pictures, folders)))
 
 
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:

@@ -79,19 +79,16 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     request for thousands of files. Raises ValueError for names with no file, or with two.
     """
     found: dict[str, str] = {}
-    for parent in sorted({os.path.dirname(name) for name in names}):
-        if not (folder / parent).is_dir():
+    for path, entry in _beside(folder, names):
+        stem, suffix = os.path.splitext(path)
+        if suffix.lower() not in suffixes or stem not in names:
             continue
-        for entry in _entries(folder / parent):
-            stem, suffix = os.path.splitext(os.path.join(parent, entry.name))
-            if suffix.lower() not in suffixes or stem not in names:
-                continue
-            _check_file(entry)
-            if stem in found:
-                raise ValueError(
-                    f"{folder}: {found[stem]} and {stem + suffix} have one name; keep one of them"
-                )
-            found[stem] = stem + suffix
+        _check_file(entry)
+        if stem in found:
+            raise ValueError(
+                f"{folder}: {found[stem]} and {path} have one name; remove one of them"
+            )
+        found[stem] = path
     if missing := [name for name in names if name not in found]:
         raise ValueError(
             f"{folder} has no file {' or '.join(suffixes)} for {join(missing)} (the first is on "
@@ -107,11 +104,9 @@ def check_there(root: Path, paths: Sequence[str], lines: Iterable[int], *, where
     Args:
       lines, where: the line of each path in the list that names them, and that list.
     """
-    parents = {os.path.dirname(path) for path in paths}
-    there = {p: {e.name: e for e in _entries(root / p)} for p in parents if (root / p).is_dir()}
+    there = dict(_beside(root, paths))
     for path, line in zip(paths, lines, strict=True):
-        parent, name = os.path.split(path)
-        if not (entry := there.get(parent, {}).get(name)):
+        if not (entry := there.get(os.path.join(*os.path.split(path)))):
             raise ValueError(
                 f"{where}, line {line}: {root / path} is missing; add it, or remove the line"
             )
@@ -191,6 +186,14 @@ def _ask(paths: Sequence[Path]) -> np.ndarray:
 def _entries(folder: Path) -> list[os.DirEntry]:
     with os.scandir(folder) as entries:
         return sorted(entries, key=attrgetter("name"))
+
+
+def _beside(root: Path, paths: Iterable[str]) -> Iterator[tuple[str, os.DirEntry]]:
+    """All in the folders of these paths, which are relative to root, with their paths."""
+    for parent in sorted({os.path.dirname(path) for path in paths}):
+        if (root / parent).is_dir():
+            for entry in _entries(root / parent):
+                yield os.path.join(parent, entry.name), entry
 
 
 def _check_file(entry: os.DirEntry) -> None:
