@@ -254,18 +254,6 @@ def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
     assert (fell_back > 50) == (width == 200)
 
 
-def test_fine_stripes_of_a_crop_come_out_grey():
-    """Of stripes of one pixel, a crop that leaves pixels out would take some and not others."""
-    stripes = np.zeros((640, 640, 3), np.uint8)
-    stripes[:, ::2] = 255
-    sample = {"image": stripes}
-    for crop in (
-        augment.centred(sample, 64),
-        augment.random_resized(sample, [1, 2], size=32, mirror=False, smallest=0.9),
-    ):
-        assert np.abs(crop[2:-2, 2:-2].numpy() - 127.5).max() < 13
-
-
 def test_evaluation_takes_the_middle():
     image = np.zeros((40, 60, 3), np.uint8)
     image[4:36, 14:46] = 255  # 32 pixels, the middle of the 40 in the middle

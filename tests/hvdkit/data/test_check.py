@@ -90,13 +90,11 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
 def test_the_command_ends_with_what_it_found(tmp_path: Path):
     readers.write_classes(tmp_path)
     command = [sys.executable, "-m", "hvdkit", "check", f"--data_dir={tmp_path}"]
-    for code, words in ((0, "train: 4 samples"), (1, "bad.png is neither PNG nor JPEG")):
-        ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
-        assert ended.returncode == code and words in ended.stdout, ended
-        lines = ended.stderr.splitlines()  # and none of TensorFlow's
-        assert all(line.startswith("samples: ") for line in lines), ended
-        assert lines[-1] == f"samples: {4 + code}/{4 + code}"
-        (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
+    (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
+    ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
+    assert ended.returncode == 1 and "bad.png is neither PNG nor JPEG" in ended.stdout, ended
+    lines = ended.stderr.splitlines()  # and none of TensorFlow's
+    assert "samples: 5/5" in lines and all(line.startswith("samples: ") for line in lines), ended
 
 
 def test_classes_of_two_splits_are_compared(tmp_path: Path, run):

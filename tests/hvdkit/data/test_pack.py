@@ -211,40 +211,32 @@ def test_a_set_with_256_classes(tmp_path: Path):
     assert [int(sample["label"]) for sample in readers.read_all(found)] == [0, 255, 254]
 
 
-@pytest.mark.parametrize("layout", ["voc", "class_folders"])
-def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str):
+@pytest.mark.parametrize(("layout", "side"), [("voc", 5), ("class_folders", 9)])
+def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, side: int):
     """To the short side asked for, with labels on them; smaller ones go in as they are."""
     root, out = tmp_path / "raw", tmp_path / "packed"
     {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
-    source = reader_of(layout)(root, "train", 0)
-    sides = [min(sample["image"].shape[:2]) for sample in readers.read_all(source)]
-    limit = sorted(sides)[0]
     flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")
-    command(*flags, "--shards=2", "--short_side=5", "--quality=95", "--as=small")
-    command(*flags, "--shards=2", f"--short_side={limit}", "--as=same")
-    small, same = (readers.read_all(Records(out, name)) for name in ("small", "same"))
-    for one, kept, whole in zip(small, same, readers.read_all(source), strict=True):
-        height, width = whole["image"].shape[:2]
-        scale = 5 / min(height, width)
-        shape = (round(height * scale), round(width * scale))
-        assert one["image"].shape[:2] == shape and min(shape) == 5
+    command(*flags, "--shards=2", f"--short_side={side}", "--quality=95", "--as=small")
+    source = readers.read_all(reader_of(layout)(root, "train", 0))
+    for small, whole in zip(readers.read_all(Records(out, "small")), source, strict=True):
+        sizes = np.array(whole["image"].shape[:2])
+        shape = np.round(sizes * min(1, side / sizes.min())).astype(int)
+        assert small["image"].shape[:2] == tuple(shape) and shape.min() == side
+        if sizes.min() == side:
+            np.testing.assert_array_equal(small["image"], whole["image"])
         expected = tf.image.resize(whole["image"], shape, antialias=True)
-        assert np.abs(one["image"] - expected).mean() < 25, "but for JPEG's loss"
-        if min(height, width) <= limit:
-            np.testing.assert_array_equal(kept["image"], whole["image"])
+        assert np.abs(small["image"] - expected).mean() < 25, "but for JPEG's loss"
         if layout == "class_folders":
-            assert one["label"] == whole["label"]
-            continue
-        rows, columns = (
-            ((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(shape, (height, width))
-        )
-        np.testing.assert_array_equal(one["label"], whole["label"][rows][:, columns])
+            assert small["label"] == whole["label"]
+        else:
+            places = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(shape, sizes))
+            np.testing.assert_array_equal(small["label"], whole["label"][np.ix_(*places)])
     packed_from = json.loads((out / "small" / records.META).read_text())["packed_from"]
-    assert packed_from.endswith("split train, short side 5, quality 95")
-    with pytest.raises(SystemExit):
-        command(*flags, "--as=wrong", "--short_side=5", "--quality=0")
-    with pytest.raises(SystemExit):  # of what would it be?
-        command(*flags, "--as=wrong", "--quality=50")
+    assert packed_from.endswith(f"split train, short side {side}, quality 95")
+    for wrong in (["--short_side=5", "--quality=0"], ["--quality=50"]):  # the last: of what?
+        with pytest.raises(SystemExit):
+            command(*flags, "--as=wrong", *wrong)
     assert not (out / "wrong").exists()
 
 
@@ -288,20 +280,15 @@ def unsafe(monkeypatch):
         fsync(descriptor)
         flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def check(move):
-        def renamed(path: Path, target: Path):
-            inside = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [path]
-            about = {p.name: p.stat() for p in inside}
-            late = [name for name, x in about.items() if flushed.get(x.st_ino) != x.st_size]
-            found[Path(target).name] = late
-            flushed.pop(target.parent.stat().st_ino, None)
-            return move(path, target)
-
-        return renamed
+    def check(move, path: Path, target: Path):
+        about = {p.name: p.stat() for p in (path, *path.rglob("*")) if p.is_file()}
+        found[target.name] = [n for n, x in about.items() if flushed.get(x.st_ino) != x.st_size]
+        flushed.pop(target.parent.stat().st_ino, None)
+        return move(path, target)
 
     monkeypatch.setattr(os, "fsync", watched)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(Path, name, check(getattr(Path, name)))
+    for move in (Path.rename, Path.replace):
+        monkeypatch.setattr(Path, move.__name__, lambda *paths, move=move: check(move, *paths))
     return found, flushed
 
 

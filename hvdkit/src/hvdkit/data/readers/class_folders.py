@@ -9,7 +9,6 @@ Labels are the places of the classes in their sorted order. A class is a folder'
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -20,14 +19,6 @@ from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
-
-
-class _Listed(NamedTuple):
-    """The pictures of a split, class by class."""
-
-    classes: list[str]
-    files: Names  # without their folders
-    starts: np.ndarray  # int64 [classes + 1]: place of each class's first picture, and the end
 
 
 class ClassFolders:
@@ -44,13 +35,13 @@ class ClassFolders:
     def __init__(self, root: Path, split: str, _: int = 0):
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
-        listed = _Listed(*shared_listing.found(key, lambda: _list(self.root, split)))
-        self.class_names, self.num_classes = listed.classes, len(listed.classes)
-        self._files, self._starts = listed.files, listed.starts
-        self._folders = [self.root / split / name for name in listed.classes]
+        listed = shared_listing.found(key, lambda: _list(self.root, split))
+        self.class_names, self._files, self._starts = listed
+        self.num_classes = len(self.class_names)
+        self._folders = [self.root / split / name for name in self.class_names]
         with tf.device("CPU:0"):  # where files are read
             self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
-            self._start_tensor = tf.constant(listed.starts, tf.int64)
+            self._start_tensor = tf.constant(self._starts, tf.int64)
         self._sizes = listing.sizes(key, self._looked_at)
 
     def __len__(self) -> int:
@@ -91,7 +82,8 @@ class ClassFolders:
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
-def _list(root: Path, split: str) -> _Listed:
+def _list(root: Path, split: str) -> tuple[list[str], Names, np.ndarray]:
+    """Classes, pictures without folders, and where those of each begin, int64 [classes + 1]."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -114,7 +106,7 @@ def _list(root: Path, split: str) -> _Listed:
         )
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
-        return _Listed(classes, *Names.joined(pool.map(_pictures, folders)))
+        return classes, *Names.joined(pool.map(_pictures, folders))
 
 
 def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
