@@ -67,7 +67,7 @@ def train_ids() -> np.ndarray:
 
 def _list(root: Path, split: str) -> tuple[Names, Names]:
     if not root.is_dir():
-        raise ValueError(f"{root} is not a folder; give the one of leftImg8bit/ and gtFine/")
+        raise ValueError(f"{root} is not a folder; give the one with leftImg8bit/ and gtFine/")
     if split not in SPLITS:
         why = (
             "labels of test were never published (its files hold regions to ignore), so it can "
