@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""What to expect of more GPUs: step time, efficiency, what limits, and what three flags would give.
+"""What to expect of more GPUs: step time, efficiency, where time is lost, what three flags give.
 
     python launch/scaling.py --params=25.6M --step_ms=110 --batch=64 --gpus=8,64,512 --link=25Gbit
     python launch/scaling.py --run_dir=runs/one_gpu --gpus=8,64 --link=8x200Gbit --inside=nvlink3
-    python launch/scaling.py --published        the same formulas against figures of others
+    python launch/scaling.py --published        the same formulas against published figures
 
 --run_dir is a run of train.py --benchmark on one rank. A prediction: check it on a few hosts first.
 """
@@ -30,7 +30,7 @@ PAYLOAD = 0.93  # of a link: RoCE v2 carries 1,024 of 1,106 bytes, TCP 1,448 of 
 
 
 class Cluster(NamedTuple):
-    """Bytes a second inside a host and of its link, which its GPUs share; seconds of a hop."""
+    """GPUs of a host, bytes a second inside it and of the link that they share, seconds a hop."""
 
     per_host: int
     inside: float
@@ -119,7 +119,7 @@ def expected_maximum(count: int) -> float:
 
 
 def step(job: Job, ranks: int, cluster: Cluster, *, horovod: Horovod = USUAL) -> dict[str, float]:
-    """Where the seconds of a step on `ranks` GPUs go: all wait for the slowest, then for links."""
+    """Seconds of a step on `ranks` GPUs by cause: all wait for the slowest rank, then for links."""
     slowest = job.compute * (1 + job.jitter * expected_maximum(ranks))
     compute = max(slowest, job.batch * min(cluster.per_host, ranks) / job.input_rate)
     backward = BACKWARD * compute / job.accumulation
@@ -141,7 +141,7 @@ def daly(save: float, between: float) -> float:
 
 
 def column(job: Job, gpus: int, cluster: Cluster, *, mtbf: float, save: float) -> dict[str, str]:
-    """The table's column of one number of GPUs; seconds between one host's failures, of a save."""
+    """The table's column for `gpus`; seconds between failures of one host, and of a save."""
     parts, hosts = step(job, gpus, cluster), math.ceil(gpus / cluster.per_host)
     total = sum(parts.values())
     cells = {"GPUs": f"{gpus:,}", "ms a step": f"{total * 1e3:,.1f}"}
@@ -161,9 +161,7 @@ def column(job: Job, gpus: int, cluster: Cluster, *, mtbf: float, save: float) -
 
 
 # Published figures. Efficiency is samples a second on N GPUs over N times those on one, its error
-# in points (hundredths). The model knows the network, one GPU's samples a second, the batch, GPUs,
-# hosts and the link. How much computing times vary (jitter) is fitted to the other sources' rows.
-
+# in points (hundredths). The jitter is fitted to the rows of other sources; nothing else is fitted.
 GBIT = 1e9 / 8
 TCP, RDMA = 1448 / 1538, 1024 / 1106  # payload of Ethernet frames of 1,500 bytes, of RoCE v2
 UBER = "horovod#44, docs/benchmarks.rst"
@@ -191,7 +189,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Sources that share a cluster or an author have one name: neither tells of the other."""
+    """Rows of one cluster or author have one source: none is fitted to another."""
     nvidia, hdr = "NVIDIA DeepLearningExamples", 8 * 200 * GBIT * RDMA  # DGX A100
     tcp, rdma, slow = 25 * GBIT * TCP, 25 * GBIT * RDMA, 1 * GBIT * TCP
     # The batch of #779, the link of #44 and one GPU's rate of #693 are not given there: the usual.
@@ -218,10 +216,9 @@ def rows() -> list[Row]:
         (nvidia, "A100 AMP", "unet", 8, 141.03, 8, "nvlink3", hdr, (8, 1000.89)),
     ]  # fmt: skip
     return [
-        Row(*about, gpus, samples if samples < 1 else samples / (gpus * about[4]))
-        for (*both,) in known
-        for about, measured in [(both[:8], both[8:])]
-        for gpus, samples in measured
+        Row(*row[:8], gpus, samples if samples < 1 else samples / (gpus * row[4]))
+        for row in known
+        for gpus, samples in row[8:]
     ]
 
 
@@ -248,50 +245,46 @@ def errors(found: list[Row]) -> list[float]:
     ]
 
 
-def published_table() -> list[str]:
-    found = rows()
-    points = errors(found)
-    lines = ["| source | model | GPUs | published | predicted | error, points |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+def print_published() -> None:
+    points = errors(found := rows())
+    print("| source | model | GPUs | published | predicted | error, points |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for row, own in zip(found, points):
         figures = f"{row.published:.1%} | {row.published + own / 100:.1%} | {own:+.1f}"
-        lines += [f"| {row.source} | {row.model}, {row.what} | {row.gpus} | {figures} |"]
+        print(f"| {row.source} | {row.model}, {row.what} | {row.gpus} | {figures} |")
     size = [abs(own) for own in points]
-    return [
-        *lines,
-        "",
-        f"median error {statistics.median(size):.1f} points, largest {max(size):.1f}",
-    ]
+    print(f"\nmedian error {statistics.median(size):.1f} points, largest {max(size):.1f}")
 
 
-def measured(run: Path) -> Job:
-    """Raises ValueError: the run is not one whose figures can be used."""
+def measured(folder: str) -> Job:
+    """The job of a benchmarked run."""
     try:
-        record = json.loads((run / "benchmark.json").read_text())
-        flags = dict(re.findall(r"^--(\w+)=(.*)$", (run / "config.cfg").read_text(), re.M))
-        figures = [record[name] for name in ("seconds_a_step", "global_batch_size")]
+        record = json.loads(Path(folder, "benchmark.json").read_text())
+        config = Path(folder, "config.cfg").read_text()
+        flags = dict(re.findall(r"^--(\w+)=(.*)$", config, re.M))
+        figures = [record["seconds_a_step"], record["global_batch_size"]]
         figures += [4.0 * record["trained_parameters"]]
         job = Job(*figures, accumulation=int(flags["accumulation_steps"]))
         sound = all(0 < figure < math.inf for figure in figures)
         sound = sound and record["ranks"] == 1 and flags["virtual_ranks"] == "0"
     except (OSError, ValueError, LookupError, TypeError):
         sound = False
-    if not sound:
-        what = "a run of train.py --benchmark on one rank, without --virtual_ranks"
-        raise ValueError(f"--run_dir={run} is not {what}: make one")
-    return job
+    if sound:
+        return job
+    what = "a run of train.py --benchmark on one rank, without --virtual_ranks"
+    raise argparse.ArgumentTypeError(f"{folder} is not {what}: make one")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--published", action="store_true", help="the formulas against published figures, no more")
+    add("--published", action="store_true", help="only the formulas against published figures")
     add("--gpus", type=lambda text: [_whole(n) for n in text.split(",")], help="as in 8,64,512")
-    add("--run_dir", type=Path, help="a run of train.py --benchmark, instead of the next four")
+    add("--run_dir", type=measured, help="a run of train.py --benchmark, instead of the next four")
     add("--params", type=_number, help="parameters that are trained: 25.6M")
     add("--step_ms", type=_number, help="milliseconds of a step on one GPU")
     add("--batch", type=_whole, help="samples of that step")
-    add("--accumulation_steps", type=_whole, default=1, help="micro-batches of that step")
+    add("--accumulation_steps", type=_whole, help="micro-batches of that step (1)")
     add("--jitter", type=_number, default=0.06, help="deviation of a step's time over ranks (0.06)")
     add("--input_rate", type=_number, default=math.inf, help="samples a second a host can prepare")
     add("--gpus_per_host", type=_whole, default=8, help="of one host, which share its link")
@@ -302,6 +295,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "(260: 419 failures in 54 days on 2,048 hosts, Llama 3, 2024)")  # fmt: skip
     parser.error = lambda message: parser.exit(2, f"error: {message}\n")
     args = parser.parse_args(argv)
+    names = "params", "step_ms", "batch", "accumulation_steps"
+    given = [name for name in names if getattr(args, name)]
+    if args.run_dir and given:
+        parser.error(f"--run_dir and --{given[0]}: choose one")
     job = args.run_dir or (args.params and args.step_ms and args.batch)
     if not args.published and not (args.gpus and args.link and job):
         parser.error("give --gpus, --link, and either --run_dir or --params, --step_ms and --batch")
@@ -310,9 +307,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _number(text: str) -> float:
     """Above 0; 25.6M is 25.6e6."""
-    head, scale = text[:-1], {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}.get(text[-1:])
+    scale = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}.get(text[-1:])
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(head) * scale if scale else float(text)) < math.inf:
+        if 0 < (value := float(text[:-1]) * scale if scale else float(text)) < math.inf:
             return value
     raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0, as in 25.6M")
 
@@ -333,18 +330,15 @@ def _bytes_a_second(text: str) -> float:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.published:
-        print("\n".join(published_table()))
+        print_published()
         return 0
     kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
     rates = INSIDE[args.inside], args.link * PAYLOAD
     cluster = Cluster(args.gpus_per_host, *rates, LATENCY[kind], LATENCY["link"])
-    try:
-        job = measured(args.run_dir) if args.run_dir else Job(
-            args.step_ms / 1e3, args.batch, 4 * args.params, accumulation=args.accumulation_steps
-        )  # fmt: skip
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    job = args.run_dir
+    if not job:
+        job = Job(args.step_ms / 1e3, args.batch, 4 * args.params)
+        job = job._replace(accumulation=args.accumulation_steps or 1)
     job = job._replace(jitter=args.jitter, input_rate=args.input_rate)
     times = {"mtbf": args.mtbf_days * 86400, "save": args.save_s}
     columns = [column(job, n, cluster, **times) for n in args.gpus]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tells the ranks on this host to save and end (SIGUSR1). One rank is enough: all ranks learn of it
-# at their next step. They exit with code 75; the same command resumes the run.
+# Makes the ranks on this host save and end (SIGUSR1). One rank is enough: all ranks learn of it at
+# their next step. They exit with code 75; the same command resumes the run.
 #
 #   stop.sh            the ranks of every run on this host
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
@@ -27,36 +27,36 @@ listens() {
     case $caught in [2367aAbBeEfF]) ;; *) return 1 ;; esac
 }
 
-# send SIGNAL PIDS: sets `told` to how many got it.
+# send SIGNAL PIDS: sets `sent` to how many got it.
 send() {
-    told=0 listening=''
+    sent=0 listening=''
     for pid in $2; do
         if listens "$pid"; then listening=yes; fi
     done
     for pid in $2; do
-        # Only who listens: not a shell around a rank, nor what a rank has started.
+        # Not to a shell around a rank, nor to what a rank has started.
         if [ "$1" = USR1 ] && [ -n "$listening" ] && ! listens "$pid"; then continue; fi
-        kill "-$1" "$pid" 2>/dev/null && told=$((told + 1))
+        kill "-$1" "$pid" 2>/dev/null && sent=$((sent + 1))
     done
-    echo "sent $1 to $told rank(s) on $(uname -n)"
+    echo "sent $1 to $sent rank(s) on $(uname -n)"
 }
 
-# tell SIGNAL ID
-tell() {
+# signal_ranks SIGNAL ID
+signal_ranks() {
     pids=$(ranks "$2" | tr "\n" " ")
     send "$1" "$pids"
-    [ "$told" -gt 0 ]
+    [ "$sent" -gt 0 ]
 }
 
 # end_left ID: also Open MPI's daemon, which otherwise waits 15 minutes to send what ranks printed
 end_left() {
-    tell USR1 "$1" || return 0
+    signal_ranks USR1 "$1" || return 0
     daemons=$(for pid in $pids; do sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status" 2>/dev/null; done)
     for _ in {1..12}; do
         [ -n "$(ranks "$1")" ] || break
         sleep 1
     done
-    tell KILL "$1"
+    signal_ranks KILL "$1"
     for pid in $daemons; do
         if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = orted ]; then kill -KILL "$pid"; fi
     done
@@ -68,8 +68,8 @@ watch() {
         case $word in
         '') ;;
         DONE) return ;;
-        USR1) tell USR1 "$1" ;;
-        KILL) tell KILL "$1" || true; return ;;
+        USR1) signal_ranks USR1 "$1" ;;
+        KILL) signal_ranks KILL "$1" || true; return ;;
         *) break ;;
         esac
     done
@@ -79,5 +79,5 @@ watch() {
 case ${2:-USR1} in
 WATCH) watch "$1" ;;
 LEFT) end_left "$1" ;;
-*) tell "${2:-USR1}" "${1:-}" ;;
+*) signal_ranks "${2:-USR1}" "${1:-}" ;;
 esac

@@ -1,17 +1,17 @@
-# What is there, and what set-up says where it is not: one sentence; everything else is in a log.
+# Checks of the machine. What is missing is one sentence; everything else is in a log.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables of one file are those of all
 
 die() { echo "error: $*" >&2 && exit 1; }
 
-# begin FOLDER LOG: a folder that goes at the end, and where the rest is told.
+# begin FOLDER LOG: a folder that is removed at the end, and where the rest is written.
 begin() {
     work=$1 log=$2
     mkdir -p "$work"
     trap 'rm -rf "$work"' EXIT
 }
 
-# step LABEL COMMAND...: one line on the screen, the rest into the log; where it fails, the end of
-# that, and what to do where it is known.
+# step LABEL COMMAND...: one line on the screen, the rest into the log. If it fails: the log's end,
+# and what to do if that is known.
 step() {
     local start=$SECONDS status why todo="the lines above end its log"
     printf '%s ... ' "$1"
@@ -24,10 +24,11 @@ step() {
     case $why in
     *'quota exceeded'* | *'No space left'*) todo="the disk is full: free some space (df -h, quota -s)" ;;
     *'ash mismatch'* | *'DO NOT MATCH'*) todo="a package is not that of uv.lock: see PIP_INDEX_URL" ;;
-    *'Failed to fetch'* | *onnection* | *'timed out'*)
-        todo="no network? see HTTPS_PROXY, PIP_INDEX_URL; or use a folder: make wheelhouse" ;;
-    *'No matching distribution'* | *'No solution found'*)
-        todo="a package is missing: make wheelhouse fills a folder for one PYTHON and DEVICE" ;;
+    *'Failed to fetch'* | *onnection* | *'timed out'* | *'No matching distribution'* | *'No solution found'*)
+        # pip without retries does not say that there is no connection.
+        todo="no network? see HTTPS_PROXY, PIP_INDEX_URL; or use a folder: make wheelhouse"
+        [ -z "${WHEELHOUSE:-}" ] ||
+            todo="a package is missing: make wheelhouse fills a folder for one PYTHON and DEVICE" ;;
     esac
     printf 'failed\n%s\n' "$why" >&2
     die "$1 failed: $todo; log: $log"
@@ -38,7 +39,7 @@ check_python() {
     local version base folder path=''
     read -r version base < <("$python" -c 'import sys
 print("%d.%d" % sys.version_info[:2], sys._base_executable)' 2>/dev/null) || true
-    [[ $version =~ ^3\.1[123]$ ]] || die "PYTHON=$python is ${version:-nothing that runs}: install or" \
+    [[ $version =~ ^3\.1[123]$ ]] || die "PYTHON=$python ${version:+is }${version:-does not run}: install or" \
         "name a Python 3.11 to 3.13, as in PYTHON=/path/to/python3.11"
     [ "$mode" = --requirements ] || python=$base
     while read -rd : folder; do
@@ -48,8 +49,8 @@ print("%d.%d" % sys.version_info[:2], sys._base_executable)' 2>/dev/null) || tru
     unset PYTHONPATH PYTHONHOME VIRTUAL_ENV # a cluster's modules would shine through
 }
 
-# What was asked for, else what this machine has, else, so that a login node does not take the GPU
-# nodes' environment away, what .venv is for already. nvidia-smi may hang where a GPU does.
+# What the user asked for, else what this machine has, else what .venv is for already: a login node
+# must not replace the GPU nodes' environment. nvidia-smi may hang where a GPU does.
 find_device() {
     cuda=${CUDA_HOME:-/usr/local/cuda}
     if [ -z "${DEVICE:-}" ]; then

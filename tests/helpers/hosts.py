@@ -1,12 +1,8 @@
 """Hosts on one machine: each has its own network, name, processes, mounts and sshd.
 
-A host is a process in namespaces of its own (its sshd, number 1 there) on a bridge that all
-share. When that process ends, so does everything on the host and so does its network: nothing
-is left behind, whatever a test did.
-
-They help nobody: a command over ssh finds what Debian's sshd gives it, no PATH to the project and
-no variables; each host has a home of its own, with the user's key and nothing else in it, and a
-umask that keeps files to their owner.
+A host is a process in its own namespaces (its sshd) on a bridge that all share. When that process
+ends, so do all others of the host, and its network. A command over ssh has no PATH to the project
+and no variables; a host's home holds the user's key alone, and its umask keeps files private.
 """
 
 from __future__ import annotations
@@ -29,14 +25,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 2222
 _LAST_LINES = 60
-# Slower than this machine can copy: alike between all hosts.
+# Slower than this machine can copy, so that it is the same between all hosts.
 _SPEED = "root tbf rate 400mbit burst 64kb latency 100ms"
 _T = TypeVar("_T")
-# No host key is left behind that the product would have to learn by itself.
+# ssh that learns no host key.
 LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 
-# Where a command is typed the environment is active, as the README says; that root may run MPI
-# stands for the ordinary user that a cluster has.
+# The environment is active, as the README says; root may run MPI, as an ordinary user may.
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -50,12 +45,9 @@ def require(*programs: str) -> None:
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     missing = [p for p in programs if not shutil.which(p, path=path)]
     reason = f"needs {', '.join(missing)}: see .ci/run" if missing else ""
-    if os.geteuid() != 0:
-        reason = "needs root, for namespaces"
-    if reason and os.environ.get("CI"):
-        pytest.fail(reason)
+    reason = reason if os.geteuid() == 0 else "needs root, for namespaces"
     if reason:
-        pytest.skip(reason)
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +58,7 @@ class Ended:
 
 
 def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Ended:
-    """Runs a command to its end, in a session of its own.
-
-    Raises:
-      AssertionError: it did not end in `timeout` seconds; it was killed, the message has its
-        last lines.
-    """
+    """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
     start = time.monotonic()
     process = subprocess.Popen(
         list(map(str, words)),
@@ -97,7 +84,7 @@ def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **h
 
 
 class Host:
-    """One of them; `pid` is its sshd as the machine sees it."""
+    """One of them; `pid` is its sshd's on this machine."""
 
     def __init__(self, number: int, hosts: Hosts, count: int) -> None:
         self.name, self.address = f"node{number}", f"10.77.0.{number}"

@@ -57,20 +57,16 @@ class Slurm:
         key = folder / "munge.key"
         key.write_bytes(bytes(range(128)))
         key.chmod(0o600)
-        names = {w: folder / f"munge.{w}" for w in ("socket", "pid", "log", "seed")}
-        files = [
-            f"--{'log' if w == 'log' else w}-file={p}" for w, p in names.items() if w != "socket"
-        ]
         munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
-        self._processes = [self._start(hosts[1], *munged, f"--socket={names['socket']}", *files)]
-        _wait_for(names["socket"].exists, "munged")
+        munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
+        socket = folder / "munge.socket"
+        self._processes = [self._start(hosts[1], *munged, f"--socket={socket}")]
+        _wait_for(socket.exists, "munged")
         self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
         for node in (hosts[1], hosts[2]):
             self.start_node(node)
-        _wait_for(
-            lambda: len(self("sinfo", "-h", "-N", "-p", "low", "-t", "idle").split("\n")) == 3,
-            "nodes",
-        )
+        idle = ("sinfo", "-h", "-N", "-p", "low", "-t", "idle")
+        _wait_for(lambda: self(*idle).count("\n") == 2, "nodes")
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
         """A Slurm command on the first node."""
@@ -78,7 +74,7 @@ class Slurm:
         return self._node.run(*place, *words, timeout=30, env=self._env).output
 
     def start_node(self, node: Host) -> None:
-        # What a killed daemon leaves would keep a step with the same number from starting.
+        # With a killed daemon's files, a step with the same number would not start.
         for name in (f"spool-{node.name}", f"tmp-{node.name}"):
             shutil.rmtree(self._folder / name, ignore_errors=True)
             (self._folder / name).mkdir()
@@ -89,7 +85,7 @@ class Slurm:
         node.sh("pkill -KILL slurmd; pkill -KILL slurmstepd; pkill -KILL -f [r]un_dir= || true")
 
     def kill_on_bad_exit(self, value: int) -> None:
-        """What srun does, from now on, where no flag says it."""
+        """What srun does from now on without a flag."""
         conf = _CONF.format(folder=self._folder, kill_on_bad_exit=value)
         (self._folder / "slurm.conf").write_text(conf)
 

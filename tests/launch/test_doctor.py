@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Ended, Hosts, hosts, require, run  # noqa: F401
+from hosts import ROOT, Ended, Hosts, require, run
 
 sys.path.insert(0, str(ROOT / "launch"))
 import doctor
@@ -160,7 +160,7 @@ def test_a_host_that_gives_nothing(tmp_path: Path, rename: str, found: str):
 
 
 @pytest.mark.timeout(400)
-def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders):  # noqa: F811
+def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders):
     """Sound, by hosts.sh; then with a way that is closed, which a collective would wait for."""
     words = ["-H", "node1:1,node2:1,node3:1", "-p", "2222", "--interface", "eth0"]
     words = [str(ROOT / "launch/hosts.sh"), *words, sys.executable, DOCTOR, "--mb=1", *folders]

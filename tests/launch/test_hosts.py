@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, hosts, require, run  # noqa: F401
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
 from terminal import CTRL_C, Terminal
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
@@ -50,7 +50,7 @@ def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(500)
-def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):  # noqa: F811
+def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
     """A stop request to the launcher, then the same command again."""
     words = [HOSTS_SH, *OVER_SSH, *TRAINING, "--global_batch_size=36", f"--run_dir={tmp_path}"]
     long = hosts[1].words(*words, "--num_steps=1000000")
@@ -71,7 +71,7 @@ def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):  # noqa: F81
     assert not [host.name for host in hosts if running(host, "train.py")]
 
 
-def test_an_idle_docker0_on_every_host_is_not_waited_for(hosts: Hosts):  # noqa: F811
+def test_an_idle_docker0_on_every_host_is_not_waited_for(hosts: Hosts):
     allreduce = "from mpi4py import MPI; print(f'sum {MPI.COMM_WORLD.allreduce(1)}')"
     ended = hosts[1].run(HOSTS_SH, *OVER_SSH, sys.executable, "-c", allreduce, timeout=40)
     assert ended.code == 0 and ended.output.count("sum 3") == 3, ended.output
@@ -79,7 +79,7 @@ def test_an_idle_docker0_on_every_host_is_not_waited_for(hosts: Hosts):  # noqa:
 
 
 @pytest.mark.timeout(150)
-def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):  # noqa: F811
+def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     """Two runs lose node3: one its ranks there, which is named; one its launcher: ranks save."""
     launchers, lines = [], [[], []]
     for run_of, launched_from, ranks in ((0, 1, OVER_SSH[1]), (1, 3, "node1:1,node2:1")):
@@ -110,7 +110,7 @@ def running(host: Host, *names: str) -> bool:
     return any(name in shown for name in names)
 
 
-def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tmp_path):  # noqa: F811
+def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tmp_path):
     """SIGUSR1 to hosts.sh, on a host that has no rank itself."""
     hosts_of_ranks = ["-H", "node2:1,node3:1", "-p", "2222"]
     words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
@@ -133,7 +133,7 @@ def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
     assert (tmp_path / "told-0").exists()
 
 
-def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):  # noqa: F811
+def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):
     """Where no rank hears a signal, as while it builds its model."""
     words = [HOSTS_SH, *OVER_SSH, *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
     words = hosts[1].words(*words, "--steps=100000")
@@ -218,7 +218,7 @@ def test_exit_codes_arrive(launcher: str, codes: dict[int, int]):
         assert ended.code == arrives and "Traceback" not in ended.output, ended.output
 
 
-def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):  # noqa: F811
+def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):
     """With host, port and ssh's own words, before a launcher is started; with --check too."""
 
     def refused(*words: str) -> str:
@@ -244,7 +244,7 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):  # noqa
     hosts[1].sh("rm ~/.ssh/known_hosts")
 
 
-def test_the_environment_is_passed_on_and_its_values_are_in_no_command(hosts: Hosts, tmp_path):  # noqa: F811
+def test_the_environment_is_passed_on_and_its_values_are_in_no_command(hosts: Hosts, tmp_path):
     """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
     env = {"WANDB_API_KEY": "secret-7", "https_proxy": "http://p:1", "KERAS_HOME": "/k"}
     env |= {"OFI_NCCL_PROTOCOL": "RDMA", "ODD": "a  'b'\n$c", "CUDA_VISIBLE_DEVICES": "0"}
@@ -265,7 +265,7 @@ json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.una
         assert env.items() - found.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
 
 
-def test_plain_launchers_on_other_hosts_as_the_readme_has_them(hosts: Hosts):  # noqa: F811
+def test_plain_launchers_on_other_hosts_as_the_readme_has_them(hosts: Hosts):
     venv = Path(sys.executable).parent.parent
     ranks = [sys.executable, "-c", "import os; print('on ' + os.uname().nodename)"]
     hosts[1].sh(

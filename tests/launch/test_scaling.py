@@ -69,8 +69,10 @@ def test_a_table_also_of_a_benchmarked_run(tmp_path):
     (tmp_path / "benchmark.json").write_text(json.dumps(record | {"trained_parameters": 25.6e6}))
     words = [f"--run_dir={tmp_path}", "--link=25Gbit", "--gpus=8,64,512"]
     assert run(*words).stdout == typed.stdout
+    assert "--run_dir and --params: choose one" in run(*words, "--params=1M").stderr
     (tmp_path / "config.cfg").write_text("--accumulation_steps=1\n--virtual_ranks=8\n")
-    assert run(*words).returncode == 2 and "is not a run of train.py" in run(*words).stderr
+    ended = run(*words)
+    assert ended.returncode == 2 and "is not a run of train.py" in ended.stderr
 
 
 @pytest.mark.parametrize(

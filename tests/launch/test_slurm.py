@@ -1,6 +1,6 @@
 """slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or not.
 
-Most jobs run stand_in/train.py, which takes no time to start; the slow test trains the demo.
+Most jobs run stand_in/train.py, which starts at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Hosts, hosts  # noqa: F401
+from hosts import ROOT, Hosts
 from slurm import Slurm
 
 STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
@@ -26,7 +26,7 @@ STOPPED = ("FAILED", "75:0", "0")  # state, exit code, restarts
 
 
 @pytest.fixture(scope="module")
-def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:  # noqa: F811
+def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     two_nodes = Slurm(tmp_path_factory.mktemp("slurm"), hosts)
     yield two_nodes
     two_nodes.end()
@@ -69,15 +69,13 @@ class Job:
         assert facts["JobState"] in ENDED, self.log()
         return facts["JobState"], facts["ExitCode"], facts["Restarts"]
 
-    def tell(self) -> None:
+    def near_its_limit(self) -> None:
         """What --signal=B:USR1 does when the time limit comes near."""
         self._slurm("scancel", "--batch", "--signal=USR1", self.number)
 
     def preempt(self, folder: Path) -> None:
-        urgent = Job(
-            self._slurm, folder / "urgent", sbatch="--partition=high --exclusive --wrap=hostname"
-        )
-        assert urgent.end(120)[0] == "COMPLETED"
+        urgent = "--partition=high --exclusive --wrap=hostname"
+        assert Job(self._slurm, folder / "urgent", sbatch=urgent).end(120)[0] == "COMPLETED"
 
 
 def stand_in(slurm: Slurm, folder: Path, *flags: str, **how: str) -> Job:
@@ -94,9 +92,6 @@ def starts(job: Job) -> list[int]:
     return [int(step) for step in re.findall(r"rank 0 of 2 begins at step (\d+)", job.log())]
 
 
-# ------------------------------------------------------------------------------ training
-
-
 def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
     job = Job(slurm, tmp_path, SBATCH, *BLANK, f"--run_dir={tmp_path}/run")
     assert job.end(200)[:2] == ("COMPLETED", "0:0"), job.log()
@@ -104,7 +99,7 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
 
 
 def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path):
-    """A script is given a rank by Slurm too, though it is nobody's peer."""
+    """Slurm gives the script a rank too, though it has no peers."""
     alone = " ".join([*BLANK, f"--run_dir={tmp_path}/run"])
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\n{alone}; echo alone $?; srun --mpi=none {alone}; echo srun $?\n")
@@ -118,7 +113,7 @@ def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm,
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_training_is_preempted_requeued_and_goes_on(slurm: Slurm, tiny_data: Path, tmp_path: Path):
+def test_training_is_preempted_requeued_and_resumed(slurm: Slurm, tiny_data: Path, tmp_path: Path):
     steps = 120
     flags = ["--flagfile=configs/demo.cfg", "--image_size=32", "--eval_crop=32"]
     flags += ["--global_batch_size=4", "--warmup_steps=0", "--checkpoint_every=0"]
@@ -146,32 +141,29 @@ def test_ranks_that_slurm_has_bound_stay_where_they_are(slurm: Slurm, tmp_path: 
     assert "cores [0]" in log and "cores [1]" in log and "local rank" not in log, log
 
 
-# ------------------------------------------------------------------------------ the queue
-
-
 @pytest.mark.parametrize(
     "launch",
     ["LAUNCH=srun", pytest.param("LAUNCH=ssh,LAUNCH_FLAGS=-p 2222", marks=pytest.mark.slow)],
 )
-def test_near_its_time_limit_it_goes_back_at_most_so_often(
+def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
     slurm: Slurm,
-    hosts: Hosts,  # noqa: F811
+    hosts: Hosts,
     tmp_path: Path,
     launch: str,
 ):
     job = stand_in(slurm, tmp_path, "--steps=1000", env=f"ALL,{launch},MAX_RESTARTS=1")
-    job.tell()
+    job.near_its_limit()
     job.wait_for("its time limit is near (exit code 75): back into the queue")
     job.wait_for(lambda: len(starts(job)) == 2)
     assert starts(job)[1] > 0
     time.sleep(1)
-    job.tell()
+    job.near_its_limit()
     assert job.end() == ("FAILED", "75:0", "1"), job.log()
     assert "it was started again 1 times" in job.log()
     assert not [host.name for host in hosts if STAND_IN[1] in host.sh("ps ax")]
 
 
-def test_a_preempted_job_goes_back_and_on(slurm: Slurm, tmp_path: Path):
+def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path):
     job = stand_in(slurm, tmp_path, "--steps=1000")
     job.preempt(tmp_path)
     assert "preempted (exit code 75): back into the queue" in job.log(), job.log()
@@ -188,7 +180,7 @@ def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
     if early:
         job.wait_for(", start 0:")
     if when == "once it is put back":
-        job.tell()
+        job.near_its_limit()
         job.wait_for(lambda: job.state() == "PENDING")
     slurm("scancel", job.number)
     state, _, restarts = job.end()
@@ -201,10 +193,10 @@ def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
 def test_whatever_the_cluster_does_on_a_bad_exit(
     slurm: Slurm, tmp_path: Path, kill_on_bad_exit: int
 ):
-    """The slower rank is waited for; an error of one rank is the job's, and not started again."""
+    """The job waits for its slower rank; after an error of one rank it is not requeued."""
     slurm.kill_on_bad_exit(kill_on_bad_exit)
     slow = stand_in(slurm, tmp_path / "slow", "--steps=1000", "--slow_rank=0")
-    slow.tell()
+    slow.near_its_limit()
     slow.wait_for("(exit code 75): back into the queue")
     slow.wait_for(lambda: slow.state() == "PENDING")  # a cancel before that would be undone
     slurm("scancel", slow.number)
@@ -218,12 +210,12 @@ def test_whatever_the_cluster_does_on_a_bad_exit(
 def test_no_step_since_the_last_start_ends_it(slurm: Slurm, tmp_path: Path):
     """As where --time is shorter than the warning before its end."""
     job = stand_in(slurm, tmp_path, "--mute")
-    job.tell()
+    job.near_its_limit()
     assert job.end() == STOPPED
     assert "no step was made" in job.log() and "--time longer" in job.log()
 
 
-def test_someones_stop_is_not_put_back(slurm: Slurm, hosts: Hosts, tmp_path: Path):  # noqa: F811
+def test_a_job_that_somebody_stopped_is_not_requeued(slurm: Slurm, hosts: Hosts, tmp_path: Path):
     job = stand_in(slurm, tmp_path, "--steps=1000")
     for host in (hosts[1], hosts[2]):
         host.sh(str(ROOT / "launch" / "stop.sh"))
@@ -231,14 +223,14 @@ def test_someones_stop_is_not_put_back(slurm: Slurm, hosts: Hosts, tmp_path: Pat
     assert "stopped by someone" in job.log()
 
 
-def test_a_killed_rank_goes_back_and_is_counted(slurm: Slurm, tmp_path: Path):
+def test_after_a_killed_rank_the_job_is_requeued(slurm: Slurm, tmp_path: Path):
     job = stand_in(slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8", sbatch="--nodes=1")
     assert job.end() == ("COMPLETED", "0:0", "1"), job.log()
 
 
 @pytest.mark.slow  # Slurm takes a while to miss it
-def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path):  # noqa: F811
-    """Slurm requeues the job by itself; it goes on from its last checkpoint."""
+def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path):
+    """Slurm requeues the job by itself; it resumes from its last checkpoint."""
     job = stand_in(slurm, tmp_path, "--steps=40")
     job.wait_for("begins at step 0")
     time.sleep(2)

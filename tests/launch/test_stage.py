@@ -1,4 +1,4 @@
-"""stage.py: one copy a host, whole, with its modes; what must not be copied is refused."""
+"""stage.py: one complete copy per host, with its modes; what must not be copied is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Ended, Hosts, hosts, run  # noqa: F401
+from hosts import ROOT, Ended, Hosts, run
 
 STAGE = [sys.executable, str(ROOT / "launch" / "stage.py")]
 
@@ -34,7 +34,7 @@ def stage(source: object, target: object, **env: str) -> Ended:
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Of all that is in it: mode, and bytes or where a link leads."""
+    """By path: mode, and bytes or a link's target."""
     found = {}
     for path in folder.rglob("*"):
         about = os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
@@ -60,9 +60,8 @@ def test_a_copy_is_whole_keeps_modes_and_copies_only_what_changed(source: Path, 
 
 def test_a_link_in_the_target_never_leads_back(source: Path, tmp_path: Path):
     (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "a").symlink_to(source / "b")
-    (tmp_path / "disk" / "list").symlink_to(source / "list")
-    (tmp_path / "local").symlink_to(tmp_path / "disk")  # the target itself may be one
+    for name, to in (("disk/a", source / "b"), ("disk/list", source / "list"), ("local", "disk")):
+        (tmp_path / name).symlink_to(to)
     before = tree(source)
     assert stage(source, tmp_path / "local").code == 0
     assert tree(source) == before == tree(tmp_path / "disk")
@@ -74,11 +73,9 @@ def link(to: str) -> Callable[[Path], None]:
 
 WRONG = {
     "into the source": (lambda s: None, "source/a/local", "is in"),
-    "the source itself": (lambda s: None, "source", "is in"),
     "a parent": (lambda s: None, ".", "name a target beside the source"),
     "through a link": (lambda s: (s.parent / "to").symlink_to(s / "a"), "to/local", "is in"),
     "a link out": (link("../../secret"), "x", "leads out of"),
-    "out by way of another": (link("up/../secret"), "x", "leads out of"),
     "out and in again": (link("../../source/list"), "x", "leads out of"),
     "an absolute link": (link("/etc/passwd"), "x", "link leads out of"),
     "a pipe": (lambda s: os.mkfifo(s / "pipe"), "x", "pipes and devices are not copied"),
@@ -103,13 +100,13 @@ def test_what_would_be_wrong_is_refused_in_one_sentence(source, tmp_path, make, 
     assert after == before and not (tmp_path / "x" / "b" / "link").is_symlink()
 
 
-def test_a_host_without_rsync_is_told(source: Path, tmp_path: Path):
+def test_rsync_that_is_missing_is_named(source: Path, tmp_path: Path):
     ended = stage(source, tmp_path / "x", PATH="/nowhere")
     assert ended.code == 1 and "rsync is not installed here: install it" in ended.output
 
 
-def test_bytes_that_came_out_different_are_found(source: Path, tmp_path: Path):
-    """What was copied is read again: here another file gets that size and time."""
+def test_damaged_bytes_are_found(source: Path, tmp_path: Path):
+    """The copy is read again: here another file gets that size and time."""
     (fake := tmp_path / "bin" / "rsync").parent.mkdir()
     damage = f"printf wrong >{tmp_path}/x/list; touch -r {source}/list {tmp_path}/x/list"
     real = f'{shutil.which("rsync")} "$@"'
@@ -140,7 +137,7 @@ def test_one_of_a_hosts_ranks_copies_and_all_end_alike(source: Path, tmp_path: P
 
 
 @pytest.mark.timeout(200)
-def test_one_rank_on_each_host_copies(hosts: Hosts, source: Path, tmp_path: Path):  # noqa: F811
+def test_one_rank_on_each_host_copies(hosts: Hosts, source: Path, tmp_path: Path):
     """Each host has a disk of its own at the same path."""
     local = tmp_path / "local"
     local.mkdir()
