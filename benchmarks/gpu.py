@@ -5,14 +5,14 @@
 
 First it prints GPUs, driver and NCCL, and stops if TensorFlow does not see a GPU.
 Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum, no weight decay) on
-1, 2, 4, ... GPUs, one process each; rows that are about several ranks begin with 2. "bare" is the
-same model, precision and batch in a loop of 30 lines without checks; "ours" is train.py
---benchmark. Both get the same batch at every step, but for "input on", which reads made-up JPEG
-photographs of 500x375 pixels (4 classes, so a smaller head). "over" is the time of a step over that
-of the row named in brackets, on as many ranks; "of 1 rank" is the speed of a rank over that alone.
+1, 2, 4, ... GPUs, one process each. "bare" is the same model, precision and batch in a loop of 30
+lines without checks; "ours" is train.py --benchmark. Both get the same batch at every step; "input
+on" reads made-up JPEG photographs of 500x375 pixels instead (4 classes, so a smaller head). "over"
+is the time of a step over that of the row in brackets, on as many ranks; "of 1 rank" is the speed
+of a rank over that alone.
 
-Without a GPU it takes a small form by itself: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks
-on CPUs. That shows that all of it runs; its figures say nothing about GPUs.
+Without a GPU it runs a small form: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks on CPUs.
+That shows that all of it runs; its figures say nothing about GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from hvdkit.settings import Settings
 from ranks import last_lines, launch
 
 TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
@@ -58,25 +57,21 @@ class Row(NamedTuple):
 
 def rows(gpus: bool) -> dict[str, Row]:
     """The rows by name; {ranks} in their flags is how many there are."""
-    found = {"float32": Row("", bare=True)}
+    plain = "float32, TF32 off" if gpus else "float32"
+    found = {plain: Row("", bare=True, env=TF32_OFF if gpus else None)}
     if gpus:
-        found = {
-            "float32, TF32 off": Row("", bare=True, env=TF32_OFF),
-            "float32, TF32 on": Row("", bare=True, over="float32, TF32 off"),
-        }
-    plain = next(iter(found))
-    found |= {
-        "bfloat16": Row("--precision=bfloat16", bare=True, over=plain),
+        found["float32, TF32 on"] = Row("", bare=True, over=plain)
+    bfloat16 = "--precision=bfloat16"
+    return found | {
+        "bfloat16": Row(bfloat16, bare=True, over=plain),
         "float16": Row("--precision=float16", bare=True, over=plain),
+        "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
+        "bfloat16, --bn_sync=full": Row(f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2),
+        "bfloat16, --jit": Row(f"{bfloat16} --jit", over="bfloat16"),
+        f"{plain}, --virtual_ranks": Row(
+            "--virtual_ranks={ranks}", over=plain, fewest=2, env=found[plain].env
+        ),
     }
-    more = {"input on": Row("", data=PHOTOS), "--bn_sync=full": Row("--bn_sync=full", fewest=2)}
-    if hasattr(Settings, "jit"):
-        more["--jit"] = Row("--jit")
-    for name, row in more.items():
-        flags = f"--precision=bfloat16 {row.flags}"
-        found[f"bfloat16, {name}"] = row._replace(flags=flags, over="bfloat16")
-    virtual = Row("--virtual_ranks={ranks}", over=plain, fewest=2, env=found[plain].env)
-    return found | {f"{plain}, --virtual_ranks": virtual}
 
 
 def main() -> int:
@@ -112,7 +107,7 @@ def powers(most: int) -> list[int]:
 
 
 def check() -> dict[str, Any]:
-    """What this host has: "gpus", "fault" (why it cannot go on, or ""), and lines for a person."""
+    """The number of "gpus", the "fault" that forbids to go on, or "", and "lines" to print."""
     found = json.loads(in_own_process("check").splitlines()[-1])
     gpus = found["gpus"]
     if not gpus:
@@ -129,7 +124,7 @@ def check() -> dict[str, Any]:
 
 
 def in_own_process(*words: str) -> str:
-    """What `worker` prints in a process of its own: this one must take no device."""
+    """The output of `worker` in another process: this one must not take a device."""
     command = [sys.executable, __file__, "--worker", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if ended.returncode:
@@ -167,7 +162,7 @@ def table(
 def cells(
     found: dict[str, dict[str, Any]], row: Row, *, over: dict[str, Any], alone: dict[str, Any]
 ) -> list[str]:
-    """A row of the table. `over`, `alone`: records that it is compared with; {}: there are none."""
+    """A row of the table. `over`, `alone`: records that it is compared with, or {}."""
     bare, ours = found.get("bare", {}), next(iter(found.values()))
     speed, bare_speed, over_speed = (_mean(x) for x in (ours, bare, over))
     each, alone_speed = speed / ours.get("ranks", 1), _mean(alone)
@@ -218,13 +213,13 @@ def measure(
 
 
 def worker(kind: str, *words: str) -> int:
-    """What this file does in a process of its own, by kind.
+    """What this file does in another process, by kind.
 
     check          prints devices and versions, as JSON
-    photos FOLDER  JPEG photographs to read
+    photos FOLDER  writes JPEG photographs
     bare FLAGS, same-batch FLAGS, train FLAGS
-                   on each rank: a bare Horovod loop; train.py that gets one batch at every step;
-                   train.py as it is. FLAGS are train.py's; benchmark.json is left in --run_dir
+                   on each rank: a bare Horovod loop; train.py with one batch for every step;
+                   train.py. FLAGS are train.py's; --run_dir gets benchmark.json
     """
     if kind == "photos":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

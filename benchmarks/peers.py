@@ -3,21 +3,17 @@
     python benchmarks/peers.py [--rounds=3] [--windows=4] [--torch=PYTHON] [WAY ...]
     python benchmarks/peers.py --rounds=12 bare template      these ways only
 
-It prints medians over rounds (of a round: the median of windows of ten steps, after ten for
-warm-up), and this project's speed over the other's with the least and the most of a round; 1.00 is
-as fast, more is faster. --torch is the Python of an environment with requirements-peers.txt;
+WAYs are in NAMES. It prints medians over rounds (of a round: the median of windows of ten steps,
+after ten for warm-up), and this project's speed over the other's with the least and the most of a
+round; more than 1 is faster. --torch is the Python of an environment with requirements-peers.txt;
 without it PyTorch is left out.
 
 All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032 parameters, 1,000
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
 thread a rank. Whole steps are timed, from one beginning to the next. "input" means that batches
 come from this project's input pipeline (random pictures, cropped and mirrored); otherwise every
-step gets the same batch.
-
-    bare            own tf.function and loop: hvd.DistributedGradientTape, Keras's SGD, no checks
-    template        train.py --benchmark: all that it does in a step, a log line every ten steps
-    ddp             PyTorch: DistributedDataParallel over Gloo, torchvision's model
-    mwms            tf.distribute.MultiWorkerMirroredStrategy, ring over gRPC, Keras's SGD
+step gets the same batch. "bare" is a tf.function with hvd.DistributedGradientTape and Keras's SGD,
+without checks.
 """
 
 from __future__ import annotations
@@ -37,11 +33,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
-TIMEOUT = 300  # seconds, of one run of about 30
+TIMEOUT = 300  # seconds, of one run
 SIZE, BATCH, CLASSES, MOMENTUM, RATE = 64, 8, 1000, 0.9, 0.01
 WINDOW = 10  # steps; the first of them, with the tracing, are not counted
-MARK = "seconds a step: "  # what rank 0's windows are printed behind
-# What is printed of each way, and which of ours is compared with it.
+MARK = "seconds a step: "  # before rank 0's windows
+# The name of each way in the table, and which of ours is compared with it.
 NAMES = {
     "template": ("this project, constant batch", ""),
     "bare": ("bare Horovod loop, constant batch", "template"),
@@ -64,10 +60,10 @@ def main() -> None:
     if "ddp" in args.ways and not args.torch:
         parser.error("ddp needs --torch=PYTHON")
     ways = [w for w in NAMES if w in (args.ways or NAMES) and (w != "ddp" or args.torch)]
-    torch = Path(args.torch or "").absolute()  # not where its links lead: that has no PyTorch
+    torch = Path(args.torch or "").absolute()  # not resolved: the target has no PyTorch
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(args.rounds):
-        # There and back: what warms up or slows down over a round falls on both sides alike.
+        # There and back, so that a slow drift affects both sides of a ratio.
         for way in ways if number % 2 == 0 else reversed(ways):
             python = str(torch) if way == "ddp" else sys.executable
             found = statistics.median(run(way, python, args.windows))
@@ -110,7 +106,7 @@ def table(seconds: dict[str, list[float]]) -> None:
 
 
 class Clock:
-    """Mean seconds a step of each window; `tick` is called where a step begins."""
+    """Mean seconds a step of each window; `tick` is called at the beginning of a step."""
 
     def __init__(self, windows: int) -> None:
         self.steps = (windows + 1) * WINDOW
@@ -119,14 +115,16 @@ class Clock:
     def tick(self) -> None:
         self._ticks.append(time.perf_counter())
 
-    def run(self, step) -> None:
-        """Calls step() -> loss; waits for the device where a window begins."""
+    def run(self, step, rank: int) -> None:
+        """Calls step() -> loss, waits for the device at the end of a window; rank 0 prints."""
         for number in range(self.steps):
             self.tick()
             loss = step()
             if number % WINDOW == 0:
                 float(loss)
         self.tick()
+        if rank == 0:
+            self.show()
 
     def show(self) -> None:
         """Prints the windows; `tick` was called once more after the last step."""
@@ -161,13 +159,11 @@ def bare(clock: Clock, with_input: bool) -> None:
         batch = tf.nest.map_structure(lambda t: t[0], feed.next())
         return step(batch["inputs"]["image"], batch["targets"])
 
-    clock.run(fed)
-    if hvd.rank() == 0:
-        clock.show()
+    clock.run(fed, hvd.rank())
 
 
 def template(clock: Clock, run_dir: str, with_input: bool) -> None:
-    """train.py with flags; only its feed is another, which ticks where a step begins."""
+    """train.py with another feed, which notes when a step begins."""
     import hvdkit
     import train
 
@@ -189,17 +185,20 @@ def template(clock: Clock, run_dir: str, with_input: bool) -> None:
         clock.show()
 
 
+def _rank_and_size() -> list[int]:
+    return [int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE")]
+
+
 def mwms(clock: Clock, ports: list[str]) -> None:
-    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    rank, size = _rank_and_size()
     workers = [f"127.0.0.1:{port}" for port in ports]
     task = {"type": "worker", "index": rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
     import tensorflow as tf
 
     _one_thread()
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation.RING
-    )
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     with strategy.scope():
         model, optimizer, loss_of = _keras_parts()
@@ -214,16 +213,14 @@ def mwms(clock: Clock, ports: list[str]) -> None:
 
     step = tf.function(lambda *batch: strategy.run(replica, batch), autograph=False)
     batch = _batch(rank)
-    clock.run(lambda: step(*batch))
-    if rank == 0:
-        clock.show()
+    clock.run(lambda: step(*batch), rank)
 
 
 def ddp(clock: Clock, ports: list[str]) -> None:
     import torch
     import torchvision
 
-    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in ("RANK", "SIZE"))
+    rank, size = _rank_and_size()
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size
@@ -240,9 +237,7 @@ def ddp(clock: Clock, ports: list[str]) -> None:
         optimizer.step()
         return loss
 
-    clock.run(step)
-    if rank == 0:
-        clock.show()
+    clock.run(step, rank)
     torch.distributed.destroy_process_group()
 
 
@@ -265,7 +260,7 @@ def _one_thread() -> None:
 
 
 def _keras_parts():
-    """Model, optimizer with its slots, and the function of (logits, labels) to losses."""
+    """Model, optimizer with its slots, loss(logits, labels)."""
     import keras
     import tensorflow as tf
 
@@ -275,10 +270,8 @@ def _keras_parts():
     optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer.build(model.trainable_variables)
 
-    def loss_of(logits, labels):
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-
-    return model, optimizer, loss_of
+    loss = tf.nn.sparse_softmax_cross_entropy_with_logits
+    return model, optimizer, lambda logits, labels: loss(labels=labels, logits=logits)
 
 
 def _batch(rank: int):
@@ -290,7 +283,7 @@ def _batch(rank: int):
 
 
 def _feed(steps: int, rank: int, size: int):
-    """What train.py makes of the same flags."""
+    """As train.py makes it from the same flags."""
     from hvdkit import settings as settings_lib
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler

@@ -2,11 +2,10 @@
 
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
-NAMEs are equivalence, peers, input and cost; without any, all of them, with the flags in
-PARTS: 36 minutes on two cores. Figures are as good as the machine is idle: the file says what
-its load was at the start. The file is written anew after each part; one that fails is in it with
-what it printed, the others run all the same, and the exit code is 1. --torch is the Python of an
-environment with requirements-peers.txt; without it PyTorch's rows are missing.
+NAMEs are equivalence, peers, input and cost; without any, all of them, with the flags in PARTS: 36
+minutes on two cores. Run it on an idle machine: the file says what the load was at the start. If a
+part fails, the file holds what it printed, the others run, and the exit code is 1. --torch is the
+Python of an environment with requirements-peers.txt; without it PyTorch's rows are missing.
 """
 
 from __future__ import annotations
@@ -36,12 +35,6 @@ class Part(NamedTuple):
     command: str  # file and flags
     torch: bool  # whether it takes --torch
     about: str
-
-
-class Outcome(NamedTuple):
-    code: int
-    output: str
-    seconds: float
 
 
 PARTS = {
@@ -91,30 +84,33 @@ def main() -> int:
 
 
 def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
-    """Runs the parts, and writes `out` after each; 0 if all of them ended with 0, else 1."""
-    about = [*machine(), f"- versions: {versions(torch)}"]
-    found: dict[str, Outcome] = {}
+    """Runs the parts and adds their output to `out`; 0 if all of them ended with 0, else 1."""
+    head = ["# Benchmarks, as `make bench` last printed them", "", *machine(), versions(torch)]
+    out.write_text("\n".join(head) + "\n")
+    failed = []
     for name, part in parts.items():
         file, *flags = shlex.split(part.command)
         if torch and part.torch:
             flags.append(f"--torch={Path(torch).absolute()}")
-        command = [sys.executable, "-u", HERE / file, *flags]
         print(f"== {part.command}", file=sys.stderr, flush=True)
-        found[name] = run(command, TIMEOUT)
-        partial = out.with_name(f".{out.name}.partial")
-        partial.write_text(text(parts, found, about))
-        partial.rename(out)
-    failed = [name for name, outcome in found.items() if outcome.code]
+        start = time.monotonic()
+        code, output = run([sys.executable, "-u", HERE / file, *flags], TIMEOUT)
+        minutes, seconds = divmod(round(time.monotonic() - start), 60)
+        ended = f"**failed with exit code {code}**" if code else "done"
+        failed += [name] * bool(code)
+        with out.open("a") as results:
+            about = f"{ended} after {minutes} min {seconds} s. {part.about}"
+            results.write(f"\n## {part.title}\n\n`python benchmarks/{part.command}`: {about}\n\n")
+            results.write(f"{output.strip()}\n")
     print(f"{out}" + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
     return 1 if failed else 0
 
 
-def run(command: Sequence[object], timeout: float) -> Outcome:
-    """Its standard output, shown line by line as it comes; ended after `timeout` seconds."""
-    start, lines = time.monotonic(), []
-    words = list(map(str, command))
-    # As Ctrl-C does: only then it takes with it the ranks that it started, sessions of their own.
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+def run(command: Sequence[object], timeout: float) -> tuple[int, str]:
+    """Exit code and standard output, which is shown as it comes; ended after `timeout` seconds."""
+    lines = []
+    # By SIGINT, as Ctrl-C does: then it ends the ranks that it started, in sessions of their own.
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(timeout, process.send_signal, [signal.SIGINT])
         timer.start()
         try:
@@ -125,44 +121,27 @@ def run(command: Sequence[object], timeout: float) -> Outcome:
             timer.cancel()
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-    return Outcome(process.returncode, "".join(lines), time.monotonic() - start)
-
-
-def text(parts: Mapping[str, Part], found: Mapping[str, Outcome], about: Sequence[str]) -> str:
-    head = "# Benchmarks, as `make bench` last printed them"
-    sections = ["\n".join([head, "", *about])]
-    for name, part in parts.items():
-        title = f"## {part.title}\n\n`python benchmarks/{part.command}`"
-        if name not in found:
-            sections.append(f"{title}: not run.")
-            continue
-        code, output, seconds = found[name]
-        ended = f"**failed with exit code {code}**" if code else "done"
-        took = f"{ended} after {seconds / 60:.0f} min {seconds % 60:.0f} s"
-        sections.append(f"{title}: {took}. {part.about}\n\n{output.strip()}".rstrip())
-    return "\n\n".join(sections) + "\n"
+    return process.returncode, "".join(lines)
 
 
 def machine() -> list[str]:
     """Lines on when and where this runs."""
     now = datetime.datetime.now(datetime.UTC)
-    cores = len(os.sched_getaffinity(0))
-    load = os.getloadavg()[0]
-    commit = subprocess.run(
-        ["git", "-C", HERE, "describe", "--always", "--dirty"], capture_output=True, text=True
-    ).stdout.strip()
+    words = ["git", "-C", HERE, "describe", "--always", "--dirty"]
+    commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    memory = int(_found("/proc/meminfo", "MemTotal").split()[0]) / 2**20
     return [
         f"- date: {now:%Y-%m-%d %H:%M} UTC, commit {commit or 'unknown'}",
-        f"- machine: {_found('/proc/cpuinfo', 'model name')}, {cores} cores, "
-        f"{int(_found('/proc/meminfo', 'MemTotal').split()[0]) / 2**20:.0f} GiB, "
-        f"Linux {platform.release()}; load at the start {load:.2f}",
+        f"- machine: {_found('/proc/cpuinfo', 'model name')}, "
+        f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, Linux {platform.release()}; "
+        f"load at the start {os.getloadavg()[0]:.2f}",
     ]
 
 
 def versions(torch: str | None) -> str:
     """Of Python and what is imported, which may be installed under other names."""
     installed = metadata.packages_distributions()
-    found = [f"Python {platform.python_version()}"]
+    found = [f"- versions: Python {platform.python_version()}"]
     for module in ("tensorflow", "keras", "horovod", "numpy"):
         found += [f"{name} {metadata.version(name)}" for name in sorted({*installed[module]})]
     if torch:

@@ -1,12 +1,12 @@
-"""What a checkpoint costs the steps beside which it is written.
+"""How much a checkpoint slows down the steps during which it is written.
 
     python benchmarks/saves.py [--saves=16] [demo] [resnet50]
 
-Trains with a save every so many steps, on two ranks of one thread each, and on one. A save's cost
-is what the first half of the steps from it to the next one takes longer than the second half, which
-nothing is written beside: the median over saves, with the standard error of a median in brackets,
-and the share of the time at a save every hundred steps. On two cores two ranks leave none to the
-thread that writes; one rank does, as on hosts with GPUs.
+Trains with regular saves on two ranks of one thread each, and on one. A save's cost is the time of
+the first half of the steps from it to the next one, less that of the second half, when nothing is
+written: the median over saves, its standard error in brackets, and the share of the time at a save
+every hundred steps. On two cores, two ranks leave no core to the thread that writes; one rank does,
+as on hosts with GPUs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ TIMEOUT = 900
 MARK = "seconds a step: "
 RESNET = ["--task=classification", "--model=resnet50", "--num_classes=1000", "--image_size=64"]
 RESNET += ["--global_batch_size=16", "--synthetic_data", "--cpu_threads=1", "--base_lr=0.01"]
-# What is trained, and the steps between saves.
-RUNS = {
-    "demo": (["--flagfile=configs/demo.cfg", "--cpu_threads=1"], 40),
-    "resnet50": (RESNET, 20),
-}
+# Flags, and the steps between saves.
+RUNS = {"demo": (["--flagfile=configs/demo.cfg", "--cpu_threads=1"], 40), "resnet50": (RESNET, 20)}
 
 
 def main() -> None:
@@ -46,8 +43,6 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := {*args.runs} - {*RUNS}:
         parser.error(f"no run {sorted(unknown)}; there are {list(RUNS)}")
-    if args.saves < 2:
-        parser.error(f"--saves={args.saves}: at least 2 are needed")
     print("| run | ranks | MB a checkpoint | ms a step | ms a save | at a save every 100 steps |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for name in args.runs or RUNS:
@@ -68,18 +63,18 @@ def row(name: str, ranks: int, saves: int) -> None:
         files = list(Path(folder).glob("run/checkpoints/step-*/*"))
         size = sum(file.stat().st_size for file in files) / len({f.parent for f in files})
     step, save, error = cost(json.loads(found[1]), every)
-    share = save / (100 * step)
     times = f"{step * 1e3:.1f} | {save * 1e3:.0f} ({error * 1e3:.0f})"
-    print(f"| {name} | {ranks} | {size / 1e6:.1f} | {times} | {share:.2%} |", flush=True)
+    print(
+        f"| {name} | {ranks} | {size / 1e6:.1f} | {times} | {save / (100 * step):.2%} |", flush=True
+    )
 
 
 def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
-    """Seconds of a step that nothing is written beside, what a save adds, and its standard error.
+    """Seconds of a step without a save, what a save adds, and the standard error of that.
 
-    Args:
-      seconds: of step 1, 2, ...; that of step `every` holds the first save's copy.
+    `seconds`: of step 1, 2, ...; that of step `every` holds the first save's copy.
     """
-    # From one save to the next; the last one is waited for, and evaluated.
+    # From one save to the next; the last save is waited for.
     starts = range(every - 1, len(seconds) - every, every)
     half = every // 2
     quiet = [sum(seconds[start + half : start + every]) for start in starts]
@@ -92,7 +87,7 @@ def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
 
 
 def worker(words: list[str]) -> None:
-    """train.py with flags; its feed notes where steps begin."""
+    """train.py; its feed notes when steps begin."""
     sys.path.insert(0, str(PROJECT))
     import hvdkit
     import train

@@ -6,8 +6,8 @@ Run it like the training, with the same launcher, hosts and folders:
     launch/hosts.sh -H node1:4,node2:4 python launch/doctor.py --data_dir=DATA --run_dir=RUN
 
 Exit code 0: nothing is wrong (notes may remain); 1: each WRONG line says which host, which rank,
-what is wrong and how to fix it. Problems that would keep Horovod from starting are found before
-Horovod is started. Every check has a time limit.
+what is wrong and how to fix it. What would keep Horovod from starting is found before Horovod is
+started. Every check has a time limit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from preflight import facts, findings, ranks, security
 from preflight.findings import leaders, place
 from preflight.ranks import watch
 
-_MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts not every pair is timed; a slow host shows in six
+_MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts, each is timed with six others only
 _NETWORK = "look at firewalls and at the network that MPI takes (hosts.sh --interface)"
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     add("--security", action="store_true", help="print what of SECURITY.md holds on each host")
     options = parser.parse_args()
-    # A file's name may be no text; mpirun tags every piece in which a line is written.
+    # File names may be any bytes; mpirun tags every write, so a line must be one.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namespace) -> Any:
-    """How ranks talk; None where this rank can tell alone that they cannot, and has said why."""
+    """How ranks exchange data; None if this rank knows why they cannot, and has printed it."""
 
     def absent() -> str:
         size = ranks.number("OMPI_COMM_WORLD_SIZE", default=len(ranks.dealt()))
@@ -62,7 +62,7 @@ def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namesp
         return str(findings.missing(gone, ranks.dealt(), options.timeout)) if gone else ""
 
     if ranks.launcher() == "mpi" and own["alike"]["MPI"] != "none":
-        # Rank 0 is the one that knows who is missing, and the first to give up.
+        # Rank 0 knows who is missing, so it gives up first.
         limit = options.timeout + (10 if ranks.rank() else 0)
         with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=absent):
             return ranks.Mpi()
@@ -95,7 +95,7 @@ def start_horovod(options: argparse.Namespace) -> None:
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, or of many hosts some, drawn alike by all; no host is twice in a round."""
+    """Each pair of hosts once, or a sample, the same on all ranks; no host is twice in a round."""
     seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
     table = []
     for _ in range(len(seats) - 1):
@@ -107,11 +107,10 @@ def rounds(hosts: int) -> list[list[tuple[int, int]]]:
 
 
 def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
-    """Times and checks one allreduce of float32 by a process set that this rank is in.
+    """Times and checks one allreduce of float32 by this rank's process set.
 
-    Returns:
-      "rank"; "ranks" (empty: all); "right", the sum; "seconds", the mean of three; "rate", the bus
-      bandwidth in bytes a second as nccl-tests define it: bytes / seconds x 2 (n - 1) / n.
+    Returns "rank"; "ranks" (empty: all); whether the sum is "right"; "seconds", the mean of three;
+    "rate", the bus bandwidth in bytes a second, as in nccl-tests: bytes / seconds x 2 (n - 1) / n.
     """
     import horovod.tensorflow as hvd
     import tensorflow as tf
@@ -135,7 +134,7 @@ def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
 
 
 class Examination:
-    """Its stages; on rank 0 `found` grows."""
+    """The stages; rank 0 collects what is wrong in `found`."""
 
     def __init__(self, everyone: Any, own: dict[str, Any], options: argparse.Namespace) -> None:
         self.ranks, self.own, self.options = everyone, own, options
@@ -145,9 +144,9 @@ class Examination:
     def run(self) -> int:
         """The exit code, the same on all ranks."""
         self.own["door"] = ranks.open_door() | {"addresses": self.own["addresses"]}
-        plan = self.tell_facts()
+        plan = self.exchange_facts()
         timed = self.time(plan["leaders"]) if self.look_around(plan) else []
-        with self.watch("telling rank 0 what came out"):
+        with self.watch("sending its times to rank 0"):
             every = self.ranks.gather(timed, self.options.timeout)
             if self.first:
                 self.report([one for its in filter(None, every) for one in its])
@@ -159,10 +158,10 @@ class Examination:
     def known(self) -> str:
         return "\n".join(map(str, sorted(self.found, key=lambda one: one.level == "note")))
 
-    def tell_facts(self) -> dict[str, Any]:
-        """Judges each rank's facts; what every rank must know of the others, as JSON holds it."""
+    def exchange_facts(self) -> dict[str, Any]:
+        """Rank 0 checks each rank's facts; returns what every rank must know of the others."""
         plan = None
-        with self.watch("telling rank 0 what it saw", times=3):
+        with self.watch("sending its facts to rank 0", times=3):
             self.facts = every = self.ranks.gather(self.own, self.options.timeout)
             if self.first:
                 dealt = ranks.dealt()
@@ -179,7 +178,7 @@ class Examination:
             return self.ranks.broadcast(plan)
 
     def look_around(self, plan: dict[str, Any]) -> bool:
-        """The first rank of a host looks at the others; whether Horovod can be started."""
+        """The first rank of each host tries the others; whether Horovod can be started."""
         view, firsts = None, plan["leaders"]
         with self.watch("looking at the other hosts", "a disk or a name server hangs", times=3):
             if self.ranks.rank in firsts:
@@ -200,7 +199,7 @@ class Examination:
             return self.ranks.broadcast(not any(f.level == "fatal" for f in self.found))
 
     def time(self, firsts: list[int]) -> list[dict[str, Any]]:
-        """What this rank saw of an allreduce of all ranks, and of two hosts at a time."""
+        """This rank's figures of an allreduce of all ranks, and of pairs of hosts."""
         start_horovod(self.options)
         import horovod.tensorflow as hvd
 
@@ -219,7 +218,7 @@ class Examination:
         return timed
 
     def report(self, timed: list[dict[str, Any]]) -> None:
-        """On rank 0; adds what the times tell to `found`."""
+        """On rank 0; adds slow hosts and wrong sums to `found`."""
         size, firsts = self.ranks.size, leaders(self.hosts)
         print(f"\n{size} rank(s) on {len(firsts)} host(s), by {self.ranks.name}")
         alike = self.facts[0]["alike"].items()

@@ -1,4 +1,4 @@
-"""What one rank sees of its host, without asking another rank. Nothing here raises."""
+"""What one rank knows of its host, without other ranks. Nothing here raises."""
 
 import contextlib
 import hashlib
@@ -20,14 +20,14 @@ import psutil
 from . import ranks
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py")
-_MOST_FILES = 300_000  # of a data folder that are listed: the first in the order of names
+_MOST_FILES = 300_000  # of a data folder: the first ones by name
 _NETWORK = "OMPI_MCA_btl_tcp_if_include"
 
 Fault = tuple[str, str, str]  # what is wrong, how to fix it, level as in `findings.Finding`
 
 
 def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
-    """Facts of this rank, as JSON holds them; "faults" are what it can tell alone."""
+    """Facts of this rank, for JSON; "faults" need no other rank."""
     alike, faults = versions(), import_faults()
     sound, first = not faults, not ranks.local_rank()  # of its host
     found: dict[str, Any] = {"host": os.uname().nodename, "local_rank": ranks.local_rank()}
@@ -62,7 +62,7 @@ def import_faults() -> list[Fault]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """TensorFlow writes lines of no interest as it starts, past Python's sys.stderr."""
+    """Without stderr, to which TensorFlow writes at its import, past Python's sys.stderr."""
     shown = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -98,30 +98,32 @@ def _code(folder: Path) -> str:
 
 
 def gpus_of_driver() -> tuple[dict[str, Any], list[Fault]]:
-    """How many are "shown", their "kinds" and "driver"; what is wrong with the driver."""
+    """How many are "shown", their "kinds" and "driver"; faults of the driver."""
     found = {"shown": 0, "kinds": "none", "driver": "none"}
     try:
         import pynvml
-    except ImportError:  # nvidia-ml-py is not installed: TensorFlow's view is all there is
+    except ImportError:  # nvidia-ml-py is not installed
         return found, []
     try:
         pynvml.nvmlInit()
         every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         names = [pynvml.nvmlDeviceGetName(one) for one in every]
-        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        found |= {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "kinds": ", ".join(sorted({*names})),
+        }
         pynvml.nvmlShutdown()
     except pynvml.NVMLError_LibraryNotFound:
         return found, []
     except pynvml.NVMLError as error:
         return found, [(f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")]
-    # What CUDA_VISIBLE_DEVICES hides is not idle.
+    # GPUs that CUDA_VISIBLE_DEVICES hides are not idle.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
-    shown = 0 if hidden else len(names)
-    return found | {"shown": shown, "kinds": ", ".join(sorted(set(names)))}, []
+    return found | {"shown": 0 if hidden else len(names)}, []
 
 
 def gpus_of_tensorflow() -> dict[str, Any]:
-    """What TensorFlow sees (nothing is laid out on a GPU by that), and Horovod was built for."""
+    """What TensorFlow sees (without taking GPU memory), and what both were built for."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -141,7 +143,7 @@ def ways() -> list[tuple[str, str]]:
 
 
 def addresses() -> tuple[list[str], list[Fault]]:
-    """Of all `ways`, or those that Open MPI was told to take, by name or as 10.0.0.0/24."""
+    """Of all `ways`, or of those that Open MPI may take, by name or as 10.0.0.0/24."""
     there, setting = ways(), os.environ.get(_NETWORK, "")
     asked = setting.split(",")
     networks = [ipaddress.ip_network(word, strict=False) for word in asked if "/" in word]
@@ -154,7 +156,7 @@ def addresses() -> tuple[list[str], list[Fault]]:
 
 
 def resolve(name: str) -> tuple[list[str], str]:
-    """The addresses that a host's name stands for, as this host sees it; why there are none."""
+    """The addresses of a host's name, as this host resolves it; or why there are none."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -163,7 +165,7 @@ def resolve(name: str) -> tuple[list[str], str]:
 
 
 def unwritable(path: str) -> list[Fault]:
-    """A fault if a file cannot be written where the run folder is or will be."""
+    """A fault if no file can be written where the run folder is or will be."""
     folder = Path(path).absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -184,7 +186,7 @@ def unwritable(path: str) -> list[Fault]:
 
 
 def listing(folder: str) -> tuple[str, list[Fault]]:
-    """Number, bytes and SHA-256 of the names and sizes of a data folder's files."""
+    """Number, bytes, and SHA-256 of names and sizes of a data folder's files; or a fault."""
     digest, files, size, problem = hashlib.sha256(), 0, 0, ""
     try:
         for path in itertools.islice(_files(folder), _MOST_FILES):
@@ -212,7 +214,7 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def leave_mark(run_dir: str) -> str:
-    """A file that other hosts look for: is the folder shared? Empty if there is no folder."""
+    """A file by which other hosts see whether the folder is shared; empty without a folder."""
     path = Path(run_dir, f".doctor-{uuid.uuid4().hex}").absolute()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

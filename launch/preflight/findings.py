@@ -1,4 +1,4 @@
-"""From what all ranks saw to what is wrong: who, what, how to fix it. No rank is asked here."""
+"""Concludes from the facts of all ranks what is wrong: where, what, how to fix it."""
 
 import collections
 import dataclasses
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 Facts = dict[str, Any]
-_SLOW = 4  # a pair of hosts with so many times less bandwidth than the fast ones is named
+_SLOW = 4  # how many times less bandwidth than the fast pairs of hosts is slow
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A note does not fail the preflight; with what is fatal, Horovod would crash or hang."""
+    """A note does not fail the preflight; after a fatal one, Horovod would crash or hang."""
 
     where: str
     what: str
@@ -25,7 +25,7 @@ class Finding:
 
 
 def place(hosts: Sequence[str], ranks: Sequence[int]) -> str:
-    """`node2 (rank 2, 3)`; `hosts`: of each rank, as far as that is known."""
+    """As in `node2 (rank 2, 3)`; `hosts`: of each rank, as far as known."""
     by_host = collections.defaultdict(list)
     for rank in ranks:
         by_host[hosts[rank] if rank < len(hosts) else "unknown host"].append(rank)
@@ -41,16 +41,15 @@ def leaders(hosts: Sequence[str]) -> list[int]:
 
 
 def missing(gone: Sequence[int], hosts: Sequence[str], seconds: float) -> Finding:
-    """Ranks that did not report; `hosts`: of each rank, or empty if nothing says that."""
-    what = f"nothing came from there in {seconds:.0f} s: the process did not start, hangs, or "
-    what += "cannot reach rank 0"
+    """Ranks that did not report; `hosts`: of each rank, or empty if unknown."""
+    what = f"no report in {seconds:.0f} s: the process did not start, hangs or cannot reach rank 0"
     todo = "look for its own error above; on that host, check its disks, that Python and this file "
     todo += "are at the same path, firewalls, the network that MPI takes (hosts.sh --interface)"
     return Finding(place(hosts, gone), what, todo, "fatal")
 
 
 def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
-    """Faults of single ranks, and what should be the same everywhere and is not."""
+    """Faults of single ranks, and differences in what should be alike."""
     by_fault = collections.defaultdict(list)
     wanted = device == "gpu" or any(fact.get("gpus", {}).get("seen") for fact in facts)
     for rank, fact in enumerate(facts):
@@ -67,7 +66,7 @@ def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
 
 
 def gpu_fault(its: Facts, local_rank: int, wanted: bool) -> tuple[str, str, str] | None:
-    """Of a rank that training would refuse, or that would compute on a CPU beside an idle GPU.
+    """If training would refuse this rank, or compute on a CPU beside an idle GPU.
 
     `its`: what `facts.gpus_of_driver` and `gpus_of_tensorflow` return; `wanted`: --device=gpu, or
     another rank has one.
@@ -92,7 +91,7 @@ def gpu_fault(its: Facts, local_rank: int, wanted: bool) -> tuple[str, str, str]
 
 
 def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Finding]:
-    """Ranks whose value is not the commonest (of a draw, the one with the lowest rank)."""
+    """Ranks whose value is not the commonest one (in a tie, the lowest rank's)."""
     ranks = collections.defaultdict(list)
     for rank, fact in enumerate(facts):
         if name in fact["alike"]:
@@ -110,10 +109,9 @@ def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Find
 def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> list[Finding]:
     """What the hosts see of each other.
 
-    Args:
-      views: by the first rank of each host: "closed", what `ranks.closed` returns; "names", of each
-        host its name, whether the launcher was given that one, and what `facts.resolve` returns;
-        "mark": whether a file that rank 0 left in the run folder is there.
+    `views`, by the first rank of each host: "closed", from `ranks.closed`; "names", for each
+    host its name, whether the launcher was given that name, and what `facts.resolve` returns;
+    "mark", whether rank 0's file in the run folder is there.
     """
     hosts = [fact["host"] for fact in facts]
     firsts, found = leaders(hosts), []
@@ -130,10 +128,9 @@ def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> l
 
 
 def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) -> list[Finding]:
-    """Names that lead nowhere, or to another host.
+    """Names that do not resolve, or to another host.
 
-    ssh, MPI's daemons and stop.sh use the names that the launcher was given, but for a host's own;
-    without those, a host's own name is a guess.
+    ssh and MPI's daemons use the names that the launcher was given; a host's own name is a guess.
     """
     odd: dict[tuple[str, str], dict[str, list[int]]] = {}
     for rank, view in views.items():

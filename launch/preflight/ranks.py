@@ -1,9 +1,8 @@
-"""How ranks exchange what they saw: JSON over MPI, or over Horovod on one host with Gloo.
+"""How ranks exchange JSON: over MPI, or over Horovod on one host with Gloo.
 
-Nothing received is unpickled, as mpi4py's and Horovod's functions for objects would do. Each host
-also opens a port, as MPI and NCCL do, to which every other host connects. Anyone may reach it: it
-has a token that only the ranks know, answers one byte to whoever sends it, and closes the
-connection of everyone else.
+Nothing is unpickled, as mpi4py's and Horovod's functions for objects would do. Each host also opens
+a port, as MPI and NCCL do, to which every other host connects. It answers one byte to whoever sends
+the token that only the ranks know, and closes all other connections.
 """
 
 import concurrent.futures
@@ -20,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_DOOR_SECONDS = 5.0  # in which a connection is there or will not be
+_DOOR_SECONDS = 5.0  # timeout of a connection
 
 
 def launcher() -> str:
@@ -34,12 +33,12 @@ def launcher() -> str:
 
 
 def number(*names: str, default: int = 0) -> int:
-    """The first of these variables that is set."""
+    """The first of these environment variables that is set."""
     return next((int(os.environ[name]) for name in names if name in os.environ), default)
 
 
 def rank() -> int:
-    """As the launcher says, before MPI or Horovod is up."""
+    """From the launcher, before MPI or Horovod is started."""
     return number("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
@@ -48,7 +47,7 @@ def local_rank() -> int:
 
 
 def dealt() -> list[str]:
-    """The host of each rank as hosts.sh dealt them; empty where nothing says that."""
+    """The host of each rank, from hosts.sh; empty if another launcher started them."""
     hosts: list[str] = []
     for entry in filter(None, os.environ.get("LAUNCH_HOSTS", "").split(",")):
         name, _, slots = entry.rpartition(":")
@@ -57,7 +56,7 @@ def dealt() -> list[str]:
 
 
 def mpi() -> Any:
-    """mpi4py's MPI, which is not started by that."""
+    """mpi4py's MPI, not started."""
     import mpi4py
 
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
@@ -67,20 +66,20 @@ def mpi() -> Any:
 
 
 class Mpi:
-    """Ranks talk with rank 0 only, so a way that is closed between two others hangs nobody."""
+    """Only with rank 0, so that a closed connection between two others hangs nobody."""
 
     name = "MPI"
 
     def __init__(self) -> None:
         self._mpi = mpi()
-        # mpi4py's own call would hold all threads of Python up, and with them what ends a hang.
+        # mpi4py's own call would block all Python threads, also `watch`, which ends a hang.
         start, got = ctypes.CDLL(self._mpi.__file__).MPI_Init_thread, ctypes.c_int()
         start(None, None, self._mpi.THREAD_MULTIPLE, ctypes.byref(got))
         self._world = self._mpi.COMM_WORLD
         self.rank, self.size = self._world.rank, self._world.size
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
-        """On rank 0 every rank's value, None for one that did not come in that time; else []."""
+        """On rank 0: every rank's value, None if it did not arrive in time. On others: []."""
         if self.rank:
             self._send(value, 0)
             return []
@@ -112,7 +111,7 @@ class Mpi:
 
 
 class Horovod:
-    """Where Horovod is started already: on one host over Gloo, or by itself."""
+    """On one host: Horovod over Gloo, already started."""
 
     name = "Gloo"
 
@@ -135,10 +134,10 @@ class Horovod:
 
 
 def roll_call() -> set[int] | None:
-    """The ranks that rank 0 has heard of by now, which grow; None on others.
+    """On rank 0 a set that grows as ranks report; None on others.
 
-    MPI's start waits for all ranks and cannot say which did not come. So each tells rank 0 before,
-    at a port that follows from what hosts.sh sets; the port reads a number and answers nothing.
+    MPI's start waits for all ranks and cannot name a missing one. So each first sends its number to
+    rank 0, at a port that follows from LAUNCH_ID of hosts.sh and answers nothing.
     """
     hosts, launch = dealt(), os.environ.get("LAUNCH_ID", "")
     if not launch or not hosts or launcher() != "mpi":
@@ -171,10 +170,7 @@ def _call(host: str, port: int) -> None:
 def watch(
     stage: str, seconds: float, advice: str, *, known: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Ends this process, saying where it hung, when the block takes longer than `seconds`.
-
-    On standard output, after what `known` returns.
-    """
+    """Ends this process if the block takes longer than `seconds`; prints `known()` and where."""
 
     def expire() -> None:
         where = f"rank {rank()} on {os.uname().nodename}"
@@ -211,7 +207,7 @@ def open_door() -> dict[str, Any]:
     def serve() -> None:
         while True:
             link, _ = server.accept()
-            # Each in a thread of its own: one who says nothing must not keep others waiting.
+            # In its own thread: a silent connection must not delay others.
             threading.Thread(target=answer, args=(link,), daemon=True).start()
 
     threading.Thread(target=serve, daemon=True).start()
@@ -221,28 +217,25 @@ def open_door() -> dict[str, Any]:
 def closed(own: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """(host, why) for each other host none of whose "addresses" answers this one.
 
-    `own`: this host's position in `doors`, of which each host has one.
+    `own`: this host's index in `doors`, one a host.
     """
     others = [other for other in range(len(doors)) if other != own]
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        reasons = pool.map(lambda other: _knock_at_all(doors[other]), others)
+        reasons = pool.map(lambda other: _why_closed(doors[other]), others)
         return [(other, why) for other, why in zip(others, reasons) if why]
 
 
-def _knock_at_all(door: dict[str, Any]) -> str:
+def _why_closed(door: dict[str, Any]) -> str:
+    """Empty if one of its addresses answers."""
     reasons = []
     for address in door["addresses"]:
-        if not (why := _knock(address, door)):
-            return ""
+        why = "something else is there"
+        try:
+            with socket.create_connection((address, door["port"]), timeout=_DOOR_SECONDS) as link:
+                link.sendall(bytes.fromhex(door["token"]))
+                if link.recv(1) == b"k":
+                    return ""
+        except OSError as error:
+            why = error.strerror or str(error)
         reasons.append(f"{address} port {door['port']}: {why}")
     return "; ".join(reasons)
-
-
-def _knock(address: str, door: dict[str, Any]) -> str:
-    """Why it was in vain; empty if that very door answered."""
-    try:
-        with socket.create_connection((address, door["port"]), timeout=_DOOR_SECONDS) as link:
-            link.sendall(bytes.fromhex(door["token"]))
-            return "" if link.recv(1) == b"k" else "something else is there"
-    except OSError as error:
-        return error.strerror or str(error)

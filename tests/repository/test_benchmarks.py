@@ -48,17 +48,18 @@ def parts(results, *names: str) -> dict:
     return {n: results.Part(f"The {n}", f"{n}.py --rows=2", n == "well", "Why.") for n in names}
 
 
-def test_all_that_was_printed_is_in_the_file(results, tmp_path, capfd):
+def test_all_output_is_in_the_file(results, tmp_path, capfd):
     out, torch = tmp_path / "RESULTS.md", tmp_path / "python"
     torch.write_text("#!/bin/sh\necho 2.0 0.15\n")
     torch.chmod(0o755)
     assert results.run_all(parts(results, "well"), str(torch), out) == 0
-    text = out.read_text()
-    assert "## The well\n\n`python benchmarks/well.py --rows=2`: done after 0 min 0 s. Why." in text
-    assert f"\n\n| well | --rows=2 --torch={torch}\n" in text
-    assert re.search(r"^- date: 20\d\d-\d\d-\d\d \d\d:\d\d UTC, commit \w+", text, re.MULTILINE)
-    assert re.search(r"^- machine: .+, \d+ cores, \d+ GiB, Linux \d.*; load", text, re.MULTILINE)
-    assert re.search(r"Python 3\.\d+\.\d+, tensorflow\S* 2\.\d+.*, horovod \d.*, torch 2.0", text)
+    for line in (
+        r"^- date: 20\d\d-\d\d-\d\d \d\d:\d\d UTC, commit \w+",
+        r"^- machine: .+, \d+ cores, \d+ GiB, Linux \d.*; load",
+        r"Python 3\.\d+\.\d+, tensorflow\S* 2\.\d+.*, horovod \d.*, torch 2.0",
+        r"^`python benchmarks/well.py --rows=2`: done after 0 min 0 s. Why.\n\n\| well \| --rows=2 --t",
+    ):
+        assert re.search(line, out.read_text(), re.M), line
     assert "| well |" in capfd.readouterr().out, "shown while it runs"
 
 
@@ -67,16 +68,11 @@ def test_the_others_run_when_one_fails_or_hangs(results, tmp_path):
     assert results.run_all(parts(results, "ill", "late", "well"), None, out) == 1
     text = out.read_text()
     assert "**failed with exit code 1** after 0 min 0 s. Why.\n\n| half |" in text
-    assert re.search(r"failed with exit code -2\*\* after 0 min 2 s\. Why\.\n\n\| begun \|", text)
+    assert re.search(
+        r"failed with exit code -2\*\* after 0 min [23] s\. Why\.\n\n\| begun \|", text
+    )
     assert "| well | --rows=2\n" in text
     assert (tmp_path / "left").exists(), "it could clean up"
-
-
-def test_a_part_that_was_not_reached_is_missing_in_the_file(results):
-    found = {"well": results.Outcome(0, "| well |\n", 61.0)}
-    text = results.text(parts(results, "well", "ill"), found, ["- date: today"])
-    assert "done after 1 min 1 s" in text
-    assert "`python benchmarks/ill.py --rows=2`: not run." in text
 
 
 def test_benchmarks_have_the_flags_that_make_bench_gives(results):
