@@ -2,10 +2,10 @@
 
     python benchmarks/bits.py [--columns=NAME,...] [--rows=NAME,...]
 
-Every row is one run with 8 virtual ranks. Every column is a way to start it: a number of real
-ranks, over Gloo or MPI, with other settings of Horovod's fusion. Cells are the first 12 digits of
-weights_sha256, equal along a row; "!" marks figures of metrics.jsonl that differ from those of the
-first column. Exit code 1 if anything in a row differs. It took 49 minutes on two busy cores.
+A row is one run with 8 virtual ranks; a column is a number of real ranks, over Gloo or MPI, with or
+without tensor fusion. Cells are the first 12 digits of weights_sha256; "!" marks figures of
+metrics.jsonl that differ from the first column's. Exit code 1 if anything in a row differs. It took
+49 minutes on two busy cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ranks import last_lines, launch
 from tasks import classification, segmentation
 
 FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1"}
-# Name: ranks, backend, knobs of Horovod.
+# Name: ranks, backend, variables of Horovod.
 COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {
     "1": (1, "alone", {}),
     "2 Gloo": (2, "gloo", {}),
@@ -147,24 +147,22 @@ def main() -> int:
 
 
 def table(rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict]) -> int:
-    print("| run |" + "".join(f" {column} |" for column in columns))
-    print("| --- |" + " --- |" * len(columns))
+    print(f"| run | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
     same = True
     for row in rows:
-        first = cells[row, columns[0]]
-        shown = []
-        for column in columns:
-            cell = cells[row, column]
-            mark = "" if cell["records"] == first["records"] else "!"
-            shown.append(f" `{cell['weights_sha256'][:12]}`{mark} |")
-            same &= cell == first
-        print(f"| {ROWS[row][0]} |" + "".join(shown))
+        every = [cells[row, column] for column in columns]
+        shown = [
+            f"`{cell['weights_sha256'][:12]}`{'!' * (cell['records'] != every[0]['records'])}"
+            for cell in every
+        ]
+        same &= all(cell == every[0] for cell in every)
+        print(f"| {ROWS[row][0]} | {' | '.join(shown)} |")
     return 0 if same else 1
 
 
 def worker(out_dir: str, *names: str) -> None:
-    """On each rank: trains each row, and leaves OUT_DIR/ROW.json: weights_sha256 and records."""
-    # As in a run: TensorFlow may join and reorder kernels here, which small_runs leaves out.
+    """On each rank: trains each row and writes OUT_DIR/ROW.json: weights_sha256 and records."""
+    # As in a run; small_runs turns TensorFlow's optimizer of graphs off.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
     out, world = Path(out_dir), world_lib.connect()
     world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
@@ -178,8 +176,8 @@ def worker(out_dir: str, *names: str) -> None:
         assert ended.code == DONE, f"{name}: {ended.message}"
         if world.is_chief:
             found = records.read(ended.folder)
-            record = {"weights_sha256": found.summary["weights_sha256"]}
-            record["records"] = compare.figures(found)
+            record = {"records": compare.figures(found)}
+            record["weights_sha256"] = found.summary["weights_sha256"]
             (out / f"{name}.json").write_text(json.dumps(record))
     world_lib.finish(world)
 

@@ -2,16 +2,16 @@
 
     python benchmarks/input.py [--sets=photos,pairs,demo] [--cores=1,2] [--torch=PYTHON]
 
-Sets, all made here: "photos" are 500 x 375 JPEG of about 66 KB in class folders, cropped at random
-to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo" the
-demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
---quality=90. It prints medians over rounds and the ratio of ours to each other one, with the
-smallest and largest of a round. --torch is the Python of an environment with
-requirements-peers.txt; without it PyTorch's column is left out.
+The sets are made here: "photos" are 500 x 375 JPEG of about 66 KB in class folders, cropped at
+random to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo"
+the demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
+--quality=90. It prints medians over rounds and the ratio of ours to the others, with the smallest
+and largest of a round. --torch is the Python of an environment with requirements-peers.txt; without
+it PyTorch's column is left out.
 
-Each pipeline gives batches of 32 as its users would get them: "template" is this project's,
-"tf.data" the plain pipeline of TensorFlow's model garden (draws that depend on the order of
-threads, a shuffle buffer), "torch" a DataLoader with torchvision.
+Batches have 32 samples. "template" is this project's pipeline, "tf.data" the plain one of
+TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
+DataLoader with torchvision.
 """
 
 from __future__ import annotations
@@ -79,16 +79,11 @@ def row(rates: dict[str, list[float]], others: list[str]) -> str:
 
 
 def rate(words: list[object], cores: int) -> float:
-    """Samples a second of one pipeline, in a process of its own that has the first `cores`."""
+    """Samples a second of one pipeline, in a process of its own on the first `cores`."""
     chosen = sorted(os.sched_getaffinity(0))[:cores]
-    ended = subprocess.run(
-        list(map(str, words)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        preexec_fn=lambda: os.sched_setaffinity(0, chosen),
-    )
+    how = {"capture_output": True, "text": True, "env": os.environ | {"CUDA_VISIBLE_DEVICES": ""}}
+    how["preexec_fn"] = lambda: os.sched_setaffinity(0, chosen)
+    ended = subprocess.run(list(map(str, words)), timeout=300, **how)
     if ended.returncode:
         raise SystemExit(ended.stderr[-2000:])
     return float(ended.stdout.split()[-1])
@@ -161,14 +156,9 @@ def template(kind: str, folder: Path, workers: int, *, layout: str = "") -> Iter
     from tasks import classification, segmentation
 
     task_class = classification if kind == "photos" else segmentation
-    layout = layout or {"photos": "class_folders"}.get(kind, "folders")
-    config = Settings(
-        image_size=SIZES[kind],
-        num_classes=4 if kind == "photos" else 21,
-        data_dir=str(folder),
-        data_format=layout,
-    )
-    task = task_class.Task(config)
+    layout = layout or ("class_folders" if kind == "photos" else "folders")
+    data = {"data_dir": str(folder), "data_format": layout, "image_size": SIZES[kind]}
+    task = task_class.Task(Settings(num_classes=4 if kind == "photos" else 21, **data))
     source, _ = task.sources()
     order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
     read = reader(source, task.training_example, keyed=True)

@@ -2,24 +2,24 @@
 
     python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192] [--steps=100000]
 
-Real ranks run over MPI on this host, many on a core: their times tell of the cores too. Of a
-mocked number of ranks there is one process, which takes itself for rank 0 of so many, all of which
-send what it sends itself. So its times are what that number costs rank 0's own Python, memory and
-files; what the network costs is not in them.
+Real ranks run over MPI on this host, many on a core, so their times are mostly those of the cores.
+For a mocked number of ranks one process is rank 0 of so many, and every other rank sends what it
+sends itself: the times are what rank 0's own Python, memory and files cost, without the network.
 
   start         seconds from the command to the first step done
   log, save     milliseconds of one log line (with the ranks' times), of one checkpoint's copy
   together      milliseconds of World.fail_together, in which all ranks learn whether one failed
   MB, files     resident memory and open files at the end
-  exchanges     collectives outside of graphs until the first step, and kB that they gave to rank 0
+  exchanges     collectives outside of graphs until the first step, and kB that rank 0 received
 
 --steps: instead, one rank makes that many steps; printed at a tenth, half and the end are seconds
-for 1,000 steps since the last row, resident memory, open files and the bytes of what is written.
+for 1,000 steps since the last row, resident memory, open files and bytes written.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import re
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 _COLUMNS = {"start": 1, "log": 2, "save": 1, "together": 2, "MB": 0, "files": 0}
-_COLUMNS |= {"exchanges": 0, "kB": 0}
+_COLUMNS |= {"exchanges": 0, "kB": 0}  # name: digits
 
 
 def growth(steps: int) -> None:
@@ -85,15 +85,10 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
         if count > 1 and not mocked:
             words = [ROOT / "launch/hosts.sh", "-np", count, *words]
         words += ["--flagfile=configs/blank.cfg", f"--run_dir={folder}/run", *flags]
-        ended = subprocess.run(
-            list(map(str, words)),
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            cwd=TEMPLATE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        words = list(map(str, words))
+        ended = subprocess.run(words, env=env, cwd=TEMPLATE, timeout=TIMEOUT, **pipes)
     rows = re.findall(rf"{MARK}(\{{.*\}})", ended.stdout)
     if ended.returncode or not rows:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
@@ -135,11 +130,8 @@ class Watch:
                 pass
             self._ms["together"].append((time.perf_counter() - start) * 1e3)
         middle = {name: statistics.median(ms[1:] or ms) for name, ms in self._ms.items()}
-        say(
-            middle
-            | {"exchanges": len(self._kb), "kB": sum(self._kb), "start": self._start}
-            | held()
-        )
+        found = {"exchanges": len(self._kb), "kB": sum(self._kb), "start": self._start}
+        say(middle | found | held())
 
 
 def say(row: dict) -> None:
@@ -180,7 +172,7 @@ def count(owner: object, name: str, *, mocked: int, exchanged) -> None:
 
 
 def rank(typed: float, mocked: int, flags: list[str]) -> int:
-    """One rank: train.py as it is, watched; `mocked`: it takes itself for rank 0 of so many."""
+    """One rank of train.py, watched; `mocked`: as rank 0 of so many."""
     sys.path.insert(0, str(TEMPLATE))
     import hvdkit.ranks.quiet
 
@@ -224,20 +216,16 @@ def be_one_of(ranks: int) -> None:
 def held() -> dict[str, float]:
     """Of this process: resident memory and open files."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "MB": pages * os.sysconf("SC_PAGESIZE") / 1e6,
-        "files": len(os.listdir("/proc/self/fd")),
-    }
+    megabytes = pages * os.sysconf("SC_PAGESIZE") / 1e6
+    return {"MB": megabytes, "files": len(os.listdir("/proc/self/fd"))}
 
 
 def written(folder: Path) -> dict[str, int]:
     """Bytes by kind of record."""
-    found: dict[str, int] = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            name = path.relative_to(folder).parts[0]
-            name = name if name in _WRITTEN else "other"
-            found[name] = found.get(name, 0) + path.stat().st_size
+    found: collections.Counter[str] = collections.Counter()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        name = path.relative_to(folder).parts[0]
+        found[name if name in _WRITTEN else "other"] += path.stat().st_size
     return found
 
 

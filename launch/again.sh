@@ -27,10 +27,8 @@ hostfile='' from='' fewer='' crashes=10 ended='' stopping='' heard='' passed='' 
 first=${AGAIN_PAUSE:-5} patience=${AGAIN_PATIENCE:-1800} grace=${AGAIN_GRACE:-5} # for tests
 answer=${AGAIN_ANSWER:-30} # seconds that a host's shell has
 
-die() {
-    echo "error: $*" >&2
-    exit 2
-}
+die() { echo "error: $*" >&2 && exit 2; }
+say() { echo "again.sh: $*" >&2; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -51,10 +49,6 @@ done
 [ -z "$hostfile" ] || [ -z "$from" ] || die "--hostfile and --hosts-from: choose one"
 [ -z "$fewer" ] || [[ $fewer =~ ^[1-9][0-9]*$ ]] || die "--fewer '$fewer' is not a number of hosts"
 [ -z "$fewer" ] || [ -n "$hostfile$from" ] || die "--fewer needs the hosts: give --hostfile or --hosts-from"
-
-say() {
-    echo "again.sh: $*" >&2
-}
 
 # end CODE: for good, also for a new pod, which knows nothing else of this run.
 end() {

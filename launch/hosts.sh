@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
 # Runs a training command on several hosts over ssh, or on this host, by mpirun.
 #
-#   launch/hosts.sh -H node1:8,node2:8 python train.py --flagfile=configs/demo.cfg
-#   launch/hosts.sh --hostfile hosts.txt --interface ib0 --check python train.py ...
+#   launch/hosts.sh -H node1:8,node2:8 --check python train.py --flagfile=configs/demo.cfg
 #
 #   -H HOST:RANKS,...     hosts, and the number of ranks (GPUs) on each
-#   --hostfile FILE       the same from a file: one host per line, `node1 slots=8` or `node1:8`
+#   --hostfile FILE       the same from a file, a host per line: `node1 slots=8` or `node1:8`
 #   -np N                 total number of ranks, if not every slot
-#   --interface NAME      network interface between the hosts; by default the networks over which
-#                         ssh reaches them
+#   --interface NAME      network between the hosts (ib0); by default those that ssh uses
 #   -p PORT, -i FILE      ssh port and key
 #   --bind                each rank on its own cores (bind.sh)
 #   --plain               rank 0's lines without mpirun's tag, [1,0]<stdout>:
@@ -28,10 +26,7 @@ here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # again.sh sets LAUNCH_HOSTFILE
 bind=() plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
-die() {
-    echo "error: $*" >&2
-    exit 2
-}
+die() { echo "error: $*" >&2 && exit 2; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -201,10 +196,7 @@ keep_hosts() {
 }
 
 # send WORD: to stop.sh on every other host
-send() {
-    local fd
-    for fd in "${links[@]}"; do echo "$1" >&"$fd"; done
-}
+send() { for link in "${links[@]}"; do echo "$1" >&"$link"; done; }
 
 # unlink_hosts WORD: the last word to every host; waits until it has ended there.
 unlink_hosts() {
@@ -239,9 +231,9 @@ stop_ranks() {
 # Ctrl-C; a second one, or one during --check, ends all at once.
 interrupt() {
     local now=${EPOCHREALTIME:-$(date +%s.%6N)} # bash has it from version 5 on
-    now=${now/[.,]/} # microseconds
+    now=${now/[.,]/}               # microseconds
     if [ -t 0 ]; then echo >&2; fi # the terminal shows ^C
-    # Half a second: make passes on the terminal's SIGINT, which came here too.
+    # Within half a second, it is one: make passes on the terminal's SIGINT, which came here too.
     if [ -n "$checking$pressed" ] && [ $((now - ${pressed:-0})) -gt 500000 ]; then
         trap '' INT TERM USR1 HUP
         exec 2>/dev/null

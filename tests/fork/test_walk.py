@@ -1,7 +1,4 @@
-"""A newcomer's walk: the commands of README and docs/first-hour.md, as written, in a fresh clone.
-
-`make slow-test` runs it. Only the set-up is there already.
-"""
+"""The commands of README and docs/first-hour.md, as written, in a fresh clone that is set up."""
 
 from __future__ import annotations
 
@@ -80,9 +77,8 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
         shell(f"PATH={clone}/.venv/bin:$PATH\n{line.split('  #')[0]}{ending}", project)
     assert (project / "predicted/overlays/photo.jpg.png").exists()
     assert (project / "predicted/overlays/one.webp.png").exists()
-    assert (project / "compared.html").exists() and list(
-        project.glob("runs/demo/evaluation/*/*.csv")
-    )
+    assert (project / "compared.html").exists()
+    assert list(project.glob("runs/demo/evaluation/*/*.csv"))
 
     served = block("After training", "python").replace("exported/", f"{project}/exported/")
     (tmp_path / "serve.py").write_text(served.replace("photo.jpg", f"{project}/photo.jpg"))
