@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from hosts import ENVIRONMENT, ROOT, Hosts, run
+from terminal import Terminal
 
 AGAIN = str(ROOT / "launch/again.sh")
 _FAST = {"AGAIN_PAUSE": "0"}
@@ -168,59 +167,37 @@ _TRAINING = [
 ]
 
 
-class Lines:
-    """What a process prints, line by line, and when each line came."""
-
-    def __init__(self, words: list[str]) -> None:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-        env = os.environ | ENVIRONMENT
-        self.process = subprocess.Popen(words, env=env, stderr=subprocess.STDOUT, **pipes)
-        self._lines: list[tuple[float, str]] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self._lines.append((time.monotonic(), line))
-
-    def text(self) -> str:
-        return "".join(line for _, line in self._lines)
-
-    def wait_for(self, pattern: str, after: float = 0) -> float:
-        """When the first line with the pattern came after a time."""
-        end = time.monotonic() + 300
-        while True:
-            for at, line in list(self._lines):
-                if at > after and re.search(pattern, line):
-                    return at
-            assert time.monotonic() < end and self.process.poll() is None, self.text()[-6000:]
-            time.sleep(0.1)
-
-
 @pytest.mark.slow  # minutes
 @pytest.mark.timeout(1200)
 def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_property):
     """With the same bits as one that was never disturbed."""
     hosts = Hosts(tmp_path, 3, ssh_port=22)
-    try:
-        words = [AGAIN, "--hosts-from", "echo node1:1; echo node2:1; echo node3:1", "--fewer", "2"]
-        words += [ROOT / "launch/hosts.sh", *_TRAINING, f"--run_dir={tmp_path}/run"]
-        lines = Lines(hosts[1].words(*words))
-        launched = time.monotonic()
-        start = lines.wait_for(f"step 1/{_STEPS}") - launched
-        lines.wait_for(f"step 4/{_STEPS}")
-        hosts.cut(hosts[3])
-        cut = time.monotonic()
-        noticed = lines.wait_for("error: lost node3")
-        going_on = lines.wait_for("going on without node3, on 2 host")
-        begun = lines.wait_for("2 ranks on 2 host", going_on)
-        again = lines.wait_for(rf"step \d+/{_STEPS}", begun)
-        hosts.cut(hosts[3], back=True)
-        hosts[1].sh(str(ROOT / "launch/stop.sh"))  # the next start
-        begun = lines.wait_for("3 ranks on 3 host", again)
-        lines.wait_for(f"step {_STEPS}/{_STEPS}", begun)
-        assert lines.process.wait(60) == 0, lines.text()
-    finally:
-        hosts.end()
+    words = [AGAIN, "--hosts-from", "echo node1:1; echo node2:1; echo node3:1", "--fewer", "2"]
+    words += [ROOT / "launch/hosts.sh", *_TRAINING, f"--run_dir={tmp_path}/run"]
+    with Terminal(hosts[1].words(*words), ROOT, ENVIRONMENT) as terminal:
+
+        def seen(pattern: str) -> float:
+            """When it was printed, after what was waited for before."""
+            terminal.shown = terminal.shown[terminal.wait_for(pattern, 300).end() :]
+            return time.monotonic()
+
+        try:
+            launched = time.monotonic()
+            start = seen(f"step 1/{_STEPS}") - launched
+            seen(f"step 4/{_STEPS}")
+            hosts.cut(hosts[3])
+            cut = time.monotonic()
+            noticed = seen("error: lost node3")
+            going_on = seen("going on without node3, on 2 host")
+            seen("2 ranks on 2 host")
+            again = seen(rf"step \d+/{_STEPS}")
+            hosts.cut(hosts[3], back=True)
+            hosts[1].sh(str(ROOT / "launch/stop.sh"))  # the next start
+            seen("3 ranks on 3 host")
+            seen(f"step {_STEPS}/{_STEPS}")
+            assert terminal.wait(60) == 0, terminal.shown
+        finally:
+            hosts.end()
     seconds = f"noticed after {noticed - cut:.0f} s, new start {going_on - noticed:.0f} s later,"
     seconds += f" new step {again - going_on:.0f} s after that (the first start took {start:.0f} s)"
     record_property("a lost host", seconds)
