@@ -24,8 +24,8 @@ ARG DEVICE=gpu
 ARG APT_MIRROR=
 ARG PIP_INDEX_URL=
 
-# Versions of system packages are the base image's: pin that, by its digest. apt reads the
-# certificates as a user of its own, _apt: so anybody may.
+# The base image's digest pins the versions of system packages. apt reads the certificates as its own
+# user, _apt, hence mode 0444.
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
 RUN --mount=type=secret,id=ca,mode=0444 apt-install \
         build-essential ca-certificates cmake libopenmpi-dev openmpi-bin openssh-client \

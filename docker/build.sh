@@ -14,7 +14,7 @@
 #   docker/build.sh --build-arg APT_MIRROR=https://mirror.example.com/apt  has debian/ or ubuntu/
 #   docker/build.sh --build-arg PIP_INDEX_URL=https://mirror.example.com/pypi/simple
 #   docker/build.sh --secret id=pip.conf,src=$HOME/.config/pip/pip.conf    the same with a password:
-#       it stays outside the image, if the file stays outside the project
+#       it does not get into the image, if the file is outside the project
 #   docker/build.sh --secret id=ca,src=ca.pem           certificates that all of them are trusted by
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."

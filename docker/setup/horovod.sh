@@ -1,11 +1,11 @@
-# Horovod: a wheel that was built before where there is one, else built; proved before it is kept.
+# Horovod: a cached wheel if there is one, else built; tested before it is cached.
 # shellcheck shell=bash disable=SC2154,SC2034 # variables of one file are those of all
 
 site_packages() {
     "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
-# What a build depends on besides what is installed; other HOROVOD_* are for runs.
+# What a build depends on besides installed packages; other HOROVOD_* are for runs.
 build_settings() {
     echo "$(pins horovod), $DEVICE, $(uname -m), $(getconf GNU_LIBC_VERSION)"
     ${CXX:-c++} --version 2>/dev/null || true
@@ -14,7 +14,7 @@ build_settings() {
     declare -f build && find "$here/compat" -name '*.h' | LC_ALL=C sort | xargs -d '\n' cat
 }
 
-# All that a built wheel depends on: machines that print the same may share it.
+# All that a built wheel depends on: machines that print the same can share it.
 wheel_settings() {
     build_settings
     "$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'
@@ -32,33 +32,32 @@ build() {
     export HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1
     export CXXFLAGS="${CXXFLAGS:-} -I$work/compat -include tf_compat.h \
 -I$site/tensorflow/include/external/highwayhash -I$site/tensorflow/include/external/farmhash_archive/src"
-    # Found from where the wheel is installed, so that it may be installed elsewhere: Open MPI
-    # in the environment's lib, NCCL beside Horovod.
+    # Relative, so that the wheel works wherever it is installed: Open MPI in the environment's lib,
+    # NCCL beside Horovod.
     # shellcheck disable=SC2016
     export LDFLAGS="${LDFLAGS:-}"' -Wl,-rpath,$ORIGIN/../../../.. -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib'
-    export CMAKE_POLICY_VERSION_MINIMUM=3.5 # CMake 4 would refuse Horovod's third parties
-    # Without this, Open MPI's compiler has it look by this environment's own path first.
+    export CMAKE_POLICY_VERSION_MINIMUM=3.5 # CMake 4 would refuse Horovod's dependencies
+    # Without this, Open MPI's compiler puts this environment's absolute path first.
     [ "$mpi" != wheel ] || export OMPI_LDFLAGS="-L${python%/bin/*}/lib"
     if [ "$DEVICE" = gpu ]; then
         export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_LINK=SHARED HOROVOD_CUDA_HOME="$cuda"
         export PATH="$cuda/bin:$PATH" HOROVOD_NCCL_HOME="$site/nvidia/nccl"
         ln -sf libnccl.so.2 "$site/nvidia/nccl/lib/libnccl.so" # the name that the linker asks for
     fi
-    # One compiler a core, where this machine or container has 2 GB for each.
+    # One compiler a core, at most one for each 2 GB of this machine or container.
     MAKEFLAGS=-j$({
         nproc && awk '/^MemAvailable/ { print int($2 / 2e6) + 1 }' /proc/meminfo
         awk '/^[0-9]/ { print int($1 / 2e9) + 1 }' /sys/fs/cgroup/memory.max 2>/dev/null || true
     } | sort -n | head -n 1)
-    export MAKEFLAGS # a calling make must not hand us its own
+    export MAKEFLAGS # not those of a calling make
     unset MAKELEVEL MFLAGS
-    # No isolation: it would hide TensorFlow. No cache of pip's: it does not know TensorFlow's
-    # version and would hand back a wheel that was built against another.
+    # No isolation, which would hide TensorFlow. No pip cache, which ignores TensorFlow's version.
     pins horovod >"$work/horovod.txt"
     "$pip" --python "$python" wheel "${source[@]}" --verbose --use-pep517 --no-build-isolation \
         --no-cache-dir --no-deps --no-binary horovod -w "$work/wheel" --require-hashes -r "$work/horovod.txt"
 }
 
-# try_wheel FOLDER: installed, and two ranks add up their numbers; on CPUs, so that it runs anywhere.
+# try_wheel FOLDER: installs it; two ranks add up their numbers, on CPUs, so that it runs anywhere.
 try_wheel() {
     local via
     "$uv" pip install --python "$python" --no-deps --offline --reinstall "$1"/horovod-*.whl
@@ -79,6 +78,6 @@ install_horovod() {
     fi
     step "Horovod, building: some minutes" build
     step "Horovod: $proof" try_wheel "$work/wheel"
-    # Whole or not at all; where it cannot be written, the next set-up builds again.
+    # Atomically; if it cannot be written, the next set-up builds again.
     { mkdir -p "$cache" && cp -r "$work/wheel" "$kept.$$" && mv -T "$kept.$$" "$kept"; } 2>>"$log" || true
 }

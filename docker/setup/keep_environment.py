@@ -1,5 +1,5 @@
-"""Imported before all else: Python that was started by way of the link .venv starts itself again by
-its own path, so that it finds the rest of its modules after set-up has switched the link."""
+"""Imported first: Python that was started through the link .venv restarts itself by its real path, so
+that it finds its modules after set-up has switched the link."""
 
 import os
 import sys
