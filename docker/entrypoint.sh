@@ -82,13 +82,12 @@ sshd)
     /usr/sbin/sshd -D -e -f "$own/sshd_config" &
     server=$!
     echo "$server" >"$own/pid"
-    code=0 stopping=''
+    stopping=''
     trap 'stopping=yes; drain; kill "$server" || true' TERM
     trap 'stopping=yes; kill "$server" || true' INT
     while kill -0 "$server" 2>/dev/null; do wait "$server" || true; done # a signal ends a wait
     [ -z "$stopping" ] || exit 0
-    wait "$server" || code=$?
-    exit "$code"
+    wait "$server" # with its exit code
     ;;
 drain) drain ;;
 healthy)
