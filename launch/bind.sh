@@ -6,11 +6,11 @@
 #
 # Ranks whose GPUs belong to one NUMA node share that node's cores evenly. Without GPUs, all ranks
 # of the host share all cores. Memory is bound to the same node if numactl is installed and allowed
-# (a container may not set it). A rank runs unchanged if mpirun or Slurm has bound it already, if
-# there is no core for it alone, or if binding is not allowed.
+# (not in every container). A rank runs unbound if mpirun or Slurm has bound it already, if there are
+# fewer cores than ranks, or if binding is not allowed.
 set -euo pipefail
 
-sys=${SYS:-/sys} # tests bring their own
+sys=${SYS:-/sys} # for tests
 
 # Slurm's tasks on this node, of "8(x2),4": a number for each node or for some in a row.
 tasks_here() {
@@ -65,7 +65,7 @@ if [ "${#nodes[@]}" -ge "$ranks" ] && [ "${nodes[rank]}" -ge 0 ]; then
 fi
 
 share=$((${#cores[@]} / sharers))
-# Slurm has bound a task that may not use all cores that the job has on this host.
+# Slurm has bound this task, if it may not use all cores that the job has on this host.
 by_slurm=''
 if [ -n "${SLURM_STEP_ID:-}" ] && [ "$available" -lt "${SLURM_CPUS_ON_NODE:-0}" ]; then by_slurm=yes; fi
 if [ -n "${OMPI_MCA_orte_bound_at_launch:-}${RANK_BOUND:-}$by_slurm" ] || [ "$share" -lt 1 ]; then
@@ -74,12 +74,12 @@ fi
 own=$(IFS=, && echo "${cores[*]:place * share:share}")
 [ -z "${BIND_SHOW:-}" ] || echo "local rank $rank of $ranks: cores $own${node:+, NUMA node $node}" >&2
 
-export RANK_BOUND=$own # the cores it sees are its own: it need not share them out again
+export RANK_BOUND=$own # so that the rank does not divide its cores again
 for words in "numactl --physcpubind=$own --preferred=$node --" "taskset --cpu-list $own"; do
     if [ -z "$node" ] && [[ $words == numactl* ]]; then continue; fi
     # shellcheck disable=SC2086 # words
     if $words true 2>/dev/null; then exec $words "$@"; fi
 done
 unset RANK_BOUND
-echo "note: local rank $rank cannot be bound to cores $own here: it runs as it is" >&2
+echo "note: local rank $rank cannot be bound to cores $own here: it runs unbound" >&2
 exec "$@"

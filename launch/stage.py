@@ -4,9 +4,9 @@
     launch/hosts.sh -H node1:8,node2:8 python launch/stage.py /shared/data /local/data
     launch/hosts.sh -H node1:8,node2:8 python train.py --data_dir=/local/data ...
 
-Afterwards TARGET holds exactly what SOURCE holds, with the same modes and times: what SOURCE does
-not have is deleted. Run again, it copies what is missing or differs in size or time. What was
-copied is read again and compared. Links inside SOURCE stay links; one that leads out is refused.
+TARGET then holds exactly what SOURCE holds, with the same modes and times: what SOURCE does not have
+is deleted. A second call copies what is missing or differs in size or time. Copies are read again
+and compared. Links inside SOURCE stay links; one that leads out is refused.
 """
 
 import argparse
@@ -24,12 +24,12 @@ _RSYNC += ["--itemize-changes", "--exclude=/lost+found"]
 
 
 def stage(source: str, target: str) -> str:
-    """Makes `target` hold what `source` holds; returns what was done, in words.
+    """Makes `target` hold what `source` holds; returns a sentence on what was done.
 
     Raises:
       OSError: a folder cannot be read or made, or rsync is missing or failed.
-      ValueError: the folders hold each other, `source` has no files or a link that leads out of it,
-        `target` holds another set, or the copy is not the same as `source`.
+      ValueError: one folder is in the other, `source` has no files or a link that leads out of it,
+        `target` holds another set, or the copy differs from `source`.
     """
     if not shutil.which("rsync"):
         raise OSError("rsync is not installed here: install it (apt-get install rsync)")
@@ -57,7 +57,7 @@ def _has_files(folder: Path) -> bool:
         for path in (os.path.join(place, name) for name in (*folders, *files)):
             if os.path.islink(path):
                 to, inside = os.readlink(path), os.path.relpath(place, folder)
-                # By its text, which leads from another place in the copy, and by where it ends.
+                # By its text, which is resolved in the copy, and by its target.
                 first = os.path.normpath(os.path.join(inside, to)).split("/")[0]
                 if first in ("", "..") or not Path(os.path.realpath(path)).is_relative_to(folder):
                     raise ValueError(f"{path} leads out of {folder}, to {to}: put a copy there")
@@ -65,7 +65,7 @@ def _has_files(folder: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> str:
-    # So that a wrong name deletes nobody's files: an earlier copy has something of the source.
+    # A wrong target must not delete files: an earlier copy has something of the source.
     there = {name for name in os.listdir(target) if name[0] != "." and name != "lost+found"}
     if there and not there & {*os.listdir(source)}:
         raise ValueError(f"{target} holds another set ({min(there)}): name an empty folder")
@@ -82,16 +82,16 @@ def _copy(source: Path, target: Path) -> str:
 
 
 def _rsync(source: Path, target: Path, *flags: str) -> list[str]:
-    """What it changed, or would change, one line each."""
+    """A line for each change, made or with --dry-run."""
     ended = subprocess.run([*_RSYNC, *flags, f"{source}/", f"{target}/"], capture_output=True)
     if ended.returncode:
-        said = ended.stderr.decode(errors="backslashreplace").splitlines()
-        raise OSError(f"rsync failed with exit code {ended.returncode}: {' '.join(said[:1])}")
+        lines = ended.stderr.decode(errors="backslashreplace").splitlines()
+        raise OSError(f"rsync failed with exit code {ended.returncode}: {' '.join(lines[:1])}")
     return ended.stdout.decode(errors="backslashreplace").splitlines()
 
 
 def main() -> int:
-    """Exit code 0: this host has the data; 1: not, the reason is in the last line."""
+    """Exit code 0: this host has the data; 1: not, and the last line says why."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source")
     parser.add_argument("target")
@@ -107,7 +107,7 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends rsync too
         try:
             print(f"{os.uname().nodename}: {stage(options.source, options.target)}", flush=True)
-        except Exception as error:  # of any kind: the others wait to hear of it
+        except Exception as error:  # of any kind: the other ranks wait for it
             print(f"error: {os.uname().nodename}: {error}", file=sys.stderr, flush=True)
             failed[0] = 1
     if ranks is not None:

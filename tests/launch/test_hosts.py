@@ -80,7 +80,7 @@ def test_an_idle_docker0_on_every_host_is_not_waited_for(hosts: Hosts):
 
 @pytest.mark.timeout(150)
 def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
-    """Two runs lose node3: one its ranks there, which is named; one its launcher: ranks save."""
+    """Two runs lose node3, one a rank of it and one its launcher: the others' ranks save."""
     launchers, lines = [], [[], []]
     for run_of, launched_from, ranks in ((0, 1, OVER_SSH[1]), (1, 3, "node1:1,node2:1")):
         words = [HOSTS_SH, "-H", ranks, "-p", "2222", *STAND_IN, f"--run_dir={tmp_path}/{run_of}"]
@@ -105,7 +105,7 @@ def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
 
 
 def running(host: Host, *names: str) -> bool:
-    """Beside launchers, whose command may hold a name."""
+    """Whether a command of the host has one of the names; without launchers."""
     shown = host.sh("ps ax | grep -v 'mpirun\\|hosts.sh'")
     return any(name in shown for name in names)
 
@@ -122,7 +122,7 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
 
 
 def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
-    """Which itself knows nothing of the signal and would end by it, the rank left behind."""
+    """The shell has no handler: the signal would end it and leave the rank behind."""
     rank = " ".join([*STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"])
     words = [HOSTS_SH, "-np", "1", "bash", "-c", f"{rank}; code=$?; exit $code"]
     with start(words) as process:
@@ -134,7 +134,7 @@ def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
 
 
 def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):
-    """Where no rank hears a signal, as while it builds its model."""
+    """While no rank has a handler, as when it builds its model."""
     words = [HOSTS_SH, *OVER_SSH, *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
     words = hosts[1].words(*words, "--steps=100000")
     code, output = stop_at(words, "begins at step 0", signal.SIGINT, signal.SIGINT)
