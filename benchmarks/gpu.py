@@ -18,6 +18,7 @@ That shows that all of it runs; its figures say nothing about GPUs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -81,11 +82,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
     args = parser.parse_args()
-    there = check()
-    print("\n".join(there["lines"]), flush=True)
-    if there["fault"]:
-        raise SystemExit(f"error: {there['fault']}")
-    gpus = there["gpus"]
+    gpus = check()
     counts = [int(n) for n in args.ranks.split(",")] if args.ranks else powers(gpus or 2)
     if gpus and max(counts) > gpus:
         parser.error(f"--ranks={args.ranks}: this host has {gpus} GPU(s)")
@@ -106,21 +103,20 @@ def powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
 
 
-def check() -> dict[str, Any]:
-    """The number of "gpus", the "fault" that forbids to go on, or "", and "lines" to print."""
+def check() -> int:
+    """The number of GPUs; prints what this host has. Raises SystemExit if it cannot go on."""
     found = json.loads(in_own_process("check").splitlines()[-1])
     gpus = found["gpus"]
-    if not gpus:
-        first = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
-        return {"gpus": 0, "fault": found["fault"], "lines": [first, found["versions"], ""]}
-    lines = [f"{len(gpus)} GPU(s): {', '.join(dict.fromkeys(gpus))}", found["versions"]]
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout
-        lines += [f"{line} (name, memory, driver)" for line in dict.fromkeys(answer.splitlines())]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        lines.append(f"nvidia-smi does not answer: {error}")
-    return {"gpus": len(gpus), "fault": found["fault"], "lines": [*lines, ""]}
+    few = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
+    print(f"{len(gpus)} GPU(s): {', '.join({*gpus})}" if gpus else few, found["versions"], sep="\n")
+    if gpus:
+        query = "--query-gpu=name,memory.total,driver_version"
+        with contextlib.suppress(OSError):
+            subprocess.run(["nvidia-smi", query, "--format=csv"], timeout=60, check=False)
+    if found["fault"]:
+        raise SystemExit(f"error: {found['fault']}")
+    print(flush=True)
+    return len(gpus)
 
 
 def in_own_process(*words: str) -> str:

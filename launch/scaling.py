@@ -83,7 +83,7 @@ def allreduce(size: float, ranks: int, cluster: Cluster, *, how: str) -> float:
     if how == "two-level":
         inside = ring(size, local, bandwidth=cluster.inside, hop=cluster.inside_hop)
         return inside + ring(size, hosts, bandwidth=cluster.link, hop=cluster.hop)
-    between = 2 * (hosts - 1)
+    between = 2 * (hosts - 1)  # hops of a ring
     hops = (2 * (ranks - 1) - between) * cluster.inside_hop + between * cluster.hop
     in_ring = ring(size, ranks, bandwidth=slowest, hop=0) + hops
     hops = (local - 1) * cluster.inside_hop + math.log2(hosts) * cluster.hop
@@ -335,10 +335,8 @@ def main(argv: list[str] | None = None) -> int:
     kind = "nvlink" if args.inside.startswith("nvlink") else "pcie"
     rates = INSIDE[args.inside], args.link * PAYLOAD
     cluster = Cluster(args.gpus_per_host, *rates, LATENCY[kind], LATENCY["link"])
-    job = args.run_dir
-    if not job:
-        job = Job(args.step_ms / 1e3, args.batch, 4 * args.params)
-        job = job._replace(accumulation=args.accumulation_steps or 1)
+    more = {"accumulation": args.accumulation_steps or 1}
+    job = args.run_dir or Job(args.step_ms / 1e3, args.batch, 4 * args.params, **more)
     job = job._replace(jitter=args.jitter, input_rate=args.input_rate)
     times = {"mtbf": args.mtbf_days * 86400, "save": args.save_s}
     columns = [column(job, n, cluster, **times) for n in args.gpus]

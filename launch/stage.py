@@ -4,9 +4,9 @@
     launch/hosts.sh -H node1:8,node2:8 python launch/stage.py /shared/data /local/data
     launch/hosts.sh -H node1:8,node2:8 python train.py --data_dir=/local/data ...
 
-TARGET then holds exactly what SOURCE holds, with the same modes and times: what SOURCE does not have
-is deleted. A second call copies what is missing or differs in size or time. Copies are read again
-and compared. Links inside SOURCE stay links; one that leads out is refused.
+TARGET then holds exactly what SOURCE holds, with the same modes and times: what SOURCE does not
+have is deleted. A second call copies what is missing or differs in size or time. Copies are read
+again and compared. Links inside SOURCE stay links; one that leads out is refused.
 """
 
 import argparse
