@@ -108,7 +108,8 @@ def check() -> int:
     found = json.loads(in_own_process("check").splitlines()[-1])
     gpus = found["gpus"]
     few = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
-    print(f"{len(gpus)} GPU(s): {', '.join({*gpus})}" if gpus else few, found["versions"], sep="\n")
+    first = f"{len(gpus)} GPU(s): {', '.join({*gpus})}" if gpus else few
+    print(first, found["versions"], sep="\n", flush=True)
     if gpus:
         query = "--query-gpu=name,memory.total,driver_version"
         with contextlib.suppress(OSError):
