@@ -1,5 +1,5 @@
-"""Imported first: Python that was started through the link .venv restarts itself by its real path, so
-that it finds its modules after set-up has switched the link."""
+"""Imported first: Python that was started through the link .venv restarts itself by its real path,
+so that it finds its modules after set-up has switched the link."""
 
 import os
 import sys
