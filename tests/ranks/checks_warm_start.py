@@ -1,6 +1,6 @@
-"""Run on real ranks by test_warm_start.py: runs that go on from, or begin with, another one.
+"""Run on real ranks by test_warm_start.py: runs that resume, or start from, another one.
 
-Three launches share a folder, $WARM_RUNS: a check belongs to the one in its name, $WARM_LAUNCH.
+Launched on 1 rank, then on 2, which go on with the runs of the first launch, in $WARM_RUNS.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ STILL = ["--num_steps=40", "--optimizer=sgd", "--base_lr=1e-12", "--deterministi
 EARLY = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3", "--keep=9"]
 
 
-def part_of(launch):
-    """Where the launch is another one, the check is none."""
+def on_ranks(ranks):
+    """In the other launch, the check does nothing."""
 
     def decorate(check):
         @functools.wraps(check)
         def checked(world):
             world_lib.set_up(world, Settings())  # before ranks exchange anything, as in a run
-            if os.environ.get("WARM_LAUNCH") == launch:
+            if world.size == ranks:
                 check(world)
 
         return checked
@@ -62,22 +62,21 @@ def state(name: str, step: int) -> dict[str, np.ndarray]:
         return {key: file[key] for key in file.files}
 
 
-# ---- 1 rank ------------------------------------------------------------------------------------
+HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 'first'}"]
 
 
-@part_of("begin")
-def check_begin_a_run_with_averages_trains_alike_and_evaluates_them(world):
-    run(world, "plain", *STEADY)
+@on_ranks(1)
+def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
+    run(world, "first", *STEADY)
     run(world, "one", *STEADY, "--ema_decay=0.8")
-    plain, one = summary("plain"), summary("one")
+    plain, one = summary("first"), summary("one")
     assert one["weights_sha256"] == plain["weights_sha256"], "evaluating must not change weights"
     assert abs(one["eval_loss"] - plain["eval_loss"]) > 1e-4
 
 
-@part_of("begin")
-def check_begin_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
+@on_ranks(1)
+def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     """Its evaluations were the other run's; where one is due, the new run makes its own."""
-    run(world, "first", *STEADY)
     resume = f"--resume={RUNS / 'first'}"
     more = ["--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
     run(world, "later", *STEADY, resume, *more)
@@ -88,78 +87,55 @@ def check_begin_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     assert (RUNS / "ended" / "checkpoints" / "step-00000006").is_dir()
 
 
-# ---- 2 ranks -----------------------------------------------------------------------------------
-
-
-@part_of("two")
-def check_two_ranks_evaluate_the_same_averages(world):
-    run(world, "two", *STEADY, "--ema_decay=0.8")
-    assert near(summary("two")["eval_loss"], summary("one")["eval_loss"], 1e-5)
-
-
-@part_of("two")
-def check_two_ranks_end_early_where_a_run_gets_no_better(world):
+@on_ranks(1)
+def check_one_ends_early_where_a_run_gets_no_better(world):
     said = run(world, "early", *EARLY)
     assert (summary("early")["step"], summary("early")["exit_reason"]) == (8, "early stop")
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
 
 
-@part_of("two")
-def check_two_ranks_start_from_another_runs_weights(world):
-    first = RUNS / "first"
-    said = run(world, "second", *STILL, "--num_steps=2", f"--init_from={first}")
-    assert said.count(f"starting from the weights of {first}") == 1
-    before, after = state("first", 6), state("second", 2)
-    weights = [name for name in before if name.startswith("model/")]
-    assert len(weights) == 4 and after["step"] == 2
-    for name in weights:
-        np.testing.assert_allclose(after[name], before[name], atol=1e-9)
+@on_ranks(2)
+def check_two_ranks_evaluate_the_same_averages(world):
+    run(world, "two", *STEADY, "--ema_decay=0.8")
+    assert near(summary("two")["eval_loss"], summary("one")["eval_loss"], 1e-5)
+    before = summary("one")["eval_loss"]
+    run(world, "one", *STEADY, "--ema_decay=0.8")  # has nothing left to do but to evaluate
+    assert near(summary("one")["eval_loss"], before, 1e-9)
 
 
-OTHER_HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 'first'}"]
-
-
-@part_of("two")
-def check_two_ranks_end_where_a_head_is_of_another_size(world):
-    said = run(world, "head", *OTHER_HEAD, code=WRONG_USE)
-    # Keras counts its layers over a process.
-    assert "/kernel ([32, 3] there, [32, 5] here)" in said, said
-    assert "--init_skip_mismatched" in said
-
-
-# ---- 1 rank again ------------------------------------------------------------------------------
-
-
-@part_of("end")
-def check_end_averages_of_two_ranks_are_evaluated_alike_by_one(world):
-    before = summary("two")["eval_loss"]
-    run(world, "two", *STEADY, "--ema_decay=0.8")  # has nothing left to do but to evaluate
-    assert near(summary("two")["eval_loss"], before, 1e-9)
-
-
-@part_of("end")
-def check_end_a_run_that_got_no_better_ends_at_the_same_step_again(world):
+@on_ranks(2)
+def check_two_ranks_end_at_the_same_step_again(world):
     before = summary("early")["eval_loss"]
-    sixth = RUNS / "early" / "checkpoints" / "step-00000006"
-    for more in ([], [f"--resume={sixth}"]):
-        run(world, "early", *EARLY, *more)
-        assert summary("early")["step"] == 8
+    run(world, "early", *EARLY, f"--resume={RUNS / 'early/checkpoints/step-00000006'}")
+    assert summary("early")["step"] == 8
     records = (RUNS / "early" / "metrics.jsonl").read_text().count("eval")
     run(world, "early", *EARLY)  # has nothing left to do but to evaluate
     assert summary("early")["step"] == 8 and near(summary("early")["eval_loss"], before, 1e-6)
     assert (RUNS / "early" / "metrics.jsonl").read_text().count("eval") == records
 
 
-@part_of("end")
-def check_end_typed_again_a_run_goes_on_from_its_own_checkpoint(world):
+@on_ranks(2)
+def check_two_ranks_start_from_another_runs_weights(world):
     start = f"--init_from={RUNS / 'first'}"
+    said = run(world, "second", *STILL, "--num_steps=2", start)
+    assert said.count(f"starting from the weights of {RUNS / 'first'}") == 1
+    before, after = state("first", 6), state("second", 2)
+    weights = [name for name in before if name.startswith("model/")]
+    assert len(weights) == 4 and after["step"] == 2
+    for name in weights:
+        np.testing.assert_allclose(after[name], before[name], atol=1e-9)
+    # Typed again, it resumes from its own checkpoint.
     said = run(world, "second", *STILL, "--num_steps=3", start)
     assert "resuming from" in said and "starting from" not in said
 
 
-@part_of("end")
-def check_end_a_head_of_another_size_is_left_out_on_request(world):
-    said = run(world, "head", *OTHER_HEAD, "--init_skip_mismatched")
+@on_ranks(2)
+def check_two_ranks_refuse_a_head_of_another_size_or_leave_it_out_on_request(world):
+    said = run(world, "head", *HEAD, code=WRONG_USE)
+    # Keras counts its layers over a process.
+    assert "/kernel ([32, 3] there, [32, 5] here)" in said, said
+    assert "--init_skip_mismatched" in said
+    said = run(world, "head", *HEAD, "--init_skip_mismatched")
     assert "left as made: " in said and "/kernel ([32, 3] there" in said, said
     before, after = state("first", 6), state("head", 2)
     body = next(name for name in before if name.endswith("/dense/kernel"))

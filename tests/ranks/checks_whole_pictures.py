@@ -6,13 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import io
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
-import plain_evaluation as plain
 import tensorflow as tf
 from PIL import Image
+from scipy.special import softmax
 from shared_checks import differ
+from sklearn.metrics import jaccard_score
 from small_runs import folder
 
 from hvdkit.data.pipeline import EvaluationFeed, reader
@@ -24,6 +26,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
 from tasks.segmentation import Task
 
+Model = Callable[[np.ndarray], np.ndarray]  # [H, W, 3] -> logits [H, W, classes]
 CLASSES, CROP, STRIDE = 3, 16, 2
 # Smaller than the crop, odd, wide and high, larger than the window, a row of pixels; then again.
 SIZES = [(7, 12), (17, 23), (16, 40), (41, 18), (50, 66), (1, 9), (17, 23)]
@@ -82,8 +85,8 @@ def feed(run: RunContext, rank: int, size: int, batch: int) -> EvaluationFeed:
 def by_hand(run: RunContext) -> tuple[float, float]:
     """mIoU and mean loss, in plain NumPy but for the model itself."""
     config, labels, found, losses = run.config, [], [], []
-    ways = {"window": config.eval_window, "scales": config.eval_scale_list}
-    ways["flip"] = config.eval_flip
+    scales, flip = config.eval_scale_list, config.eval_flip
+    ways = {"window": config.eval_window, "scales": scales, "flip": flip}
 
     def model(image: np.ndarray) -> np.ndarray:
         return run.model({"image": image[None].astype(np.float32)}, training=False).numpy()[0]
@@ -94,11 +97,11 @@ def by_hand(run: RunContext) -> tuple[float, float]:
         label = np.asarray(Image.open(folder / "labels" / f"{number}.png"))
         if config.eval_crop:
             image, label = centre(image, 128), centre(label, 255)
-        shares = plain.probabilities(model, image, STRIDE, **ways)
+        shares = probabilities(model, image, **ways)
         labels, found = [*labels, label], [*found, shares.argmax(-1)]
         of_label = np.take_along_axis(shares, np.minimum(label, CLASSES - 1)[..., None], -1)
         losses.extend(-np.log(of_label[..., 0][label != 255]))
-    return plain.miou(labels, found, CLASSES), float(np.mean(losses))
+    return miou(labels, found), float(np.mean(losses))
 
 
 def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
@@ -198,3 +201,66 @@ def check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
     size = f"sample {sample} (counted from 0; inputs of shape {[1, *SIZES[sample], 3]}): ConcatOp"
     differ(lambda: small.run(lambda: False), size, "`stride`", "--eval_crop")
     assert made(4).run(lambda: False).figures["miou"] > 0
+
+
+# The scores in plain NumPy, one picture at a time.
+
+
+def probabilities(
+    model: Model, image: np.ndarray, *, window: int, scales: Sequence[float], flip: bool
+) -> np.ndarray:
+    """float64 [H, W, classes] of an image [H, W, 3] in [0, 255]."""
+    height, width = image.shape[:2]
+    found = []
+    for scale in scales:
+        for turned in (False, True) if flip else (False,):
+            seen = image[:, ::-1] if turned else image
+            seen = resized(seen, max(round(height * scale), 1), max(round(width * scale), 1))
+            part = resized(in_windows(model, seen, window), height, width)
+            found.append(part[:, ::-1] if turned else part)
+    return np.mean(found, axis=0)
+
+
+def in_windows(model: Model, image: np.ndarray, window: int) -> np.ndarray:
+    height, width = image.shape[:2]
+    side = window or max(height, width)
+    total, count = 0.0, np.zeros((height, width, 1))
+    for top in starts(height, side):
+        for left in starts(width, side):
+            place = np.s_[top : top + side, left : left + side]
+            found = softmax(padded(model, image[place]).astype(np.float64), axis=-1)
+            total = np.zeros((height, width, found.shape[-1])) + total
+            total[place] += found
+            count[place] += 1
+    return total / count
+
+
+def starts(length: int, side: int) -> list[int]:
+    """Two thirds of a window apart, the last one as far as there is room."""
+    found = [0]
+    while found[-1] + side < length:
+        found.append(min(found[-1] + 2 * side // 3, length - side))
+    return found
+
+
+def padded(model: Model, image: np.ndarray) -> np.ndarray:
+    height, width = image.shape[:2]
+    beside = [(0, -height % STRIDE), (0, -width % STRIDE), (0, 0)]
+    return model(np.pad(image, beside, constant_values=128))[:height, :width]
+
+
+def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Bilinear, pixel centres at one half."""
+
+    def weights(old: int, new: int) -> np.ndarray:
+        centres = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+        return np.maximum(1 - np.abs(centres[:, None] - np.arange(old)), 0)
+
+    rows, columns = weights(image.shape[0], height), weights(image.shape[1], width)
+    return np.einsum("yh,xw,hwc->yxc", rows, columns, image, optimize=True)
+
+
+def miou(labels: list[np.ndarray], predictions: list[np.ndarray]) -> float:
+    """Mean over the classes that occur in labels or predictions; 255 is not counted."""
+    label, found = (np.concatenate([np.ravel(a) for a in many]) for many in (labels, predictions))
+    return float(jaccard_score(label[label != 255], found[label != 255], average="macro"))

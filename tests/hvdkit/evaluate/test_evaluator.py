@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdkit.data.pipeline import EvaluationFeed, reader
 from hvdkit.data.source import Arrays
 from hvdkit.evaluate.evaluator import make_step, stopped_improving
+from hvdkit.settings import Settings
 
 
 class Plain:
@@ -65,11 +66,8 @@ def test_every_sample_once_the_last_batch_may_be_short(ranks, batches):
     assert {one.rounds for one in feeds} == {len(batches[0])}
 
 
-@pytest.mark.parametrize(
-    ("best_step", "eval_every", "evals", "stops_at"),
-    [(20, 10, 3, 50), (20, 10, 0, None), (None, 10, 3, None), (20, 0, 3, None)],
-)
-def test_early_stopping_counts_evaluations_since_the_best(best_step, eval_every, evals, stops_at):
-    more = {"eval_every": eval_every, "evals": evals}
-    steps = [step for step in range(10, 71) if stopped_improving(step, best_step, **more)]
+@pytest.mark.parametrize(("every", "evals", "stops_at"), [(10, 3, 50), (10, 0, None), (0, 3, None)])
+def test_early_stopping_counts_evaluations_since_the_best(every, evals, stops_at):
+    config = Settings(eval_every=every, early_stop_evals=evals)
+    steps = [step for step in range(10, 71) if stopped_improving(config, step, 20)]
     assert (steps[0] if steps else None) == stops_at

@@ -1,10 +1,8 @@
-"""Padding, windows, scales and mirror images against plain NumPy, with a filter as the model."""
+"""Padding, scales, drawn pictures; tests/ranks/checks_whole_pictures.py compares scores."""
 
 import dataclasses
-import itertools
 
 import numpy as np
-import plain_evaluation as plain
 import pytest
 import tensorflow as tf
 
@@ -13,36 +11,8 @@ from hvdkit.settings import Settings
 from hvdkit.train import task as base
 from tasks import segmentation
 
-STRIDE, CLASSES = 4, 3
+STRIDE = 4
 RNG = np.random.default_rng(2)
-KERNEL = tf.constant(RNG.normal(size=(5, 5, 3, CLASSES)), tf.float32)
-PICTURES = [RNG.normal(size=(*size, 3)) for size in ((3, 5), (8, 8), (9, 21), (31, 16), (23, 40))]
-
-
-def model(images):
-    assert not any(side and side % STRIDE for side in images.shape[1:3])
-    if tf.executing_eagerly():
-        assert not any(side % STRIDE for side in images.shape[1:3])
-    return tf.nn.conv2d(images, KERNEL, 1, "SAME")
-
-
-def alone(image):
-    return model(tf.constant(image[None], tf.float32)).numpy()[0]
-
-
-@pytest.mark.parametrize(
-    ("window", "scales", "mirror"),
-    [(8, (1.0,), False), (0, (0.6, 1.0, 1.5), False), (0, (1.0,), True), (12, (0.5, 1.3), True)],
-)
-def test_probabilities_are_plain_numpys(window, scales, mirror):
-    how = Passes(STRIDE, window, scales, mirror)
-    run = tf.function(lambda images: predict(model, images, how), autograph=False)
-    run = run.get_concrete_function(tf.TensorSpec([None, None, None, 3], tf.float32))
-    for image in PICTURES:
-        logits = run(tf.constant(image[None], tf.float32)).numpy()
-        expected = plain.probabilities(alone, image, STRIDE, window, scales, mirror)
-        np.testing.assert_allclose(tf.nn.softmax(logits)[0], expected, atol=2e-5)
-        np.testing.assert_allclose(np.exp(logits[0]), expected, atol=2e-5)  # their logarithms
 
 
 def test_a_small_scale_leaves_no_pixel_out():
@@ -53,39 +23,20 @@ def test_a_small_scale_leaves_no_pixel_out():
     np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.05)
 
 
-def test_one_pass_gives_the_models_own_logits():
-    for image in PICTURES:
-        logits = predict(model, tf.constant(image[None], tf.float32), Passes(STRIDE))
-        assert logits.dtype == tf.float32
-        np.testing.assert_array_equal(logits[0], plain.padded(alone, image.astype("f4"), STRIDE))
+@pytest.mark.parametrize("size", [(3, 5), (8, 8), (9, 21)])
+def test_one_pass_gives_the_models_own_logits_of_a_padded_picture(size):
+    kernel = tf.constant(RNG.normal(size=(5, 5, 3, 3)), tf.float32)
 
+    def model(images):
+        assert not any(side % STRIDE for side in images.shape[1:3])
+        return tf.nn.conv2d(images, kernel, 1, "SAME")
 
-def test_what_lies_beside_a_picture_is_the_fill_colour():
-    image = tf.constant(PICTURES[0][None], tf.float32)
-    found = predict(model, image, Passes(STRIDE, fill=7))
-    canvas = np.full((4, 8, 3), 7, np.float32)
-    canvas[:3, :5] = PICTURES[0]
-    np.testing.assert_allclose(found[0], alone(canvas)[:3, :5], atol=1e-5)
-
-
-@pytest.mark.parametrize(("length", "side"), [*itertools.product([5, 8, 9, 24, 31], [8, 12])])
-def test_the_last_window_is_moved_in(length, side):
-    """Every window but a small picture's is whole, and neighbours share a third."""
-    seen = []
-
-    def watch(images):
-        seen.append(images.shape[2])
-        return model(images)
-
-    tf.config.run_functions_eagerly(True)
-    try:
-        predict(watch, tf.zeros([1, 4, length, 3]), Passes(STRIDE, side))
-    finally:
-        tf.config.run_functions_eagerly(False)
-    starts = plain.starts(length, side)
-    width = side if length >= side else -(-length // STRIDE) * STRIDE
-    assert seen[-len(starts) :] == [width] * len(starts)
-    assert all(b - a <= 2 * side // 3 for a, b in itertools.pairwise(starts))
+    image = RNG.normal(size=(1, *size, 3)).astype(np.float32)
+    found = predict(model, tf.constant(image), Passes(STRIDE, fill=7))
+    beside = [(0, 0), *((0, -side % STRIDE) for side in size), (0, 0)]
+    whole = model(tf.constant(np.pad(image, beside, constant_values=7)))
+    assert found.dtype == tf.float32
+    np.testing.assert_array_equal(found, whole[:, : size[0], : size[1]])
 
 
 def test_pictures_are_drawn_in_squares_of_one_size():

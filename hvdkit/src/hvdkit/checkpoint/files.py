@@ -3,9 +3,7 @@
 A checkpoint is a folder step-XXXXXXXX/ with state.npz (every variable by name) and manifest.json:
 format, step, score, settings, the SHA-256 of state.npz, and a checksum over all of these. It is
 written under another name, flushed to disk and renamed (hvdkit/checkpoint/writing.py). Folders that
-begin with a dot are checkpoints being written (.partial) or deleted (.deleted), and the one that
-another of the same step is about to replace (.old), which counts as long as the new one is not in
-its place.
+begin with a dot are checkpoints being written (.partial) or deleted (.deleted).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,8 @@ from hvdkit import whole_files
 
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
 STATE, MANIFEST = "state.npz", "manifest.json"
-_NAME = re.compile(r"(\.?)step-(\d{8,})(\.old)?")
-_UNFINISHED = re.compile(r"\.step-\d{8,}(\.old)?\.(partial|(partial\.)?deleted)")
-_LARGEST_MANIFEST = 1 << 26
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
 
 
 class Damaged(ValueError):
@@ -63,7 +60,7 @@ class Manifest:
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What is not the same in `measure`: what it was when this was scored, and what it is."""
+        """What differs in `measure`, by name: its value when this was scored, and now."""
         pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
@@ -124,8 +121,7 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
 def step_of(path: Path) -> int | None:
     """The step that a checkpoint's name says; None where it is no checkpoint's name."""
     match = _NAME.fullmatch(path.name)
-    # A dot in front and .old behind come together or not at all.
-    return int(match[2]) if match and bool(match[1]) == bool(match[3]) else None
+    return int(match[1]) if match else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -134,11 +130,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in `folder`, sound or not, by step; of one step .old first."""
+    """What has a checkpoint's name in `folder`, sound or not, by step."""
     if not folder.is_dir():
         return []
-    named = [p for p in folder.iterdir() if step_of(p) is not None]
-    return sorted(named, key=lambda p: (step_of(p), not p.name.startswith(".")))
+    return sorted((p for p in folder.iterdir() if step_of(p) is not None), key=step_of)
 
 
 def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
@@ -160,35 +155,24 @@ def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, l
     return None, passed_over
 
 
-def scored(paths: list[Path]) -> dict[Path, Manifest]:
-    """The manifests of those that have a score, by step."""
+def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
+    """The manifests of those that have a score, in the same order."""
     found = {}
-    for path in sorted(paths, key=step_of):
+    for path in paths:
         with contextlib.suppress(Damaged, OtherFormat):
             found[path] = read_manifest(path)
     return {path: about for path, about in found.items() if about.score is not None}
 
 
-def best(paths: list[Path], measure: Mapping[str, Any]) -> Path | None:
-    """The checkpoint with the highest score of this measure, the oldest of equals, if any."""
-    return _best_of(scored(paths), measure)
+def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
+    """The checkpoint with the highest score of this measure, the oldest of equals, if any.
 
-
-def best_by_newest(paths: list[Path]) -> Path | None:
-    """The best by the measure of the newest score, if there is a score."""
-    there = scored(paths)
-    newest = max(there.values(), key=lambda about: about.step, default=None)
-    return _best_of(there, newest.measure) if newest else None
-
-
-def best_of_each(paths: list[Path]) -> set[Path]:
-    """The best by every measure that one of them is scored by."""
-    there = scored(paths)  # one look at each: as many again for each measure would take seconds
-    measures = {json.dumps(about.measure, sort_keys=True) for about in there.values()}
-    return {path for one in measures if (path := _best_of(there, json.loads(one)))}
-
-
-def _best_of(there: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
+    Args:
+      there: what `scored` returns for checkpoints by step.
+      measure: None stands for that of the newest score.
+    """
+    if measure is None:
+        measure = [about.measure for about in there.values()][-1] if there else {}
     scores = {path: about.score for path, about in there.items() if not about.unlike(measure)}
     return max(scores, key=scores.__getitem__, default=None)
 
@@ -203,15 +187,9 @@ def delete(path: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Ends what a kill cut short: half-written and half-deleted ones go, .old ones come back."""
+    """Removes checkpoints that a kill left half-written or half-deleted."""
     for path in list(folder.iterdir()):
-        if path.name.endswith(".old") and step_of(path) is not None:
-            final = path.with_name(path.name[1:].removesuffix(".old"))
-            if final.exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(final)
-        elif _UNFINISHED.fullmatch(path.name):
+        if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path)
 
 
@@ -233,8 +211,6 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
 
 def _parse(path: Path) -> Manifest:
     file = path / MANIFEST
-    if file.stat().st_size > _LARGEST_MANIFEST:
-        raise Damaged(f"{file} is damaged: it is larger than any manifest")
     record = json.loads(file.read_text())
     if not isinstance(record, dict):
         raise Damaged(f"{file} is damaged: it holds no JSON object")
@@ -243,8 +219,8 @@ def _parse(path: Path) -> Manifest:
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
     if number != FORMAT:
         raise OtherFormat(
-            f"{path} is of checkpoint format {number}, and this version reads {FORMAT}: go on with "
-            "the version that wrote it, or start anew with another --run_dir or --resume=never"
+            f"{path} is of checkpoint format {number}, and this version reads {FORMAT}: resume "
+            "with the version that wrote it, or start anew: another --run_dir or --resume=never"
         )
     manifest = Manifest(**record)
     if step_of(path) not in (None, manifest.step):

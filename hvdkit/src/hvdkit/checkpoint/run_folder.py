@@ -1,4 +1,4 @@
-"""One run in one folder: what lies ahead of where a run begins is set aside, never mixed in.
+"""One run in one folder: what is ahead of a run's start is set aside, never mixed in.
 
 Nothing is deleted that a later run does not write again.
 """
@@ -6,6 +6,7 @@ Nothing is deleted that a later run does not write again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -24,8 +25,7 @@ from hvdkit.settings import Settings
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
 # A start that made no step leaves these too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl", "trackers.json")
-_RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv")
-_RESULTS += ("benchmark.json",)
+_RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")
 _BOARD = "tensorboard"
 _locks: dict[Path, IO[str]] = {}  # held until the process ends
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
@@ -38,26 +38,24 @@ def begin(
     *,
     evaluates_first: bool,
 ) -> str:
-    """Makes the folder that of a run that goes on from `found`, or starts anew where it is None.
+    """Prepares the folder for a run that resumes from `found`, or starts anew where it is None.
 
     For rank 0, right before the first step: a start that is refused must change nothing. A kill
-    at any moment leaves the old run or the new one to go on from, and nothing of both.
+    at any moment leaves the old run or the new one to resume, never a mixture.
 
     - Anew, or from a checkpoint that is elsewhere: all checkpoints and records are set aside.
     - Back to an earlier checkpoint (it was asked for): later checkpoints are set aside, and a copy
-      of the records; of these, what was logged up to the checkpoint stays in place too.
-    - On from the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
+      of the records; what was logged up to the checkpoint stays in place too.
+    - From the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
       after it are dropped, because the same run logs them again.
-
-    Then summary.json and benchmark.json are gone and config.cfg holds `config`.
 
     Args:
       found: what `Checkpoints.find` chose.
       config: the settings as this number of ranks made them.
-      evaluates_first: the run evaluates `found` itself before its first step, so that what an
-        earlier evaluation of that step logged is dropped too.
+      evaluates_first: the run first evaluates `found` itself, so an earlier evaluation of that
+        step is dropped from the records too.
     Returns:
-      A line for a person, which says what was set aside; empty when nothing was.
+      A line that says what was set aside; empty when nothing was.
     Raises:
       OSError: a file cannot be written or moved.
       ValueError: another run is in the folder, or a speed is measured where a run was trained.
@@ -70,11 +68,13 @@ def begin(
             f"--benchmark would replace the records of the run in {run_dir}: choose another "
             "--run_dir"
         )
-    own = found is not None and found.lies_in(folder)
-    ahead = [p for p in checkpoint_files.candidates(folder) if not own or _is_ahead(p, found)]
+    own = found is not None and found.own
+    newest = found.step if own else -1
+    ahead = [p for p in checkpoint_files.candidates(folder) if checkpoint_files.step_of(p) > newest]
     note = ""
     if not own:
-        if ahead or any(_has_content(run_dir / name) for name in (*_LOGS, *_RESULTS)):
+        records = [run_dir / name for name in (*_LOGS, *_RESULTS)]
+        if ahead or any(path.exists() and path.stat().st_size for path in records):
             note = set_aside(run_dir, ahead, _RECORDS)
             _remove(run_dir, _RECORDS)
         _remove(run_dir, _STARTS)
@@ -91,10 +91,10 @@ def begin(
 
 
 def lock(run_dir: Path) -> None:
-    """Keeps other runs out of the folder as long as this process lives, if there is the folder.
+    """Keeps other runs out of the folder as long as this process lives; does nothing without one.
 
-    To be called before a run looks for its checkpoint. Another run that is about to end may still
-    save one, and delete the one that would be found.
+    Called before a run looks for its checkpoint: another run that is about to end may still save
+    one, and delete the one that would be found.
 
     Raises:
       OSError: its lock cannot be made.
@@ -118,12 +118,14 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     """Moves the checkpoints to RUN_DIR/aside-N/checkpoints and copies the records to aside-N.
 
     Returns:
-      A line for a person.
+      A line that says so.
     """
-    aside = _next_free(run_dir)
+    free = (run_dir / f"aside-{number}" for number in itertools.count(1))
+    aside = next(path for path in free if not path.exists())
+    aside.mkdir()
     there = [name for name in records if (run_dir / name).exists()]
-    # Records first, as copies: a kill before the last checkpoint is moved leaves the old run
-    # whole as far as its checkpoints go, and that run goes on with its own records.
+    # Records first, as copies: after a kill before the last checkpoint is moved, the old run
+    # resumes with its own records.
     for name in there:
         copy = shutil.copytree if (run_dir / name).is_dir() else shutil.copy2
         copy(run_dir / name, aside / name)
@@ -140,54 +142,30 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
 def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
     """Rewrites a TensorBoard file without the events that `is_after` says yes to.
 
-    What cannot be parsed (a kill cuts the last event) is kept as it is. One event at a time is in
-    memory: after weeks there are millions.
+    What cannot be parsed (a kill cuts the last event) is kept. One event at a time is in memory:
+    after weeks there are millions.
     """
-    parsed = 0
+    parsed, damage = 0, (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError)
     # TensorBoard takes any file with "tfevents" in its name for one to show.
     with whole_files.written(path, ".being-rewritten.partial") as partial:
-        with tf.io.TFRecordWriter(str(partial)) as writer:
-            try:
-                for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-                    event = tf.compat.v1.Event.FromString(record)
-                    parsed += len(record) + 16  # its length, and a checksum of each
-                    if not is_after(event):
-                        writer.write(record)
-            except (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError):
-                pass
+        with tf.io.TFRecordWriter(str(partial)) as writer, contextlib.suppress(*damage):
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+                event = tf.compat.v1.Event.FromString(record)
+                parsed += len(record) + 16  # its length, and a checksum of each
+                if not is_after(event):
+                    writer.write(record)
         with path.open("rb") as old, partial.open("ab") as new:
             old.seek(parsed)
             shutil.copyfileobj(old, new)
 
 
-def _is_ahead(path: Path, found: Found) -> bool:
-    """Of a later step, or a damaged one of the same step."""
-    step = checkpoint_files.step_of(path)
-    twin = step == found.step and path.name == f"step-{step:08d}" and path.name != found.path.name
-    return step > found.step or twin
-
-
-def _has_content(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
 def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
     for name in names:
         path = run_dir / name
-        if path.is_dir() and path.is_symlink():  # to another disk: what is in it goes, not the link
-            _remove(path, tuple(inner.name for inner in path.iterdir()))
-        elif path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _next_free(run_dir: Path) -> Path:
-    number = 1
-    while (run_dir / f"aside-{number}").exists():
-        number += 1
-    (run_dir / f"aside-{number}").mkdir()
-    return run_dir / f"aside-{number}"
 
 
 def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
@@ -206,22 +184,14 @@ def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
 
 def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
     def stays(line: bytes) -> bool:
-        record = _parsed(line)
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # a kill cut the line
+            return False
+        if not isinstance(record, dict):
+            return False
         again = evaluates_first and any(key.startswith("eval_") for key in record)
         return record.get("step", math.inf) <= (step - 1 if again else step)
 
-    with (
-        whole_files.written(path) as partial,
-        path.open("rb") as old,
-        partial.open("wb") as new,
-    ):
+    with whole_files.written(path) as partial, path.open("rb") as old, partial.open("wb") as new:
         new.writelines(filter(stays, old))  # one at a time: gradients.jsonl may be of gigabytes
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Empty where a kill cut the line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}

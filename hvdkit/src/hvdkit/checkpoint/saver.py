@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the steps: rank 0 copies the values, a thread of it writes them.
+"""Saves while training goes on: rank 0 copies the values, and a thread writes them.
 
 One failed write does not end the run: rank 0 prints a note, older checkpoints stay as they are, and
 the next save tries again. The number of saves that failed in a row is a vote of rank 0
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 
-from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables, why_not
+from hvdkit.checkpoint import files
+from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
 from hvdkit.ranks.world import say
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 
 MOST_FAILED = 3  # saves in a row, or tries of the last one: then the run ends
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
-_AFTER_FAILURE = 5.0  # seconds for a save that is being written when another rank has ended
+_AFTER_FAILURE = 5.0  # seconds to wait for a save when the run ends by an error
 
 
 class Saver:
     """The saves of one run; every rank makes one, and rank 0's writes.
 
-    For `with`: it is left when the save that is being written is done.
+    For `with`: leaving it waits for the save that is being written.
 
     Attributes:
-      failed: saves in a row that could not be written, as far as it is known; on rank 0.
-      error: why the last of these could not; None where it could.
+      failed: saves in a row that are known to have failed; on rank 0.
+      error: why the last save failed; None where it did not.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -43,21 +43,17 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if not error or isinstance(error, Stop):
             self.wait()
-            return
-        if not self._thread:
-            return
-        self._thread.join(_AFTER_FAILURE)
-        if self._thread.is_alive():
-            say(
-                self._world,
-                f"note: the checkpoint of step {self._step} was still being written when the run "
-                "ended: a rerun resumes from the one before it",
-            )
+        elif self._thread:
+            self._thread.join(_AFTER_FAILURE)
+            if self._thread.is_alive():
+                say(
+                    self._world,
+                    f"note: the checkpoint of step {self._step} was still being written when the "
+                    "run ended: a rerun resumes from the one before it",
+                )
 
     def save(self, step: int, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
@@ -65,23 +61,21 @@ class Saver:
         It waits first for the save before it, if that is still being written.
         """
         self.wait()
-        self._step, self._outcome = step, None
+        self._step = step
         if not self._world.is_chief:
             return
         try:
             copy = self._checkpoints.copy(step, variables, config)
-            self._skipped = copy.skipped
         except MemoryError as error:
-            self._outcome = error
-            self._tell()
+            self._fail(error)
             return
+        self._skipped, self._outcome = copy.skipped, None
         thread = threading.Thread(target=self._write, args=(copy,), name="saver")
         try:
             thread.start()
             self._thread = thread
         except RuntimeError as error:  # no more processes are allowed
-            self._outcome = OSError(str(error))
-            self._tell()
+            self._fail(error)
 
     def add_score(self, step: int, score: float) -> None:
         """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
@@ -92,8 +86,7 @@ class Saver:
         try:
             self._checkpoints.add_score(step, score, self._skipped)
         except (OSError, ValueError) as error:
-            why = why_not(error, self._checkpoints.folder)
-            say(self._world, f"note: the score of step {step} was not written: {why}")
+            say(self._world, f"note: the score of step {step} was not written: {self._why(error)}")
 
     def last(self, step: int, variables: Variables, config: Settings) -> None:
         """Waits for the save of `step`, the run's last; where it failed, tries again.
@@ -125,10 +118,16 @@ class Saver:
             self.look()
 
     def look(self) -> None:
-        """Learns what came of a save whose thread has ended; rank 0 tells it."""
-        if self._thread and not self._thread.is_alive():
-            self._thread = None
-            self._tell()
+        """Learns how a save ended whose thread has ended."""
+        if not self._thread or self._thread.is_alive():
+            return
+        self._thread = None
+        if self._outcome is None:
+            self.failed, self.error = 0, None
+        elif isinstance(self._outcome, OSError | ValueError | MemoryError):
+            self._fail(self._outcome)
+        else:
+            raise self._outcome
 
     def _write(self, copy: Copy) -> None:
         try:
@@ -136,16 +135,16 @@ class Saver:
         except Exception as error:
             self._outcome = error
 
-    def _tell(self) -> None:
-        if self._outcome is None:
-            self.failed, self.error = 0, None
-            return
-        if not isinstance(self._outcome, OSError | ValueError | MemoryError):
-            raise self._outcome
+    def _fail(self, error: Exception) -> None:
         self.failed += 1
-        why = why_not(self._outcome, self._checkpoints.folder)
-        self.error = f"{why}. {self._checkpoints.kept()}"
-        say(
-            self._world,
-            f"note: the checkpoint of step {self._step} was not written: {self.error}",
-        )
+        folder = self._checkpoints.folder
+        there = ", ".join(path.name for path in files.candidates(folder)) or "none"
+        free = "Free some space, or use another --run_dir"
+        self.error = f"{self._why(error)}. Kept in {folder}: {there}. {free}"
+        note = f"note: the checkpoint of step {self._step} was not written: {self.error}"
+        say(self._world, note)
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, OSError):
+            return f"{error.strerror or error} ({error.filename or self._checkpoints.folder})"
+        return str(error) or type(error).__name__

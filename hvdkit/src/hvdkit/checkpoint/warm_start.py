@@ -1,4 +1,4 @@
-"""Weights to begin with: of another run or a .keras file, or a keras.applications backbone."""
+"""Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hvdkit.train.state import names_of_model
 
 
 def start(model: keras.Model, config: Settings) -> None:
-    """Loads --init_from into the model and tells a person what it took from there."""
+    """Loads --init_from into the model and prints what it took from there."""
     path = Path(config.init_from)
     left = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
     what = "averages of the weights" if config.init_ema else "weights"
     logs.say(f"starting from the {what} of {path}")
     if left:
-        logs.say(f"note: not in it, or of another shape, so left as made: {_some(left)}")
+        logs.say(f"note: not in it, or of another shape, so left as made: {_listed(left)}")
 
 
 def load(
@@ -34,26 +34,31 @@ def load(
 ) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    The states of random layers are no weights: they stay this run's own. Names are those of
-    hvdkit/train/state.py, so it does not matter what Keras counted.
+    Random layers keep their own state. Names are those of hvdkit/train/state.py, which do not
+    depend on Keras's counters.
 
     Args:
       path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
         newest where none has a score), or a .keras file.
       skip_mismatched: leave a variable as it is where there is none of its name and shape.
-      averages: take the moving averages of the weights; what is not averaged (batch norm's moving
-        statistics) is taken as it was.
+      averages: take the moving averages of the weights; variables without one (batch norm's moving
+        statistics) are taken as they are.
     Returns:
       The variables that were left as they were, by name, and why.
     Raises:
       ValueError: the path holds no weights, or no averages; none of them fit, or some do not and
-        are not to be skipped; the kind of pictures is not known. The message names them.
+        `skip_mismatched` is off; the kind of pictures is not known. The message names them.
     """
     there = _unique(_read(path, averages))
     named = _unique(zip(names_of_model(model), model.variables))
     weights = {id(v) for v in model.weights}
     pairs = [(name, v) for name, v in named.items() if id(v) in weights]
-    faults = {name: why for name, v in pairs if (why := _fault(there.get(name), v))}
+    faults = {}
+    for name, variable in pairs:
+        if name not in there:
+            faults[name] = "missing there"
+        elif there[name].shape != tuple(variable.shape):
+            faults[name] = f"{list(there[name].shape)} there, {list(variable.shape)} here"
     if len(faults) == len(pairs) or (faults and not skip_mismatched):
         way_out = (
             "--init_skip_mismatched leaves such variables as they are made"
@@ -62,15 +67,15 @@ def load(
         )
         raise ValueError(
             f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
-            f"{_some(faults)}. {way_out}"
+            f"{_listed(faults)}. {way_out}"
         )
     pixels = preprocessing.find(model)
-    unknown = [name for name, v in pairs if pixels and v is pixels.mode and name in faults]
-    if unknown:  # left as made, it might say something wrong of the weights
-        raise ValueError(
-            f"--init_from={path} does not say which pictures its weights were trained on "
-            f"({unknown[0]} is missing there)"
-        )
+    for name, variable in pairs:
+        if pixels and variable is pixels.mode and name in faults:
+            raise ValueError(
+                f"--init_from={path} does not say which pictures its weights were trained on "
+                f"({name} is missing there)"
+            )
     for name, variable in pairs:
         if name not in faults:
             raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
@@ -81,8 +86,8 @@ def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     if path.suffix == ".keras" and path.is_file():
         return _read_keras(path, averages)
     folder = path if files.is_checkpoint(path) else _best(path)
-    if why := files.fault(folder):
-        raise ValueError(f"--init_from={path}: {why}")
+    if fault := files.fault(folder):
+        raise ValueError(f"--init_from={path}: {fault}")
     state = files.read(folder, ("model/", "ema/", "optimizer/"))
     if averages:
         # Before its first step an optimizer's averages are zeros.
@@ -105,17 +110,14 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
         )
     try:
         saved = keras.models.load_model(path, compile=False)
-    except Exception as error:  # what Keras raises at a file is as wide as what files may hold
+    except Exception as error:  # Keras raises any kind at a damaged file
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"--init_from={path} cannot be read: {why}") from None
     return zip(names_of_model(saved), [raw(v).numpy() for v in saved.variables])
 
 
 def _best(run_dir: Path) -> Path:
-    """The sound checkpoint of a run with the highest score; the newest where none has one.
-
-    Of scores of several measures those count that are of the newest one's.
-    """
+    """A run's sound checkpoint with the best score of the newest measure; else the newest."""
     there = files.candidates(run_dir / "checkpoints")
     faults = {path: files.fault(path) for path in there}
     sound = [path for path in there if not faults[path]]
@@ -125,11 +127,11 @@ def _best(run_dir: Path) -> Path:
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
             f"folder of a run with a sound checkpoint in checkpoints/{example}"
         )
-    return files.best_by_newest(sound) or sound[-1]
+    return files.best(files.scored(sound)) or sound[-1]
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
-    """Two variables may share a name: the second is told apart by its number."""
+    """By name; of variables that share one, the second gets " #2"."""
     seen, unique = Counter(), {}
     for name, value in pairs:
         seen[name] += 1
@@ -137,20 +139,12 @@ def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
     return unique
 
 
-def _fault(value: np.ndarray | None, variable: keras.Variable) -> str | None:
-    if value is None:
-        return "missing there"
-    if value.shape != tuple(variable.shape):
-        return f"{list(value.shape)} there, {list(variable.shape)} here"
-    return None
-
-
-def _some(faults: dict[str, str]) -> str:
+def _listed(faults: dict[str, str]) -> str:
     return join([f"{name} ({why})" for name, why in faults.items()], most=4)
 
 
 class _Backbone(keras.Model):
-    """What such a file holds the weights of: no layer of ours before it."""
+    """The layers that such a file has: without our Preprocess."""
 
     @property
     def layers(self) -> list[keras.Layer]:
@@ -158,7 +152,7 @@ class _Backbone(keras.Model):
 
 
 def start_backbone(model: keras.Model, config: Settings) -> None:
-    """Loads --backbone_weights into the model, and says so."""
+    """Loads --backbone_weights into the model, and prints that."""
     path, mode = Path(config.backbone_weights), config.backbone_preprocessing
     load_backbone(model, path, mode)
     logs.say(
@@ -170,9 +164,8 @@ def start_backbone(model: keras.Model, config: Settings) -> None:
 def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
     """Sets all layers up to the one that `model.backbone` names, and the kind of pictures.
 
-    The file has exactly these layers, in their order, as Keras's own loading checks. Where
-    `model.backbone` is the last layer of the whole network, that is a file with the top, else one
-    without it. Rank 0 alone needs to call it.
+    The file must have exactly these layers, in their order (Keras checks it): with the top where
+    `model.backbone` is the network's last layer. Rank 0 alone needs to call it.
 
     Args:
       path: a .h5 file as keras.applications publishes them.
@@ -193,7 +186,7 @@ def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
     try:
         _refuse_other_files(path)
         backbone.load_weights(path)
-    except Exception as error:  # what Keras raises at a file is as wide as what files may hold
+    except Exception as error:  # of any kind
         why = " ".join(str(error).split())
         raise ValueError(f"{here} does not fit {model.name} up to {last}: {why}") from None
     for layer in backbone.layers:

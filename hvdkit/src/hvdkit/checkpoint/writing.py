@@ -20,52 +20,41 @@ import ml_dtypes
 import numpy as np
 
 from hvdkit import whole_files
-from hvdkit.checkpoint.files import (
-    FORMAT,
-    MANIFEST,
-    STATE,
-    Damaged,
-    Manifest,
-    OtherFormat,
-    checksum_of,
-    delete,
-    read_manifest,
-)
+from hvdkit.checkpoint import files
 from hvdkit.ranks.messages import heartbeat
+from hvdkit.ranks.world import raw
 
 
-def write(
-    folder: Path,
-    step: int,
-    arrays: Mapping[str, np.ndarray],
-    *,
-    config: Mapping[str, Any],
-    ranks: int,
-    tensorflow: str,
-    fingerprint: Mapping[str, str],
-) -> Path:
+def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: Any) -> Path:
     """Writes the checkpoint of this step and returns its folder.
 
-    It replaces one of the same step; the score of that one stays where the arrays are the same.
+    One of the same step and the same arrays stays as it is, another one is replaced. (A run that
+    begins sets later checkpoints aside, so only a save that is tried again meets one.)
 
+    Args:
+      about: `config`, `ranks`, `tensorflow` and `fingerprint` of its Manifest.
     Raises:
       OSError, ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
     partial, final = folder / f".step-{step:08d}.partial", folder / f"step-{step:08d}"
     try:
-        delete(partial)
+        files.delete(partial)
         partial.mkdir(parents=True)
-        sha256 = _write_arrays(partial / STATE, arrays)
+        sha256 = _write_arrays(partial / files.STATE, arrays)
         dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
-        about = (step, dict(config), ranks, tensorflow, sha256, dtypes)
-        manifest = Manifest(*about, fingerprint=dict(fingerprint))
-        with contextlib.suppress(Damaged, OtherFormat):
-            before = read_manifest(final)
-            if before.sha256 == sha256:
-                same = {n: getattr(before, n) for n in ("score", "evaluated", "measure")}
-                manifest = dataclasses.replace(manifest, **same)
-        _write_manifest(partial, manifest)
-        _put_in_place(partial, final)
+        manifest = files.Manifest(step=step, sha256=sha256, dtypes=dtypes, **about)
+        there = None
+        with contextlib.suppress(files.Damaged, files.OtherFormat):
+            there = files.verify(final).sha256
+        if there == sha256:
+            files.delete(partial)
+        else:
+            if final.exists() and not final.is_dir():
+                raise ValueError(f"{final} is in the way: it is no folder")
+            _write_manifest(partial, manifest)
+            files.delete(final)
+            partial.rename(final)
+        whole_files.flush(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -76,13 +65,15 @@ def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:
     """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
     known = float(score) if math.isfinite(score) else None
     found = {"score": known, "evaluated": True, "measure": dict(measure)}
-    _write_manifest(path, dataclasses.replace(read_manifest(path), **found))
+    _write_manifest(path, dataclasses.replace(files.read_manifest(path), **found))
 
 
-def check_type(name: str, dtype: np.dtype) -> None:
-    """Raises ValueError for what is no number."""
-    if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
-        raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
+def check_types(variables: Mapping[str, Any]) -> None:
+    """Raises ValueError where a variable cannot be saved."""
+    for name, variable in variables.items():
+        dtype = np.dtype(raw(variable).dtype.as_numpy_dtype)
+        if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
+            raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
@@ -116,28 +107,10 @@ class _Hashed(io.RawIOBase):
         return self._file.write(data)
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> None:
+def _write_manifest(folder: Path, manifest: files.Manifest) -> None:
     record = dataclasses.asdict(manifest)
-    about = {"format": FORMAT, **record, "checksum": checksum_of(record, FORMAT)}
-    whole_files.write_json(folder / MANIFEST, about)
-
-
-def _put_in_place(partial: Path, final: Path) -> None:
-    """Renames; one that is there already is set aside first, so that a kill never loses both."""
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        if not final.is_dir():
-            raise ValueError(f"{final} is in the way: it is no folder")
-        delete(old)
-        final.rename(old)
-    try:
-        partial.rename(final)
-    except BaseException:
-        if old.exists():
-            old.rename(final)
-        raise
-    whole_files.flush(final.parent)
-    delete(old)
+    about = {"format": files.FORMAT, **record, "checksum": files.checksum_of(record, files.FORMAT)}
+    whole_files.write_json(folder / files.MANIFEST, about)
 
 
 def _is_numpys(dtype: np.dtype) -> bool:

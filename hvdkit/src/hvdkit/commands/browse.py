@@ -10,7 +10,7 @@ uint8 or float32 of 0 to 255.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
       ValueError: the task or its data cannot be opened, or a sample cannot be read.
     """
     world_lib.set_numbers(config)
-    task = tasks.load(config)
-    if prepare := tasks.optional(task, "prepare"):
-        prepare()
-    with task_checks.user_code_errors("sources"):
+    with task_checks.user_code_errors("opening the data"):
+        task = tasks.load(config)
+        if prepare := tasks.optional(task, "prepare"):
+            prepare()
         source, _ = task.sources()
     reader = task_checks.reader(task, source, training=True)
     micro, seed = config.accumulation_steps, config.seed
@@ -51,13 +51,13 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
     sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
     found: list[dict[str, Any]] = []
     with TrainingFeed(source, sampler, reader, num_steps=config.num_steps) as feed:
-        for _ in range(config.num_steps):
+        while len(found) < min(count, config.num_steps * config.global_batch_size):
             batch = feed.next()
             if feed.error:
                 raise ValueError(feed.error)
-            found += _apart(batch, sampler)
-            if len(found) >= count:
-                break
+            size = sampler.micro_batches * sampler.local_micro_size
+            flat = [t.numpy().reshape([size, *t.shape[2:]]) for t in tf.nest.flatten(batch)]
+            found += [tf.nest.pack_sequence_as(batch, parts) for parts in zip(*flat)]
     return found[:count], list(map(str, getattr(source, "class_names", None) or []))
 
 
@@ -94,13 +94,6 @@ def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     return np.asarray(framed)
 
 
-def _apart(batch: Any, sampler: Sampler) -> Iterator[dict[str, Any]]:
-    count = sampler.micro_batches * sampler.local_micro_size
-    flat = tf.nest.map_structure(lambda t: t.numpy().reshape([count, *t.shape[2:]]), batch)
-    for place in range(count):
-        yield tf.nest.map_structure(lambda part: part[place], flat)  # noqa: B023
-
-
 def _picture(inputs: Any) -> np.ndarray:
     """The first of an example's inputs that looks like a picture, uint8 [height, width, 3]."""
     for part in tf.nest.flatten(inputs):
@@ -121,8 +114,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--count", type=int, default=32, help="samples")
     own, flags = made.parse_known_args(argv[1:])
     if own.count < 1:
-        complain(f"--count={own.count}: give 1 or more")
-        return WRONG_USE
+        made.error(f"--count={own.count}: give 1 or more")
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
     try:
         config = config.for_ranks(1)

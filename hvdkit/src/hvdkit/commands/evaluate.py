@@ -5,15 +5,13 @@
 
 The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
 --data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
-It writes to --out: evaluation.json, classes.csv, confusion.csv, confusion.png, and pictures of the
-samples with the largest loss.
+It writes to --out: evaluation.json, classes.csv, confusion.csv, and pictures of the samples with
+the largest loss.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
 import heapq
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +44,7 @@ class Worst:
 
     def __init__(self, run: RunContext, most: int, rounds: int) -> None:
         self._run, self._most, self._rounds, self._done = run, most, rounds, 0
-        self._found: list[tuple[float, int]] = []
+        self._found: list[tuple[float, int]] = []  # loss, and the sample's number, negated
 
     def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
@@ -109,8 +107,8 @@ def write(
     """Writes all but pictures of samples; prints the figures of each class."""
     file_of = getattr(run.val_source, "picture_file", lambda number: "")
     samples = [{"sample": n, "loss": loss, "file": str(file_of(n))} for loss, n in worst]
-    record = about | {"figures": found.figures, "worst": samples}
-    whole_files.write_json(out / "evaluation.json", record)
+    about = about | {"figures": found.figures, "worst": samples}
+    whole_files.write_json(out / "evaluation.json", about)
     confusion = found.confusion()
     for name, value in found.figures.items():
         if confusion is None or not is_of_class(name):
@@ -126,16 +124,6 @@ def write(
     for name, labels, *shares in rows:
         cells = "  ".join(f"{share:9.4g}" for share in shares)
         print(f"{name[:16]:>16}  {labels:9.0f}  {cells}")
-    Image.fromarray(drawn(confusion)).save(out / "confusion.png")
-
-
-def drawn(confusion: np.ndarray, side: int = 640) -> np.ndarray:
-    """The matrix as a picture, uint8: each row's labels, by the share predicted as each column."""
-    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
-    dark, light = np.array([20, 40, 90]), np.array([245, 247, 250])
-    cells = (light + shares[..., None] * (dark - light)).astype(np.uint8)
-    times = max(side // len(confusion), 1)
-    return cells.repeat(times, 0).repeat(times, 1)
 
 
 def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequence[tuple]) -> None:
@@ -154,20 +142,14 @@ def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequenc
         Image.fromarray(sheet).save(out / name)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a number of samples: give 0 or more")
-    return int(text)
-
-
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 75 stopped."""
     made = load_run.parser(__doc__)
     made.add_argument("--split", default="", help="split of the data; default: that of the run")
-    made.add_argument("--worst", type=_count, default=8, help="worst samples to draw; 0: none")
+    made.add_argument("--worst", type=int, default=8, help="worst samples to draw; 0: none")
     made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
     own, flags = made.parse_known_args(argv[1:])
     if own.split:
         flags = [f"--val_split={own.split}", *flags]
     config = load_run.settings(own.run_dir, flags)
-    return load_run.on_ranks(config, own, functools.partial(evaluate, own=own))
+    return load_run.on_ranks(config, own, evaluate)

@@ -14,7 +14,6 @@ has layers that are not Keras's own, loading it needs their code, and a note nam
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 import tempfile
@@ -58,12 +57,10 @@ class Exported(tf.Module):
     def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """Of pictures of one size, uint8 [B, height, width, 3]."""
         example = self._task.picture_inputs(tf.zeros([8, 8, 3], tf.uint8))
-        kinds = tf.nest.map_structure(lambda t: tf.TensorSpec(None, t.dtype), example)
+        kinds = tf.nest.map_structure(
+            lambda part: tf.TensorSpec([None] * part.shape.rank, part.dtype), example
+        )
         inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
-        inputs = tf.nest.map_structure(
-            lambda part, one: tf.ensure_shape(part, [None, *[None] * one.shape.rank]),
-            inputs, example,
-        )  # fmt: skip
         outputs = task_checks.outputs(self._task, self.model, inputs)
         found = tf.nn.softmax(tf.cast(outputs, tf.float32))
         return {"probabilities": found, "classes": tf.argmax(outputs, -1)}
@@ -79,7 +76,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
-        data = _readable(own.check) if own.check else _noise()
+        data = _picture(own.check)
         own.out.mkdir(parents=True, exist_ok=True)
         averaged = own.ema and config.ema_decay > 0
         task, model, path = load_run.model_of(config, own.checkpoint, averaged)
@@ -94,9 +91,11 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
-    if layers := foreign(model):
+    kinds = {type(layer) for layer in model._flatten_layers()}
+    names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+    if foreign := [name for name in names if not name.startswith("keras.")]:
         print(
-            f"note: model.keras has layers that are not Keras's own, {', '.join(layers)}: import "
+            f"note: model.keras has layers that are not Keras's own, {', '.join(foreign)}: import "
             "their modules before you load it; the SavedModel needs no code"
         )
     found = loaded_elsewhere(folder, data)
@@ -106,13 +105,6 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
             raise Stop(BUG, f"loaded in a new process {name} differ by {most:g}: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
     print(f"loaded in a new process without this code: equal outputs ({shapes})")
-
-
-def foreign(model: keras.Model) -> list[str]:
-    """Classes of the model and its layers that are not Keras's own."""
-    kinds = {type(layer) for layer in model._flatten_layers()}
-    names = {f"{kind.__module__}.{kind.__name__}" for kind in kinds}
-    return sorted(name for name in names if not name.startswith("keras."))
 
 
 def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
@@ -134,19 +126,17 @@ def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
     return tf.function(call, input_signature=[spec], autograph=False)
 
 
-def _readable(file: Path) -> bytes:
-    """A picture's bytes; ValueError if the SavedModel could not decode them."""
+def _picture(file: Path | None) -> bytes:
+    """The file's bytes, or noise; ValueError if the SavedModel could not decode them."""
+    if not file:
+        noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
+        return tf.io.encode_png(noise).numpy()
     data = file.read_bytes()
     try:
         pictures.decode_image(tf.constant(data))
     except tf.errors.OpError:
         raise ValueError(f"--check={file} holds no JPEG or PNG that can be decoded") from None
     return data
-
-
-def _noise() -> bytes:
-    noise = np.random.default_rng(0).integers(0, 256, (96, 128, 3), np.uint8)
-    return tf.io.encode_png(noise).numpy()
 
 
 def main(argv: list[str]) -> int:
@@ -156,4 +146,4 @@ def main(argv: list[str]) -> int:
     made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, functools.partial(export, own=own))
+    return load_run.on_ranks(config, own, export)

@@ -13,7 +13,6 @@ and the exit code is 1. With horovodrun, the ranks share the pictures. Flags of 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +35,8 @@ from hvdkit.settings import Settings
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 
-SHOWN = 5  # classes of a picture
 WRITTEN = ("labels", "overlays", "predictions.csv")  # in --out
 Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
-
-
-class Unreadable(ValueError):
-    """A file without a usable picture; the message names it."""
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
@@ -103,7 +97,6 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
 
     Args:
       out: may lie in one of the folders; earlier predictions there are left out.
-
     Raises:
       ValueError: there is none, or a name does not exist.
     """
@@ -126,29 +119,31 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
 
 
 def load(file: Path) -> np.ndarray:
-    """The picture as viewers show it, uint8 [H, W, 3]; raises Unreadable.
+    """The picture as viewers show it, uint8 [H, W, 3].
 
     PNG and JPEG are decoded as in training and evaluation.
+
+    Raises:
+      ValueError, OSError: naming the file and what is wrong with it.
     """
     if file.exists() and not file.is_file():  # reading a pipe would block
-        raise Unreadable(f"{file} is no regular file")
+        raise ValueError(f"{file} is no regular file")
     data = file.read_bytes()
-    if fault := pictures.too_deep(data):
-        raise Unreadable(f"{file} {fault}")
+    fault = pictures.too_deep(data)
     try:
-        if tf.io.is_jpeg(data) or data[:4] == b"\x89PNG":
+        if not fault and (tf.io.is_jpeg(data) or data[:4] == b"\x89PNG"):
             return pictures.decode_image(tf.constant(data)).numpy()
-        with Image.open(file) as picture:
-            if picture.mode[0] in "IF":
-                raise Unreadable(f"{file} has more than 8 bits a channel: convert it to 8 bits")
-            return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+        if not fault:
+            with Image.open(file) as picture:
+                if picture.mode[0] not in "IF":
+                    return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
+            fault = "has more than 8 bits a channel: convert it to 8 bits"
     except tf.errors.OpError:
-        raise Unreadable(f"{file} is damaged: it cannot be decoded") from None
-    except Unreadable:
-        raise
+        fault = "is damaged: it cannot be decoded"
     # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
     except Exception as error:
-        raise Unreadable(f"{file} cannot be read: {error}") from None
+        fault = f"cannot be read: {error}"
+    raise ValueError(f"{file} {fault}")
 
 
 def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
@@ -159,13 +154,10 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> li
     """
     if outputs.ndim == 1:
         chances = tf.nn.softmax(outputs.astype(np.float64)).numpy()
-        first = np.argsort(-chances, kind="stable")[:SHOWN]
+        first = np.argsort(-chances, kind="stable")[:5]
         return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
-    if outputs.ndim != 3 or outputs.shape[-1] > len(COLOURS):
-        raise Unreadable(
-            f"{name}: the model's outputs are {list(outputs.shape)}: predict shows logits "
-            "[classes], or [height, width, classes] of at most 256 classes"
-        )
+    if outputs.shape[-1] > len(COLOURS):
+        raise ValueError(f"{name}: {outputs.shape[-1]} classes: a PNG of labels holds 256")
     classes = Image.fromarray(outputs.argmax(-1).astype(np.uint8), "P")
     classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
     classes.putpalette(COLOURS.tobytes())
@@ -177,19 +169,15 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> li
     return []
 
 
-def table(file: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+def table(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
     """Writes and prints the rows; `names` of the classes may be empty."""
-    shown = (len(rows[0]) - 1) // 2
-
-    def name_of(cell: str | float) -> str | float:
-        return names[cell] if isinstance(cell, int) and cell < len(names) else cell
-
-    named = [list(map(name_of, row)) for row in rows]
-    head = ["file", *(f"{x}_{i + 1}" for i in range(shown) for x in ("class", "p"))]
-    whole_files.write_csv(file, [head, *named])
-    for name, *pairs in named:
+    name_of = {str(number): name for number, name in enumerate(names)}
+    named = [[file, *(name_of.get(str(x), x) for x in pairs)] for file, *pairs in rows]
+    head = [f"{x}_{i + 1}" for i in range(len(rows[0]) // 2) for x in ("class", "p")]
+    whole_files.write_csv(out, [["file", *head], *named])
+    for file, *pairs in named:
         likeliest = (f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
-        print(f"{name}: {'  '.join(likeliest)}")
+        print(f"{file}: {'  '.join(likeliest)}")
 
 
 def main(argv: list[str]) -> int:
@@ -198,6 +186,5 @@ def main(argv: list[str]) -> int:
     made.add_argument("--out", type=Path, required=True, help="output folder")
     made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
     own, flags = made.parse_known_args(argv[1:])
-
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, functools.partial(predict, own=own))
+    return load_run.on_ranks(config, own, predict)

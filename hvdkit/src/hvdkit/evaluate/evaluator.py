@@ -53,7 +53,7 @@ class Context(Protocol):
 
 
 class Evaluator:
-    """Prepares what all evaluations share."""
+    """Runs evaluations, which share one traced step."""
 
     def __init__(self, run: Context, feed: EvaluationFeed) -> None:
         self._world, self._task = run.world, run.task
@@ -61,12 +61,12 @@ class Evaluator:
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes, self._printed = tasks.optional(run.task, "notes"), set()
         self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
-        # With virtual ranks, layers that draw in evaluation draw by batch, on whichever rank it is.
+        # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         exact = bool(run.config.virtual_ranks)
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
-        # Called with each batch of this rank, its outputs, and the samples' numbers.
+        # Called with each batch of this rank, its outputs and its samples' numbers.
         self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
@@ -77,11 +77,8 @@ class Evaluator:
         """
         with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
-            with (
-                task_checks.user_code_errors("evaluating one sample"),
-                unchanged(self._model),
-                unoptimized(),
-            ):
+            where = task_checks.user_code_errors("evaluating one sample")
+            with where, unchanged(self._model), unoptimized():
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})
@@ -123,8 +120,8 @@ class Evaluator:
                         try:
                             drawn.append(self._drawn(batch, outputs))
                         except Exception as fault:  # training continues
-                            name = type(fault).__name__
-                            self._say_once(f"no pictures: draw failed: {name}: {fault}")
+                            why = f"{type(fault).__name__}: {fault}"
+                            self._say_once(f"no pictures: draw failed: {why}")
             except ValueError as caught:
                 error, batches = error or caught, iter(())
             heartbeat.beat()
@@ -158,27 +155,22 @@ class Evaluator:
             outputs, sums = self._step(batch)
             return outputs, {name: value.numpy() for name, value in sums.items()}
         except (tf.errors.OpError, ValueError) as error:
-            raise ValueError(self._fault(error, batch, place)) from None
-
-    def _fault(self, error: Exception, batch: Example, place: int) -> str:
-        """Why this rank's batch number `place` cannot be evaluated, and what to do."""
-        shapes = [list(part.shape) for part in tf.nest.flatten(batch["inputs"])]
-        if isinstance(error, tf.errors.ResourceExhaustedError):
-            return (
-                f"a batch of evaluation with inputs of shape {join(shapes)} does not fit into "
-                "memory: give a smaller --eval_batch_size or, for whole pictures, --eval_window"
-            )
-        fix = "sample"
-        if self._feed.one_by_one:
-            fix = (
-                "shape that evaluation_example gives. Segmentation pads pictures to a multiple of "
-                "`stride` (tasks/segmentation.py), and --eval_crop cuts them to one size"
-            )
-        return (
-            f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape "
-            f"{join(shapes)}): {reason_of(error)}: the task's model, loss and sums must take "
-            f"every {fix}"
-        )
+            shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
+            if isinstance(error, tf.errors.ResourceExhaustedError):
+                raise ValueError(
+                    f"a batch of evaluation with inputs of shape {shape} does not fit into memory: "
+                    "give a smaller --eval_batch_size or, for whole pictures, --eval_window"
+                ) from None
+            fix = "sample"
+            if self._feed.one_by_one:
+                fix = (
+                    "shape that evaluation_example gives. Segmentation pads pictures to a multiple "
+                    "of its `stride`, and --eval_crop cuts them to one size"
+                )
+            raise ValueError(
+                f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
+                f"{reason_of(error)}: the task's model, loss and sums must take every {fix}"
+            ) from None
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         weight = float(sums["weight"])
@@ -198,8 +190,8 @@ class Evaluator:
 def unchanged(model: keras.Model) -> Iterator[None]:
     """Restores all untrained state afterwards.
 
-    Keras's recurrent layers draw dropout masks in evaluation too, and ranks have different numbers
-    of batches: their seeds would differ, and training would depend on the number of evaluations.
+    Keras's recurrent layers draw dropout masks in evaluation too. Ranks have different numbers of
+    batches, so their seeds would differ, and training would depend on the number of evaluations.
     """
     before = [(raw(v), tf.identity(raw(v))) for v in model.non_trainable_variables]
     try:
@@ -210,10 +202,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 
 class Ballot:
-    """Asks every few batches whether any rank got a stop signal; every rank must call it.
-
-    A long evaluation then stops within seconds, and a short one asks only a few times.
-    """
+    """Asks every few seconds whether any rank got a stop signal; every rank must call it."""
 
     def __init__(self) -> None:
         self._start, self._rounds, self._left = time.monotonic(), 1, 1
@@ -246,12 +235,10 @@ def make_step(task: Task, model: keras.Model, spec: Any):
     return eval_step
 
 
-def stopped_improving(step: int, best_step: int | None, *, eval_every: int, evals: int) -> bool:
-    """Whether `evals` evaluations have passed since that of `best_step` (None: there was none).
+def stopped_improving(config: Settings, step: int, best_step: int) -> bool:
+    """Whether --early_stop_evals evaluations have passed since that of `best_step`.
 
-    It uses steps alone, which checkpoints hold, so that a resumed run stops at the same step as an
-    uninterrupted one. If `eval_every` (steps between evaluations) or `evals` is 0: never.
+    Steps alone decide, so that a resumed run stops at the same step as an uninterrupted one.
     """
-    if not evals or not eval_every or best_step is None:
-        return False
-    return step // eval_every - best_step // eval_every >= evals
+    every, evals = config.eval_every, config.early_stop_evals
+    return bool(every and evals) and step // every - best_step // every >= evals

@@ -1,8 +1,8 @@
 """Metrics: sums that are exact over ranks, and figures from the sums.
 
 A task adds up tensors (counts as int64, losses as float64); the sums are added over the ranks in
-one collective; figures come from the totals. A mean of per-rank means would be wrong if
-the ranks' shares differ.
+one collective; figures come from the totals. A mean of per-rank means would be wrong where ranks
+have different numbers of samples.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.ranks.world import World
 
-# 2**-1074 is the smallest float64; all others are multiples of it.
-_FINEST = 1074
+_FINEST = 1074  # 2**-1074 is the smallest float64; all others are multiples of it
 
 
 class RankSums:
@@ -57,20 +56,26 @@ class ExactSums(RankSums):
 
     def add(self, more: dict[str, np.ndarray]) -> None:
         super().add(more)
-        self._units = {name: own + _in_units(more[name]) for name, own in self._units.items()}
+        pairs = {name: zip(own, _in_units(more[name])) for name, own in self._units.items()}
+        self._units = {name: [a + b for a, b in both] for name, both in pairs.items()}
 
     def over_ranks(self) -> dict[str, np.ndarray]:
         totals = super().over_ranks()
-        own = {n: np.asarray(units, object).tolist() for n, units in self._units.items()}
-        everyone = self._world.gather_objects(own, "metrics.exact")
+        everyone = self._world.gather_objects(self._units, "metrics.exact")
         for name in self._units:
-            total = sum(np.array(theirs[name], object) for theirs in everyone)
-            units = np.ravel(np.asarray(total, object))
             rounded = totals[name]
-            exact = np.reshape([_rounded(n) for n in units], rounded.shape)
+            units = map(sum, zip(*(theirs[name] for theirs in everyone)))
+            exact = np.reshape([_rounded(number) for number in units], rounded.shape)
             # NaN and infinity stay what they are, in any order.
             totals[name] = np.where(np.isfinite(rounded), exact, rounded).astype(rounded.dtype)
         return totals
+
+
+def _in_units(values: np.ndarray) -> list[int]:
+    """Multiples of 2**-_FINEST; 0 for NaN and infinity."""
+    floats = np.ravel(values).astype(np.float64).tolist()
+    pairs = [(x if math.isfinite(x) else 0.0).as_integer_ratio() for x in floats]
+    return [above * (2**_FINEST // below) for above, below in pairs]
 
 
 def _rounded(units: int) -> float:
@@ -79,15 +84,6 @@ def _rounded(units: int) -> float:
         return units / 2**_FINEST
     except OverflowError:  # larger than any float
         return math.inf if units > 0 else -math.inf
-
-
-def _in_units(values: np.ndarray) -> np.ndarray:
-    """Multiples of 2**-_FINEST, as Python integers; 0 for NaN and infinity."""
-    finite = np.where(np.isfinite(values), values, 0.0).astype(np.float64)
-    pairs = (value.as_integer_ratio() for value in np.ravel(finite).tolist())
-    units = np.empty(np.size(values), object)
-    units[:] = [above * (2**_FINEST // below) for above, below in pairs]
-    return units.reshape(np.shape(values))
 
 
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:
@@ -107,23 +103,20 @@ def confusion_matrix(
       counted: bool of the same shape: which positions to count.
     """
     counted = tf.reshape(counted, [-1])
-    labels = tf.boolean_mask(tf.reshape(tf.cast(labels, tf.int64), [-1]), counted)
-    predictions = tf.boolean_mask(tf.reshape(tf.cast(predictions, tf.int64), [-1]), counted)
-    cells = tf.math.bincount(
-        tf.cast(labels * num_classes + predictions, tf.int32),
-        minlength=num_classes**2,
-        maxlength=num_classes**2,
-        dtype=tf.int64,
+    labels, predictions = (
+        tf.boolean_mask(tf.reshape(tf.cast(part, tf.int64), [-1]), counted)
+        for part in (labels, predictions)
     )
-    return tf.reshape(cells, [num_classes, num_classes])
+    cells, size = tf.cast(labels * num_classes + predictions, tf.int32), num_classes**2
+    counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
+    return tf.reshape(counts, [num_classes, num_classes])
 
 
 def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
     """Whether a label is among the k classes with the highest scores, bool [B].
 
     Among equal scores the class with the higher number comes first, as in scikit-learn's
-    top_k_accuracy_score: exactly k classes are predicted, not all that tie with the k-th. A sample
-    with a NaN score is no hit.
+    top_k_accuracy_score. A sample with a NaN score is no hit.
 
     Args:
       labels: integers [B]; scores: float [B, classes].

@@ -1,6 +1,5 @@
 """Segments pictures of any size: padding, sliding windows, scales, mirror images.
 
-`predict` takes any number of pictures of one size; the result of one does not depend on the others.
 Pictures of different sizes are not padded to a common size: a network sees the padding, so a
 picture's score would depend on its neighbours in the batch.
 """
@@ -30,10 +29,6 @@ class Passes:
     mirror: bool = False  # also the mirror image, left-right
     fill: int = 128  # grey of the padding, 0 to 255
 
-    @property
-    def single(self) -> bool:
-        return not self.window and self.scales == (1.0,) and not self.mirror
-
 
 def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
@@ -44,7 +39,7 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     bilinearly to the picture's size, over scales and mirror images
     (Zhao et al. 2017, arXiv:1612.01105, section 5.1; Chen et al. 2017, arXiv:1706.05587, 4.1).
     """
-    if how.single:
+    if not how.window and how.scales == (1.0,) and not how.mirror:
         return _padded(model, images, how)
     images = tf.cast(images, tf.float32)  # scaled pictures are not integers
     # Traced once for all passes, whatever their sizes.

@@ -234,9 +234,8 @@ class Evaluate:
         """An ending, if the score has not improved for --early_stop_evals evaluations."""
         config, best = self._run.config, self._best
         best_step = max(best.step if best else 0, self._scored_since)
-        wait = {"eval_every": config.eval_every, "evals": config.early_stop_evals}
         ended = config.benchmark or step >= config.num_steps
-        if ended or not stopped_improving(step, best_step, **wait):
+        if ended or not stopped_improving(config, step, best_step):
             return None
         above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
         message = (
@@ -251,8 +250,6 @@ def left_out(run: RunContext, found: Found) -> bool:
     if config.benchmark or not evaluation_due(config, found.step):
         return False
     best = run.checkpoints.best()
-    wait = {"eval_every": config.eval_every, "evals": config.early_stop_evals}
-    best_step = best.step if best else 0
-    gave_up = run.checkpoints.holds(found) and stopped_improving(found.step, best_step, **wait)
+    gave_up = found.own and stopped_improving(config, found.step, best.step if best else 0)
     last = gave_up or found.step == config.num_steps
-    return not run.checkpoints.has_score(found.path) or last
+    return not found.scored or last

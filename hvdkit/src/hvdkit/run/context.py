@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 import keras
 
 from hvdkit.checkpoint import run_folder, warm_start
-from hvdkit.checkpoint.checkpoints import Checkpoints, Found, check_types, measure
+from hvdkit.checkpoint.checkpoints import Checkpoints, Found, measure
+from hvdkit.checkpoint.writing import check_types
 from hvdkit.data import shared_listing
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.pipeline import Reader
@@ -204,5 +205,5 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
     world.broadcast_variables(list(state.variables.values()))
     source = "new"
     if found:
-        source = "own" if context.checkpoints.holds(found) else "other"
+        source = "own" if found.own else "other"
     return Start(int(state.step), source, found)

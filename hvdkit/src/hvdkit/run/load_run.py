@@ -26,7 +26,7 @@ from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-Work = Callable[[Settings, World, StopSignal], None]
+Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
 _ALIKE = ("checkpoint", "ema")  # the same on every rank
 # What only a new run begins with.
 _NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
@@ -86,7 +86,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
             resolved = config.for_ranks(world.size)
-        work(resolved, world, stop_signal)
+        work(resolved, world, stop_signal, own=own)
 
     return with_ranks(config, on_each)
 
@@ -110,10 +110,12 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
     """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
 
     Raises:
-      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model.
+      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model; the
+        model's outputs for a picture are not one tensor of logits.
     """
     world_lib.set_numbers(config)
-    task = tasks.load(config)
+    with task_checks.user_code_errors("making the task"):
+        task = tasks.load(config)
     with task_checks.user_code_errors("build_model"):
         model = task.build_model()
     path = chosen(Path(config.run_dir) / "checkpoints", which)
@@ -123,9 +125,18 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
             "model is called with for a picture (hvdkit/train/task.py)"
         )
-    example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
+    with task_checks.user_code_errors("picture_inputs"):
+        example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
+        example = tf.nest.map_structure(lambda part: part[None], example)
     # A model that makes its variables at the first call has them then.
-    task_checks.outputs(task, model, tf.nest.map_structure(lambda part: part[None], example))
+    outputs = task_checks.outputs(task, model, example)
+    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 4):
+        there = outputs.shape if tf.is_tensor(outputs) else f"a {type(outputs).__name__}"
+        raise ValueError(
+            "predict and export need one tensor of logits, [B, classes] or [B, height, width, "
+            f"classes]; for a picture the model gives {there}: let `predict` in "
+            f"tasks/{config.task}.py return one"
+        )
     warm_start.load(model, path, skip_mismatched=False, averages=averaged)
     return task, model, path
 
@@ -139,7 +150,7 @@ def chosen(folder: Path, which: str) -> Path:
     there = files.candidates(folder)
     names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
     if which == "best":
-        path = files.best_by_newest(there)
+        path = files.best(files.scored(there))
         if path is None:
             raise ValueError(f"{names}, none with a score: give --checkpoint=last or a step")
     elif which == "last":

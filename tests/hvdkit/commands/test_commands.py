@@ -1,0 +1,250 @@
+"""hvdkit evaluate, predict, export and browse, on a trained run and on the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from PIL import Image
+from small_checkpoints import ALONE
+
+from hvdkit import settings as settings_lib
+from hvdkit.commands import browse, evaluate, predict
+from hvdkit.commands.export import Exported, export
+from hvdkit.run import load_run
+from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE, Stop
+from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
+
+FILE = CHECKS / "checks_commands.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """For what the checks on 2 ranks write: runs `digits` and `scenes`, predictions."""
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, tiny_data):
+    return run_checks([FILE], 2, env={"COMMANDS": str(folder), "TINY": str(tiny_data)})
+
+
+@pytest.fixture(scope="module")
+def digits(folder, outcomes):
+    return folder / "digits"
+
+
+@pytest.mark.parametrize("name", names_of_checks(FILE))
+def test_on_two_ranks(name, outcomes):
+    assert outcomes[name] is None, outcomes[name]
+
+
+def command(name, *words):
+    return launch(1, ["-m", "hvdkit", name, *words], "alone")
+
+
+def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_digit(digits):
+    """One rank evaluates what two trained."""
+    ended = command("evaluate", f"--run_dir={digits}")
+    assert ended.code == 0, last_lines(ended.output)
+    records = [json.loads(line) for line in (digits / "metrics.jsonl").read_text().splitlines()]
+    best = max((r for r in records if "eval_loss" in r), key=lambda r: r["eval_accuracy"])
+    out = digits / "evaluation" / f"step-{best['step']:08d}-val"
+    found = json.loads((out / "evaluation.json").read_text())
+    assert found["step"] == best["step"] and found["averaged"] and len(found["worst"]) == 8
+    assert found["figures"] == {n[5:]: v for n, v in best.items() if n.startswith("eval_")}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nonsense=1"], "no flag --nonsense"),
+        (["--worst=few"], "invalid int value: 'few'"),
+        (["--run_dir=/no/such"], "is no run's folder: it holds no config.cfg"),
+        ([], "required: --run_dir"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_sentence(digits, flags, words, capsys):
+    run = [f"--run_dir={digits}"] if flags else []
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["hvdkit evaluate", *run, *flags])
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_outside_a_fork_it_says_where_to_run_it(tmp_path):
+    words = [sys.executable, "-m", "hvdkit", "evaluate", "--run_dir=run"]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr == (
+        "error: hvdkit evaluate: run it in your fork, the folder that holds train.py and tasks/\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "which", "words"),
+    [
+        ("digits", "15", "none of step 15"),
+        ("digits", "/no/such", "/no/such is no checkpoint"),
+        ("nothing", "best", "holds no checkpoint"),
+        ("nothing", "last", "holds no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named(folder, digits, run, which, words):
+    with pytest.raises(ValueError, match=words):
+        load_run.chosen(folder / run / "checkpoints", which)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--no-ema", "give every rank the same flags"),
+        pytest.param("--run_dir=/no/such", "no run's folder", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_different_flags_are_refused_before_they_wait(digits, tmp_path, flag, words):
+    script = (
+        "import os, sys; from hvdkit.commands import evaluate\n"
+        f"own = [{flag!r}] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else []\n"
+        "sys.exit(evaluate.main([*sys.argv, *own]))"
+    )
+    run = ["-c", script, f"--run_dir={digits}", f"--out={tmp_path}/out"]
+    ended = launch(2, run, "mpirun", timeout=120)
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "rank 1" in error and words in error
+
+
+def test_the_likeliest_classes_come_first_with_their_probabilities(tmp_path):
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32)) + 50
+    (row,) = predict.write(tmp_path, "a.png", image=np.zeros((2, 2, 3), np.uint8), outputs=logits)
+    assert row[0] == "a.png" and row[1::2] == [1, 2, 0]
+    np.testing.assert_allclose(row[2::2], [0.6, 0.3, 0.1], rtol=1e-5)
+    predict.table(tmp_path / "a.csv", [["a.png", 1, 1.0, 0, 0.0]], ["cat", "dog"])
+    assert "a.png,dog,1.0,cat,0.0" in (tmp_path / "a.csv").read_text()
+
+
+def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
+    for name in ("a.png", "labels.png", "out/labels/a.png.png", "out/predictions.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    out = tmp_path / "away" / ".." / "out"
+    assert list(predict.listed([tmp_path], out)) == ["a.png", "labels.png"]
+    assert len(predict.listed([tmp_path], tmp_path / "other")) == 4
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no files in"):
+        predict.listed([tmp_path / "empty"], out)
+
+
+def test_pictures_that_are_not_there_are_refused_in_one_sentence(digits, tmp_path):
+    ended = command("predict", f"--run_dir={digits}", f"--out={tmp_path}/out", "/no/such.png")
+    assert ended.code == 2, last_lines(ended.output)
+    (error,) = ended.errors()
+    assert "/no/such.png does not exist" in error and "Traceback" not in ended.output
+
+
+# In a process without this project's code, but for the .keras file's own layers.
+SERVED = """
+import importlib, sys, keras, numpy as np, tensorflow as tf
+out, *modules, file = sys.argv[1:]
+loaded = tf.saved_model.load(out + "/saved_model")
+for name, kind in (("serving_default", tf.string), ("pictures", tf.uint8)):
+    spec = loaded.signatures[name].structured_input_signature[1]["image"]
+    assert spec.dtype == kind and spec.shape[0] is None, spec
+pictures = np.random.default_rng(2).integers(0, 256, (3, 24, 40, 3), np.uint8)
+one = loaded.signatures["pictures"](image=tf.constant(pictures))
+files = tf.constant([tf.io.encode_png(p).numpy() for p in pictures])
+other = loaded.signatures["serving_default"](image=files)
+for name in ("classes", "probabilities"):
+    assert np.array_equal(one[name], other[name]), name
+print("shapes", one["classes"].shape, one["probabilities"].shape)
+out_of_file = loaded.signatures["serving_default"](image=tf.constant([open(file, "rb").read()]))
+assert not any(name.startswith("hvdkit") for name in sys.modules)
+for module in modules:
+    importlib.import_module(module)
+keras.saving.load_model(out + "/model.keras")
+if modules:
+    print(int(out_of_file["classes"][0]), float(tf.reduce_max(out_of_file["probabilities"])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "modules", "shapes"),
+    [
+        ("digits", ["hvdkit.train.dropout"], "(3,) (3, 10)"),
+        ("scenes", [], "(3, 24, 40) (3, 24, 40, 11)"),
+    ],
+)
+def test_an_export_is_served_without_this_code(run, modules, shapes, folder, outcomes, tmp_path):
+    ended = command("export", f"--run_dir={folder / run}", f"--out={tmp_path}/out")
+    assert ended.code == 0, last_lines(ended.output)
+    assert "without this code: equal outputs" in ended.output
+    # Digits' dropout is a layer of this project, which a note says.
+    note = "not Keras's own, hvdkit.train.dropout.SampleDropout: import their modules"
+    assert (note in ended.output) == bool(modules), ended.output
+    with (folder / "predicted" / "predictions.csv").open() as file:
+        _, (name, first, chance, *_), *_ = csv.reader(file)
+    words = [sys.executable, "-I", "-c", SERVED, tmp_path / "out", *modules]
+    words.append(folder / "in-359" / name)
+    served = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert served.returncode == 0 and f"shapes {shapes}" in served.stdout, served.stderr[-2000:]
+    if run == "digits":  # its probabilities are those of `hvdkit predict`
+        number, probability = served.stdout.split()[-2:]
+        assert f"digit {number}" == first
+        assert float(probability) == pytest.approx(float(chance), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("out", "check", "words"),
+    [("file", None, "File exists"), ("out", "file", "no JPEG or PNG that can be decoded")],
+)
+def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
+    """Into a file; checked with an empty file."""
+    (tmp_path / "file").touch()
+    own = SimpleNamespace(out=tmp_path / out, check=check and tmp_path / check)
+    with pytest.raises(Stop, match=words) as stop:
+        export(Settings(), ALONE, None, own=own)
+    assert stop.value.code == WRONG_USE and not own.out.is_dir()
+
+
+def test_probabilities_of_an_export_are_of_the_tasks_inputs():
+    """A model that gives back its input as logits; the task divides pictures by 255."""
+    x = keras.Input((3,))
+    model = keras.Model(x, keras.layers.Activation("linear")(x))
+    task = SimpleNamespace(picture_inputs=lambda image: tf.cast(image[0, 0], tf.float32) / 255.0)
+    pictures = tf.constant([[[[255, 0, 0]]], [[[0, 0, 255]]]], tf.uint8)
+    found = Exported(task, model).of_pictures(pictures)
+    high, low = np.e / (np.e + 2), 1 / (np.e + 2)
+    np.testing.assert_allclose(found["probabilities"], [[high, low, low], [low, low, high]])
+    np.testing.assert_array_equal(found["classes"], [0, 2])
+
+
+def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path):
+    flags = ["--flagfile=configs/demo.cfg", *tiny, "--accumulation_steps=1", "--num_steps=2"]
+    ended = command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
+    assert ended.code == 0, last_lines(ended.output)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    config = settings_lib.parse(["train.py", *flags])
+    examples, _ = browse.samples(config.for_ranks(1), 6)
+    assert len(examples) == 6 and len({e["inputs"]["image"].tobytes() for e in examples}) == 6
+    first = examples[0]["inputs"]["image"]
+    assert first.shape == (32, 32, 3) and (sheet[1:97:3, 1:97:3] == first).all()
+    label = browse.COLOURS[examples[0]["targets"]["label"][..., 0]]
+    assert (sheet[1:97:3, 97:193:3] == label).all()
+
+
+def test_a_class_stands_below_its_picture():
+    example = {"inputs": {"image": np.full((8, 8, 3), 7, np.uint8)}, "targets": np.int64(1)}
+    named, plain = browse.tile(example, ["cat", "dog"]), browse.tile(example, [])
+    assert named.shape == (98 + 18, 98, 3) and (named[1:97, 1:97] == 7).all()
+    assert (named[98:] != plain[98:]).any()  # "dog", and "1"
+    with pytest.raises(ValueError, match="inputs hold no picture"):
+        browse.tile({"inputs": np.zeros(8), "targets": np.int64(1)}, [])

@@ -1,0 +1,231 @@
+"""Run on 2 real ranks by test_commands.py: commands on runs that they trained, in $COMMANDS."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+from PIL import Image
+from small_runs import fit_config
+
+from hvdkit import settings as settings_lib
+from hvdkit.commands import browse
+from hvdkit.commands.evaluate import evaluate
+from hvdkit.commands.export import export
+from hvdkit.commands.predict import predict
+from hvdkit.data.shipped import Digits
+from hvdkit.evaluate import metrics
+from hvdkit.ranks import world as world_lib
+from hvdkit.run import load_run
+from hvdkit.settings import Settings
+from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, Stop
+from ranks import TINY_FLAGS
+from tasks import classification, segmentation
+
+FOLDER = Path(os.environ.get("COMMANDS", "."))
+DIGITS, SCENES = FOLDER / "digits", FOLDER / "scenes"
+STEPS = ["--num_steps=40", "--eval_every=20", "--log_every=20", "--checkpoint_every=20"]
+WORDS = {
+    DIGITS: ["--flagfile=configs/digits.cfg", *STEPS, "--global_batch_size=32"],
+    SCENES: ["--flagfile=configs/demo.cfg", *TINY_FLAGS, f"--data_dir={os.environ.get('TINY')}"],
+}
+WORDS[DIGITS] += ["--ema_decay=0.9", "--warmup_steps=0"]
+TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task}
+
+
+@functools.cache
+def train(world, run: Path) -> None:
+    world_lib.set_up(world, Settings())  # before ranks exchange anything, as in a run
+    config = settings_lib.parse(["train.py", *WORDS[run], f"--run_dir={run}"])
+    fit_config(config, world, TASKS[run])
+    if world.is_chief and run is DIGITS:
+        names, counts = metrics.read_confusion(run / "confusion.csv")
+        metrics.write_confusion(run / "confusion.csv", [f"digit {name}" for name in names], counts)
+        for count in (3, 359):  # the first validation scans as PNG files
+            (FOLDER / f"in-{count}").mkdir()
+            for number in range(count):
+                image = Digits(None, "val").read(number)["image"].numpy()
+                Image.fromarray(image).save(FOLDER / f"in-{count}" / f"{number:03d}.png")
+    world.gather_objects(None, "commands.trained")
+
+
+def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> str:
+    """What rank 0 printed, and the Stop's message; it must end so."""
+    train(world, run)
+    words = ["", f"--flagfile={run / 'config.cfg'}", f"--run_dir={run}", "--resume=auto", *flags]
+    config = settings_lib.parse(words).for_ranks(world.size)
+    own = {"checkpoint": "best", "ema": True, "out": None, "worst": 0} | own
+    found, message = DONE, ""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            command(config, world, SimpleNamespace(asked=stop), own=SimpleNamespace(**own))
+        except Stop as stop:
+            found, message = stop.code, str(stop)
+    assert found == code and "\n" not in message, (found, message, printed.getvalue())
+    return message + world.broadcast_object(printed.getvalue(), "commands.printed")
+
+
+def evaluated(folder):
+    return json.loads((folder / "evaluation.json").read_text())
+
+
+def logged(step):
+    lines = [json.loads(line) for line in (DIGITS / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [line for line in lines if line["step"] == step and "eval_loss" in line]
+    return {n.removeprefix("eval_"): v for n, v in record.items() if n.startswith("eval_")}
+
+
+def table(file):
+    with file.open(errors="surrogateescape") as opened:
+        head, *rows = csv.reader(opened)
+    return head, rows
+
+
+def check_each_class_and_the_worst_samples(world):
+    out = FOLDER / "evaluated"
+    said = call(evaluate, world, checkpoint="last", out=out, worst=3)
+    figures, found = logged(40), evaluated(out)
+    assert found["figures"] == figures and found["step"] == 40 and found["samples"] == 359
+    head, rows = table(out / "confusion.csv")
+    confusion = np.array([row[1:] for row in rows], int)
+    assert head[1:] == [str(n) for n in range(10)] == [row[0] for row in rows]
+    assert np.trace(confusion) / 359 == figures["accuracy"] and confusion.sum() == 359
+    assert f"{'0':>16}  {confusion[0].sum():9d}  " in said
+    recall = [float(row[2]) for row in table(out / "classes.csv")[1]]
+    np.testing.assert_allclose(recall, np.diag(confusion) / confusion.sum(1))
+    worst = found["worst"]
+    assert len({one["sample"] for one in worst}) == 3
+    assert worst[0]["loss"] >= worst[1]["loss"] >= worst[2]["loss"] > 0.5
+    sheets = sorted((out / "worst").iterdir())
+    assert len(sheets) == 3 and f"sample-{worst[0]['sample']}-" in sheets[0].name
+    assert Image.open(sheets[0]).size[0] >= 96
+
+    # Another evaluation replaces these files; weights as trained are not the averaged ones.
+    call(evaluate, world, checkpoint="last", out=out, ema=False)
+    found = evaluated(out)
+    assert not found["averaged"] and found["figures"]["loss"] != figures["loss"]
+    assert not list((out / "worst").iterdir())
+
+
+def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
+    said = call(evaluate, world, "--num_classes=12", code=WRONG_USE)
+    assert "the digits have 10 classes" in said
+    said = call(evaluate, world, out=Path("/dev/null/x"), code=WRONG_USE)
+    assert "writing /dev/null" in said
+    call(evaluate, world, out=FOLDER / "none", stop=True, code=PREEMPTED)
+    assert not (FOLDER / "none").exists()
+
+
+def check_a_table_of_named_classes_agrees_with_the_runs_score(world):
+    out = FOLDER / "predicted"
+    said = call(predict, world, out=out, pictures=[FOLDER / "in-359"])
+    head, rows = table(out / "predictions.csv")
+    assert head[:3] == ["file", "class_1", "p_1"] and len(head) == 11
+    assert [row[0] for row in rows] == [f"{n:03d}.png" for n in range(359)]
+    labels = [int(Digits(None, "val").read(number)["label"]) for number in range(359)]
+    hits = np.mean([row[1] == f"digit {label}" for row, label in zip(rows, labels)])
+    best = max(logged(step)["accuracy"] for step in (20, 40))
+    assert abs(hits - best) < 1e-12
+    chances = np.array([row[2::2] for row in rows], float)
+    assert (np.diff(chances, axis=1) <= 0).all() and (chances.sum(1) <= 1 + 1e-9).all()
+    assert f"000.png: {rows[0][1]} " in said
+
+
+def bad_files(folder: Path) -> None:
+    shutil.copytree(FOLDER / "in-3", folder / "in")
+    (folder / "in" / "text.png").write_text("no picture")
+    whole = (folder / "in" / "001.png").read_bytes()
+    (folder / "in" / "torn.png").write_bytes(whole[: len(whole) // 2])
+    deep = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    Image.fromarray(deep).save(folder / "in" / "deep.png")
+    Image.fromarray(deep.astype(np.int32)).save(folder / "in" / "wide.tiff")
+    (folder / "in" / "away.png").symlink_to("nowhere.png")
+    os.mkfifo(folder / "pipe.png")
+    # At these Pillow raises what does not name the file: a ValueError, a NotImplementedError.
+    (folder / "in" / "head.ppm").write_bytes(b"P6")
+    Image.new("RGB", (8, 8)).save(folder / "in" / "kind.dds")
+    with (folder / "in" / "kind.dds").open("r+b") as file:
+        file.seek(80)
+        file.write(bytes(4))  # the flags that say how pixels are stored
+    odd = os.fsencode(folder / "in") + b"/odd\xff"
+    shutil.copy(os.fsencode(folder / "in" / "001.png"), odd + b".png")
+    shutil.copy(os.fsencode(folder / "in" / "text.png"), odd + b".txt")
+
+
+def check_bad_files_are_named_and_the_others_predicted(world):
+    folder = FOLDER / "bad"
+    train(world, DIGITS)
+    if world.is_chief:
+        bad_files(folder)
+    world.gather_objects(None, "commands.bad_files")
+    pictures = [folder / "in", folder / "pipe.png"]
+    said = call(predict, world, out=folder / "out", pictures=pictures, code=BUG)
+    names = ["pipe.png", "text.png", "torn.png", "deep.png", "wide.tiff", "away.png"]
+    for name in (*names, "odd\udcff.txt", "head.ppm", "kind.dds"):
+        (line,) = [line for line in said.splitlines() if name in line]
+        assert "skipped: " in line
+    assert "9 of 13 files were skipped" in said
+    names = [row[0] for row in table(folder / "out" / "predictions.csv")[1]]
+    assert names == ["000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
+
+
+def check_ranks_with_different_pictures_are_refused(world):
+    pictures = [FOLDER / ("in-3", "in-359")[world.rank]]
+    said = call(predict, world, out=FOLDER / "out", pictures=pictures, code=BUG)
+    assert "the names of the pictures on rank 1 differ" in said
+    said = call(export, world, check=None, out=FOLDER / "out", code=WRONG_USE)
+    assert "start it on one rank" in said
+
+
+def check_labels_and_overlays_at_the_pictures_own_size(world):
+    folder, rng = FOLDER / "shapes", np.random.default_rng(1)
+    shapes = {"a.png": (50, 71), "b.webp": (33, 20), "deep/c.bmp": (64, 64), "d.gif": (40, 90)}
+    train(world, SCENES)
+    if world.is_chief:
+        (folder / "deep").mkdir(parents=True)
+        for name, shape in shapes.items():
+            Image.fromarray(rng.integers(0, 256, (*shape, 3), np.uint8)).save(folder / name)
+    world.gather_objects(None, "commands.shapes")
+    call(predict, world, "--eval_crop=0", run=SCENES, out=FOLDER / "drawn", pictures=[folder])
+    for name, shape in shapes.items():
+        label = Image.open(FOLDER / "drawn" / "labels" / f"{name}.png")
+        assert label.size == shape[::-1] and label.mode == "P"
+        assert np.asarray(label).max() < 11
+        over = Image.open(FOLDER / "drawn" / "overlays" / f"{name}.png")
+        assert over.size == shape[::-1] and over.mode == "RGB"
+
+
+class Broken(classification.Task):
+    def __init__(self, config):
+        super().__init__(config)
+        self.weights = {}["missing"]
+
+
+class OfDicts(classification.Task):
+    def predict(self, model, inputs):
+        return {"logits": model(inputs)}
+
+
+def check_mistakes_of_a_task_are_told_in_one_sentence(world):
+    where = {"out": FOLDER / "out", "pictures": [FOLDER / "in-3"]}
+    with mock.patch.object(load_run.tasks, "load", Broken):
+        said = call(predict, world, **where, code=WRONG_USE)
+        config = settings_lib.parse(["browse", *WORDS[DIGITS]])
+        try:
+            browse.samples(config.for_ranks(1), 3)
+        except ValueError as error:
+            said += str(error)
+    assert said.count("failed: checks_commands.py, line ") == 2, said
+    assert said.count("KeyError: 'missing'") == 2, said
+    with mock.patch.object(load_run.tasks, "load", OfDicts):
+        said = call(predict, world, **where, code=WRONG_USE)
+    assert "need one tensor of logits" in said and "the model gives a dict" in said, said
