@@ -68,8 +68,8 @@ def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> st
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             command(config, world, SimpleNamespace(asked=stop), own=SimpleNamespace(**own))
-        except Stop as stop:
-            found, message = stop.code, str(stop)
+        except Stop as ended:
+            found, message = ended.code, str(ended)
     assert found == code and "\n" not in message, (found, message, printed.getvalue())
     return message + world.broadcast_object(printed.getvalue(), "commands.printed")
 

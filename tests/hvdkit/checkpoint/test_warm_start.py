@@ -9,17 +9,15 @@ import pytest
 import tensorflow as tf
 from keras.applications import imagenet_utils
 from keras.src.legacy.saving import legacy_h5_format
+from small_checkpoints import ALONE
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
-from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 from hvdkit.train.preprocessing import Preprocess
 from hvdkit.train.state import State, averaged_weights, names_of_model
 from ranks import CHECKS, names_of_checks, run_checks
 from tasks import classification, segmentation
-
-WORLD = World(0, 1, 0, 1)
 
 
 def network(classes: int = 3, start: float = 0.0) -> keras.Model:
@@ -37,7 +35,7 @@ def save(folder, model: keras.Model, *, step: int = 1, optimizer=None) -> checkp
     if optimizer is None:
         optimizer = keras.optimizers.Adam()
         optimizer.build(model.trainable_variables)
-    kept = checkpoints.Checkpoints(folder, 9, WORLD)
+    kept = checkpoints.Checkpoints(folder, 9, ALONE)
     kept.write(kept.copy(step, State(model, optimizer, "float32").variables, Settings()))
     return kept
 
