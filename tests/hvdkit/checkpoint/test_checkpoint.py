@@ -15,7 +15,7 @@ from kills import killed_at_each
 from small_checkpoints import ALONE, names, restored, save, variables
 
 from hvdkit.checkpoint import files, writing
-from hvdkit.checkpoint.checkpoints import Checkpoints, changes, check_types
+from hvdkit.checkpoint.checkpoints import Checkpoints, changes
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
@@ -39,7 +39,7 @@ def test_what_was_saved_is_restored(kept):
 def test_types_that_numpy_does_not_know(kept):
     value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
     values = {"v": tf.Variable(value), "w": tf.Variable(True), "s": tf.Variable(value[0])}
-    check_types(values)
+    writing.check_types(values)
     path = kept.write(kept.copy(1, values, Settings()))
     assert files.read(path)["v"].dtype == value.dtype
     into = {"v": tf.Variable(tf.zeros_like(value)), "w": tf.Variable(False)}
@@ -47,7 +47,7 @@ def test_types_that_numpy_does_not_know(kept):
     kept.restore(kept.find("auto", 1), into, Settings())
     assert np.all(into["v"].numpy() == value) and bool(into["w"]) and into["s"].numpy() == 1.5
     with pytest.raises(ValueError, match="t is of type object: a checkpoint holds numbers only"):
-        check_types({"t": tf.Variable("text")})
+        writing.check_types({"t": tf.Variable("text")})
 
 
 def test_a_copy_takes_over_the_memory_of_the_one_before_where_it_fits(kept):
