@@ -205,7 +205,7 @@ def test_actions_and_a_schedule_of_ones_own(forks, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     code = f"import tensorflow as tf\n\nfrom tasks import blank\n\n\n{code}"
     (fork / "tasks" / "more.py").write_text(code)
-    flags = "--flagfile=configs/blank.cfg --task=more --num_steps=200 --lr_policy=constant"
+    flags = "--flagfile=configs/blank.cfg --task=more --num_steps=200"
     output = shell(f"{sys.executable} train.py {flags} --run_dir={tmp_path}", fork)
     assert len(re.findall(r"^step (?:100|200): largest weight \d", output, re.M)) == 2
     assert re.search(r"step 100/200 .* lr 0.01 ", output), output

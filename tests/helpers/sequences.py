@@ -26,9 +26,6 @@ class Task:
     def __init__(self, config: Settings) -> None:
         self.config = config
 
-    def prepare(self) -> None:
-        pass
-
     def sources(self):
         return sequences(1, 500), sequences(2, 100)
 
@@ -67,9 +64,3 @@ class Task:
 
     def metrics(self, sums):
         return {"accuracy": float(sums["hits"] / max(int(sums["words"]), 1))}
-
-    def draw(self, inputs, targets, outputs):
-        """A row a sequence, a square a word, bright where it is taken for said before."""
-        bright = np.array(tf.nn.softmax(outputs)[..., 1] * 255).astype(np.uint8)
-        squares = np.kron(bright, np.ones((16, 16), np.uint8))
-        return np.repeat(squares[None, :, :, None], 3, axis=-1)

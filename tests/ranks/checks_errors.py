@@ -13,7 +13,8 @@ from small_runs import fit_config, folder
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
 from hvdkit.run import context as run_lib
-from hvdkit.stop import WRONG_USE
+from hvdkit.settings import Settings
+from hvdkit.stop import BUG, WRONG_USE
 from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
@@ -32,11 +33,15 @@ def made(world, spoil: Callable[[Path], None] = lambda data: None) -> Path:
 def refused(world, spoil: Callable[[Path], None], *flags: str) -> tuple[str, Path, list[str]]:
     """Trains on scenes that rank 0 has spoilt: message, folder of the scenes, checkpoints."""
     root = made(world, spoil)
+    flags = [flag.format(root=root) for flag in flags]
+    ended = fit_config(config(root, *flags), world, Task, code=WRONG_USE)
+    return ended.message, root / "data", ended.checkpoints
+
+
+def config(root: Path, *flags: str) -> Settings:
     places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
     words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
-    words += [flag.format(root=root) for flag in flags]
-    ended = fit_config(settings_lib.parse(words), world, Task, code=WRONG_USE)
-    return ended.message, root / "data", ended.checkpoints
+    return settings_lib.parse([*words, *flags])
 
 
 def names(root: Path, split: str) -> list[str]:
@@ -107,14 +112,25 @@ def check_a_corrupt_png_in_mid_run_keeps_what_was_trained(world):
     assert int(saved[5:]) < 4
 
 
+def check_ranks_that_see_different_data_are_named(world):
+    """As on a host with a stale copy."""
+    root = made(world)
+    flags = []
+    if world.rank == 1:
+        other = shutil.copytree(root / "data", root / "other")
+        (other / "splits" / "train.txt").write_text("\n".join(names(other, "train")[1:]))
+        flags = [f"--data_dir={other}"]
+    fit_config(config(root, *flags), world, Task, "data files on rank 1", code=BUG)
+
+
 def check_rank_0_alone_lists(world):
     """The others ask the disk for nothing, and have the same set."""
     root = made(world) / "data"
-    config = settings_lib.parse(["train.py", "--flagfile=configs/demo.cfg", f"--data_dir={root}"])
+    task = Task(config(root.parent))
     listed, scandir = [], os.scandir
     os.scandir = lambda path: listed.append(path) or scandir(path)
     try:
-        train, val = run_lib.open_sources(world, Task(config))
+        train, val = run_lib.open_sources(world, task)
     finally:
         os.scandir = scandir
     assert bool(listed) == world.is_chief, listed

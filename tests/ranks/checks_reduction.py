@@ -48,6 +48,19 @@ def tower_gradients(world, seed=0):
     return model, loss, towers
 
 
+def collectives(world, config, model, loss):
+    """Names, types and shapes of what a step with these settings sends."""
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            value = loss(world.rank)
+        return rank_sums(tape, value, config, model.trainable_variables)
+
+    graph = step.get_concrete_function().graph.as_graph_def(add_shapes=True)
+    return list(agreement._collectives(graph))
+
+
 def check_reduced_gradients_equal_the_towers_recipe(world):
     """Stack the towers' gradients, reduce_mean: the single-machine recipe."""
     model, loss, towers = tower_gradients(world)
@@ -143,29 +156,19 @@ def check_compression_halves_what_travels_and_stays_close(world):
         worst = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in zip(grads, exact))
         assert 1e-6 < worst < digits, (compression, worst)
 
-        @tf.function
-        def step(config=config):
-            with tf.GradientTape() as tape:
-                value = loss(world.rank)
-            return rank_sums(tape, value, config, model.trainable_variables)
-
-        graph = step.get_concrete_function().graph.as_graph_def(add_shapes=True)
-        wires = list(agreement._collectives(graph))
+        wires = collectives(world, config, model, loss)
         kind = {"fp16": "float16", "bf16": "int16"}[compression]
         assert wires and all(kind in wire for wire in wires), wires
         if compression == "bf16":  # to all and back, whatever the number of gradients
             assert len(wires) == 2 < len(grads), wires
 
 
-def check_sums_as_bfloat16_do_not_depend_on_the_buffers(world):
-    model, loss, _ = tower_gradients(world)
-    config = dataclasses.replace(PLAIN, compression="bf16")
-    size, found = reduction._BUFFER, []
-    for reduction._BUFFER in (1, 1000, size):
-        found.append(reduced(world, config, lambda: loss(world.rank), model.trainable_variables))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            np.testing.assert_array_equal(a, b)
+def check_small_gradients_travel_in_packs(world):
+    """Of at most 72 bytes, two at a time, in their order; larger ones alone."""
+    model, loss, _ = tower_gradients(world)  # of 120, 24, 72 and 12 bytes
+    config = dataclasses.replace(PLAIN, pack_bytes=72, pack_count=2)
+    shapes = [c.split("float32 ")[1] for c in collectives(world, config, model, loss)]
+    assert sorted(shapes) == ["[3])", "[5, 6])", "[6] [6, 3])"], shapes
 
 
 def check_parts_of_16_bits_are_added_in_32(world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import keras
 import numpy as np
 import tensorflow as tf
 from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, numbers, same
@@ -48,6 +49,30 @@ def _sums(name, made):
     }
 
 
+def _branches(task, sample, key):
+    if sample["y"] > 1:
+        return {"inputs": -sample["x"], "targets": sample["y"]}
+    return Small.training_example(task, sample, key)
+
+
+def _sources(spoil):
+    def sources(task):
+        train, val = Small.sources(task)
+        spoil(train, val)
+        return train, val
+
+    return {"sources": sources}
+
+
+def _bytes_for_text(train, val):
+    val.fingerprint = lambda: b"bytes"
+
+
+def _tuple_for_dict(train, val):
+    read = train.read
+    train.read = lambda index: tuple(read(index).values())
+
+
 # Learning rates that a schedule must not give.
 RATES = [
     (-0.1, "learning rate of -0.1 after 0 steps"),
@@ -83,7 +108,7 @@ MISTAKES = [
     ({"main_metric": "loss"}, "highest", '-sums["loss"] / sums["weight"]'),
     (
         {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
-        *('a figure "loss"', "another name"),
+        *("return 'loss'", "another name"),
     ),
     (_sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
     (_sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
@@ -106,6 +131,9 @@ MISTAKES = [
         _sums("one", lambda outputs: tf.gather([0], tf.shape(outputs)[0])),
         "evaluating one sample failed: indices = 1 is not in [0, 1)",
     ),
+    ({"training_example": _branches}, "training_example failed", "checks_tasks.py, line"),
+    (_sources(_bytes_for_text), "fingerprint() must return text", "b'bytes'"),
+    (_sources(_tuple_for_dict), "read() must return a dict of tensors, not tuple"),
     ({"actions": lambda task, run: None}, "actions must return a list", "NoneType"),
     (
         {"actions": lambda task, run: [lambda step, result: None]},
@@ -135,32 +163,7 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
         refused(world, type("Task", (Small,), methods), *words)
 
 
-def check_a_mistake_in_a_tasks_function_names_its_line(world):
-    class Branch(Small):
-        def training_example(self, sample, key):
-            if sample["y"] > 1:
-                return {"inputs": -sample["x"], "targets": sample["y"]}
-            return super().training_example(sample, key)
-
-    refused(world, Branch, "training_example failed", "checks_tasks.py, line")
-
-    class Bytes(Small):
-        def sources(self):
-            train, val = super().sources()
-            val.fingerprint = lambda: b"bytes"
-            return train, val
-
-    refused(world, Bytes, "fingerprint() must return text", "b'bytes'")
-
-    class NoDict(Small):
-        def sources(self):
-            train, val = super().sources()
-            read = train.read
-            train.read = lambda index: tuple(read(index).values())
-            return train, val
-
-    refused(world, NoDict, "read() must return a dict of tensors, not tuple")
-
+def check_a_mistake_on_one_rank_is_told(world):
     def fails_on_one_rank(task, run):
         if world.rank == world.size - 1:
             raise KeyError("histogram")
@@ -214,7 +217,7 @@ def check_prepare_is_called_once_on_every_host(world):
     assert called == [world.rank]
 
 
-def check_a_task_of_its_own_actions_and_schedule(world):
+def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     seen = []
 
     def look(run, step, result):
@@ -224,10 +227,16 @@ def check_a_task_of_its_own_actions_and_schedule(world):
         def schedule(self, config):
             return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
 
-    ended = fit(world, Task, num_steps=5, base_lr=0.6)
-    np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], 0.6 / np.arange(1, 6))
+        def optimizer(self, config):
+            return keras.optimizers.Lion(config.base_lr)
+
+    ended = fit(world, Task, num_steps=5, base_lr=0.6, lr_scaling="sqrt")
+    rates = 0.6 * world.size**0.5 / np.arange(1, 6)
+    np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], rates)
     assert [(s, n) for s, _, n in seen] == [(2, 4), (4, 4)]
-    np.testing.assert_allclose([r for _, r, _ in seen], [0.3, 0.15], rtol=1e-6)
+    np.testing.assert_allclose([r for _, r, _ in seen], rates[[1, 3]], rtol=1e-6)
+    line = "5 steps of 12, the task's Lion, the task's schedule (sqrt scaling)\n"
+    assert (line in ended.printed) == world.is_chief, ended.printed
 
 
 def check_what_an_action_does_wrong_is_told(world):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,7 +22,7 @@ from hvdkit.evaluate import metrics
 from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
+from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
@@ -176,48 +177,29 @@ class Draws(keras.layers.Layer):
         return x
 
 
-HELD = {"float32": (1e-25, 3e-15, np.inf), "bfloat16": (1.5,), "complex64": (1 + 2j,)}
+HELD = (1e-25, 3e-15, np.inf)
 
 
 class Holds(keras.layers.Layer):
-    """State that nothing changes, of sizes and types that the grids do not hold."""
+    """State that nothing changes, of sizes that the grids do not hold."""
 
     def build(self, shape):
-        for dtype, values in HELD.items():
-            for place, value in enumerate(values):
-                start = keras.initializers.Constant(value)
-                name = f"held_{dtype}_{place}"
-                self.add_weight((), start, dtype, trainable=False, name=name)
+        for value in HELD:
+            start = keras.initializers.Constant(value)
+            self.add_weight((), start, trainable=False, name="held")
 
     def call(self, x):
-        return x + 0.0 * sum(tf.cast(tf.math.real(w.value), x.dtype) for w in self.weights[:2])
-
-
-class Counts(keras.layers.Layer):
-    """Counts calls or, with `samples`, what is positive among them."""
-
-    def __init__(self, samples=False, **kwargs):
-        super().__init__(**kwargs)
-        self.samples = samples
-
-    def build(self, shape):
-        self.seen = self.add_weight(shape=(), dtype="int32", trainable=False, name="seen")
-
-    def call(self, x, training=False):
-        if training:
-            positive = tf.math.count_nonzero(x > 0, dtype=tf.int32)
-            self.seen.assign_add(positive if self.samples else 1)
-        return x
+        return x + 0.0 * sum(w for w in self.weights[:2])
 
 
 class Keeps(Small):
-    """State of every kind: what is drawn, what nothing changes, what counts steps."""
+    """State that is drawn, and state that nothing changes."""
 
     def build_model(self):
-        return classifier(Draws(), Draws(), Holds(), Counts())
+        return classifier(Draws(), Draws(), Holds())
 
 
-def check_state_is_drawn_held_and_counted(world):
+def check_state_is_drawn_and_held(world):
     if not TWO:
         return
     ended = train(world, "keeps", Keeps, num_steps=3, checkpoint_every=1)
@@ -230,12 +212,8 @@ def check_state_is_drawn_held_and_counted(world):
     assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
     seeds = [s[name] for s in states for name in s if "seed_generator" in name]
     assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
-    held = {v.name: v.numpy() for v in ended.model.variables if "held" in v.name}
-    for dtype, values in HELD.items():
-        for place, value in enumerate(values):
-            expected = np.asarray(value, held[f"held_{dtype}_0"].dtype)
-            assert held[f"held_{dtype}_{place}"] == expected
-    assert [int(w) for w in ended.weights() if w.dtype == np.int32] == [3]
+    held = [v.numpy() for v in ended.model.variables if v.name == "held"]
+    assert held == np.float32(HELD).tolist()
 
 
 class AddsNothing(Small):
@@ -283,11 +261,6 @@ def ends(world, task, code, *words, **settings):
         assert all(np.isfinite(w).all() for w in ended.weights())
 
 
-def check_more_ranks_than_virtual_ones_are_refused(world):
-    if world.size > 1:
-        train(world, "refused", Ordinary, "at most 1", virtual_ranks=1, code=WRONG_USE)
-
-
 def scaled(factor: float) -> type:
     """A task whose loss is so many times as large."""
 
@@ -323,19 +296,29 @@ def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
     ends(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
 
 
-class Rotates(Small):
+class Counts(Small):
     def build_model(self):
-        def rotate(layer, x, training):
+        def count(layer, x, training):
             if training:
-                layer.seen.assign_add(1j)
+                layer.seen.assign_add(1)
             return x
 
-        seen = weight("seen", initializer="zeros", dtype="complex64", trainable=False)
-        return classifier(Step(rotate, seen))
+        seen = weight("seen", initializer="zeros", dtype="int32", trainable=False)
+        return classifier(Step(count, seen))
 
 
-def check_state_that_cannot_be_brought_together_is_refused(world):
-    ends(world, Rotates, WRONG_USE, "seen", "float or integer")
+def check_state_that_cannot_be_combined_is_refused(world):
+    ends(world, Counts, WRONG_USE, "seen", "must be float")
+
+
+def check_ranks_with_other_kernels_are_refused(world):
+    """Rank 1 computes with others of TensorFlow's."""
+    if TWO:
+        switch = {"TF_ENABLE_ONEDNN_OPTS": "0"} if world.rank else {}
+        with mock.patch.dict(os.environ, switch):
+            words = ("differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)", "--virtual_ranks=4")
+            ended = train(world, "other kernels", Small, *words, code=WRONG_USE)
+        assert not ended.folder.exists()
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
@@ -343,12 +326,3 @@ def check_float16_skips_steps_until_its_scale_fits(world):
         settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
         ended = train(world, "steep", scaled(1e3), **settings)
         assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
-
-
-class CountsSamples(Small):
-    def build_model(self):
-        return classifier(Counts(samples=True))
-
-
-def check_counters_that_differ_between_virtual_ranks_are_told(world):
-    ends(world, CountsSamples, BUG, "at step 1", "counter", "differs between virtual ranks")

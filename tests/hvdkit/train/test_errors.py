@@ -1,7 +1,6 @@
 """Mistakes of a user: one clear message from one rank, exit code 2 on all, no hang, no trace."""
 
 import re
-import shutil
 import sys
 
 import pytest
@@ -31,7 +30,7 @@ def fail(flags, backend, ranks=2):
 @pytest.mark.parametrize(
     ("backend", "flag", "words"),
     [
-        ("gloo", "--data_dir=/no/such/folder", ["/no/such/folder"]),
+        ("gloo", "--reduce_backend=mpi", ["horovodrun --mpi"]),
         ("mpi", "--global_batch_size=1", ["--global_batch_size=1", "ranks, 2"]),
     ],
 )
@@ -43,7 +42,6 @@ def test_bad_flags_under_horovodrun(backend, flag, words, tiny):
 @pytest.mark.parametrize(
     "message",
     [
-        "{{function_node f}} indices = 7 is not in [0, 1)",
         "Graph execution error:\n\nDetected at node GatherV2 defined at (most recent call last):\n"
         '  File "a.py", line 1, in f\n\nindices = 7 is not in [0, 1)\n\t [[{{node GatherV2}}]]',
         "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
@@ -67,21 +65,15 @@ def test_data_and_folders(name, outcomes):
     assert outcomes[name] is None, outcomes[name]
 
 
-def with_another_flag(flag, tiny, backend):
-    """Trains on 2 ranks, of which rank 1 gets `flag` too."""
-    rank = "OMPI_COMM_WORLD_RANK" if backend == "mpirun" else "HOROVOD_RANK"
+def test_ranks_with_different_settings_are_named(tiny):
+    """As where hosts hold different versions of a flagfile."""
     code = (
         "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
         f"flags = ['train.py', '--flagfile=configs/demo.cfg', *{tiny!r}];"
-        f"flags += [{flag!r}] if os.environ[{rank!r}] == '1' else [];"
+        "flags += ['--seed=7'] if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else [];"
         "sys.exit(hvdkit.main(train.train, train.Settings, flags))"
     )
-    return launch(2, ["-c", code], backend)
-
-
-def test_ranks_with_different_settings_are_named(tiny):
-    """As where hosts hold different versions of a flagfile."""
-    ended = with_another_flag("--seed=7", tiny, "mpirun")
+    ended = launch(2, ["-c", code], "mpirun")
     assert ended.code == 2, last_lines(ended.output)
     assert ["--seed is 7 on rank 1" in e for e in ended.errors()] == [True], ended.output
 
@@ -93,14 +85,3 @@ def test_a_run_outlives_who_reads_its_output(tiny, tmp_path):
     assert ended.code == 0, last_lines(ended.output)
     assert ended.output.count("standard output cannot be written") == 1
     assert (tmp_path / "run" / "summary.json").exists()
-
-
-def test_hosts_that_see_different_data_are_named(tiny, tiny_data, tmp_path):
-    """Rank 1 is given another data folder, as on a host with a stale copy."""
-    other = tmp_path / "other"
-    shutil.copytree(tiny_data, other)
-    names = (other / "splits" / "train.txt").read_text().split()
-    (other / "splits" / "train.txt").write_text("\n".join(names[1:]))
-    ended = with_another_flag(f"--data_dir={other}", tiny, "gloo")
-    assert ended.code != 0
-    assert ["data files on rank 1" in e for e in ended.errors()] == [True], ended.output

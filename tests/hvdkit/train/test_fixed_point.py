@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,38 +17,14 @@ def test_limits_are_where_the_grid_ends():
     assert fixed_point.GRADIENT_BITS == 48 and fixed_point.STATE_BITS == (20, 70)
 
 
-@pytest.mark.parametrize(
-    ("largest", "fits", "kept"),
-    [
-        (0.0, True, True),
-        (2.0**-44, True, True),  # 16 units of 2**-48
-        (np.nextafter(2.0**-44, 0), True, False),
-        (2.0**12, True, True),  # 2**62 units, of 4 addends
-        (np.nextafter(2.0**12, math.inf), False, True),
-        (math.nan, False, True),
-    ],
-)
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_gradient_that_leaves_the_grid_is_told(largest, fits, kept, scale):
-    """The loss scale stretches the grid with the gradient."""
-    flat = tf.constant([0.0, -largest * scale], tf.float64)
-    found = [bool(answer) for answer in fixed_point.judge(flat, 4, scale=scale)]
-    assert found == [math.isfinite(largest), fits, kept]
-
-
-ONE = tf.constant(1.0)
-
-
 def fixed_sum(parts, order):
     """As a step adds them up and takes them apart again."""
-    total = None
+    total, one = None, tf.constant(1.0)
     for i in order:
-        total = fixed_point.add_gradients(
-            total, tf.constant(parts[i]), addends=len(parts), scale=ONE
-        )
-    one = tf.constant(1.0, tf.float64)
-    (whole,) = fixed_point.unpack_gradients(total, one, shapes=[total.shape], dtype=tf.float64)
-    return whole.numpy()
+        flat = tf.constant(parts[i])
+        total = fixed_point.add_gradients(total, flat, addends=len(parts), scale=one)
+    one, shapes = tf.constant(1.0, tf.float64), [total.shape]
+    return fixed_point.unpack_gradients(total, one, shapes=shapes, dtype=tf.float64)[0].numpy()
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 100.0])
@@ -79,9 +53,10 @@ def both(values, addends, scale=1.0):
     return plain
 
 
-@pytest.mark.parametrize("addends", [1, 4, 12, 1000])
+@pytest.mark.parametrize("addends", [1, 4, 1000])
 @pytest.mark.parametrize("scale", [1.0, 2.0**15])
 def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
+    """The loss scale stretches the grid with the gradient."""
     largest = 2.0**14 / addends
     fine = np.array([largest, -largest]) * scale
     assert all(fixed_point.judge(tf.constant(fine), addends, scale=scale))
@@ -92,15 +67,10 @@ def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
             judged = fixed_point.judge(tf.constant(turned), addends, scale=scale)
             assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
         assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]
-
-
-@pytest.mark.parametrize("length", [3, 1000, 100_003])
-def test_one_number_that_is_none_is_found_among_many(length):
-    for place in {0, length // 2, length - 1}:
-        for bad in (np.nan, np.inf, -np.inf):
-            values = np.random.default_rng(place).normal(size=length).astype(np.float32)
-            values[place] = bad
-            assert not any(fixed_point.judge(tf.constant(values), 4, scale=1.0)[:2])
+    # 16 units are 4 bits; nothing at all is no loss of them.
+    for least, kept in ((2.0**-44, True), (np.nextafter(2.0**-44, 0), False), (0.0, True)):
+        judged = fixed_point.judge(tf.constant([0.0, -least * scale], tf.float64), 4, scale=scale)
+        assert [bool(x) for x in judged] == [True, True, kept]
 
 
 def test_the_loss_scale_is_taken_out_without_rounding():

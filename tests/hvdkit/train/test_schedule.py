@@ -48,15 +48,12 @@ def test_warm_up_is_linear_and_then_joins_the_policy():
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
-def test_scaling_by_the_number_of_ranks(rule, factor):
-    assert rate(0, size=9, lr_scaling=rule) == pytest.approx(BASE * factor, rel=1e-12)
-
-
 @pytest.mark.parametrize("policy", ["poly", "cosine"])
-def test_the_last_rate_is_scaled_too(policy):
-    scaled = {"lr_policy": policy, "end_lr": END, "lr_scaling": "linear", "size": 4}
-    assert rate(N, **scaled) == rate(10 * N, **scaled) == pytest.approx(4 * END, rel=1e-12)
-    assert rate(77, **scaled) == pytest.approx(4 * rate(77, **scaled | {"size": 1}), rel=1e-12)
+def test_scaling_by_the_number_of_ranks(policy, rule, factor):
+    scaled = {"size": 9, "lr_policy": policy, "end_lr": END, "lr_scaling": rule}
+    for step in (0, 77, N, 10 * N):  # the last rate too
+        alone = rate(step, **scaled | {"size": 1})
+        assert rate(step, **scaled) == pytest.approx(factor * alone, rel=1e-12)
 
 
 @pytest.mark.parametrize("policy", ["poly", "cosine", "step", "constant"])

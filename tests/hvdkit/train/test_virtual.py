@@ -17,10 +17,9 @@ from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.data.sampler import Sampler
 from hvdkit.observe import compare
-from hvdkit.settings import project
 from hvdkit.train import virtual
 from hvdkit.train.dropout import Seeds
-from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
+from ranks import CHECKS, PROJECT, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"
 # In this order: what 2 ranks began is ended by 3.
@@ -30,7 +29,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "jit
 
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory):
-    """By launch: what failed, and what its runs left; made once."""
+    """By launch what failed, and what its runs left; and their folder."""
     folder = tmp_path_factory.mktemp("virtual")
     names = {"sgd", "adam"} | {
         item.callspec.params.get("run")
@@ -45,7 +44,7 @@ def launches(request, tmp_path_factory):
         failures[name] = run_checks([FILE], ranks, backend, timeout=500, env=env)
         found = folder / f"{name}.json"
         left[name] = json.loads(found.read_text()) if found.exists() else {}
-    return failures, left
+    return failures, left, folder
 
 
 # The first waits for all launches: a minute each, and several on a busy machine.
@@ -67,13 +66,6 @@ def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launc
     assert (run in three) == (run in ("sgd", "bfloat16"))
 
 
-# ---- train.py by hand: handed on, and compared -------------------------------------------------
-
-FLAGS = [
-    *("--flagfile=configs/digits.cfg", "--virtual_ranks=4", "--global_batch_size=22"),
-    *("--num_steps=12", "--warmup_steps=0", "--log_every=1", "--eval_every=5"),
-    *("--checkpoint_every=2", "--keep=9"),
-]
 # As train.py, but rank 1 gets a SIGTERM when step 4 is logged.
 STOPPED = """
 import os, signal, sys
@@ -87,65 +79,57 @@ def stop(self, step, result):
 hvdkit.run.actions.Log.__call__ = stop
 print(f"exit-code-{hvdkit.main(train.train, train.Settings, ['train.py', *sys.argv[1:]])}")
 """
-# Rank 1 computes with other kernels of TensorFlow.
-OTHER_KERNELS = """
-import os, sys
-sys.path.insert(0, ".")
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-    os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
-import hvdkit, train
-sys.exit(hvdkit.main(train.train, train.Settings, ["train.py", *sys.argv[1:]]))
-"""
+FLAGS = [
+    *("--flagfile=configs/digits.cfg", "--virtual_ranks=4", "--global_batch_size=22"),
+    *("--num_steps=12", "--warmup_steps=0", "--log_every=1", "--eval_every=5"),
+    *("--checkpoint_every=2", "--keep=9"),
+]
 
 
-def train(ranks: int, folder: Path, *flags: str, **how):
-    ended = launch(ranks, ["train.py", *FLAGS, f"--run_dir={folder}", *flags], **how)
-    assert how or ended.code == 0, last_lines(ended.output)
-    return ended
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The folder of an uninterrupted run on 2 ranks."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    train(2, folder)
-    return folder
-
-
-@pytest.fixture
-def compared(whole, capsys):
-    """Compares the uninterrupted run with another folder; exit code and all output."""
-
-    def compared(other: Path) -> tuple[int, str]:
-        code = compare.main(["hvdkit compare", str(whole), str(other)])
-        return code, "".join(capsys.readouterr())
-
-    return compared
+def compared(one: Path, other: Path, capsys) -> tuple[int, str]:
+    """Exit code and all output of a comparison."""
+    code = compare.main(["hvdkit compare", str(one), str(other)])
+    return code, "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
-def test_stopped_on_3_ranks_killed_on_1_and_ended_by_4_it_is_the_run_of_2(compared, tmp_path):
-    handed = tmp_path / "handed"
+def test_stopped_on_3_ranks_killed_on_1_and_ended_by_4_it_is_the_run_of_2(tmp_path, capsys):
+    whole, handed = tmp_path / "whole", tmp_path / "handed"
+
+    def train(ranks: int, folder: Path, *flags: str, **how):
+        ended = launch(ranks, ["train.py", *FLAGS, f"--run_dir={folder}", *flags], **how)
+        assert "kill_when" in how or ended.code == 0, last_lines(ended.output)
+        return ended.output
+
+    train(2, whole)
     ended = launch(3, ["-c", STOPPED, *FLAGS, f"--run_dir={handed}"])
     assert re.findall(r"exit-code-(\d+)", ended.output) == ["75"] * 3, last_lines(ended.output)
     stopped = json.loads((handed / "summary.json").read_text())["step"]
     assert 4 <= stopped < 8
 
-    eighth = handed / "checkpoints" / "step-00000008"
-    train(1, handed, kill_when=eighth.exists)
+    train(1, handed, kill_when=(handed / "checkpoints" / "step-00000008").exists)
     assert not (handed / "summary.json").exists(), "killed too late"
 
-    ended = train(4, handed)
-    assert "resuming from" in ended.output and "another run than" not in ended.output
-    code, printed = compared(handed)
+    printed = train(4, handed)
+    assert "resuming from" in printed and "another run than" not in printed
+    code, printed = compared(whole, handed, capsys)
     assert code == 0 and "the same to the last bit" in printed, printed
+    # With other kernels of TensorFlow it is another run.
+    printed = train(1, handed, "--num_steps=13", env={"TF_ENABLE_ONEDNN_OPTS": "0"})
+    assert "switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in printed, printed
+
+
+@pytest.fixture
+def whole(launches) -> Path:
+    """The folder of a run on 2 ranks."""
+    return launches[2] / "2-mpirun-sgd"
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "code", "words"),
     [
         ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "different weights"),
-        ("summary.json", '"step": 12', '"step": 11', 1, "ended at different steps: 12 and 11"),
+        ("summary.json", '"step": 4', '"step": 3', 1, "ended at different steps: 4 and 3"),
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"step": 3, "loss": 1', 1, "first at step 3"),
         ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "lines that no run writes"),
         ("metrics.jsonl", "{", "7\n{", 2, "lines that no run writes"),
@@ -157,42 +141,25 @@ def test_stopped_on_3_ranks_killed_on_1_and_ended_by_4_it_is_the_run_of_2(compar
         ("summary.json", "{", "", 2, "folders of runs that have ended"),
     ],
 )
-def test_how_runs_differ_is_named(whole, compared, tmp_path, name, old, new, code, words):
+def test_how_runs_differ_is_named(whole, capsys, tmp_path, name, old, new, code, words):
     other = tmp_path / "other"
     shutil.copytree(whole, other)
     text = (other / name).read_text()
     old = text if old is None else old
     assert old in text
     (other / name).write_text(text.replace(old, new, 1))
-    found, printed = compared(other)
+    found, printed = compared(whole, other, capsys)
     assert found == code and words in printed, printed
 
 
-def test_folders_that_cannot_be_compared_are_named(whole, compared, tmp_path):
-    code, printed = compared(tmp_path)
+def test_folders_that_cannot_be_compared_are_named(whole, tmp_path, capsys):
+    code, printed = compared(whole, tmp_path, capsys)
     assert code == 2 and f"{tmp_path} is no run's folder" in printed
     (tmp_path / "config.cfg").write_text("--seed=2\n")
-    code, printed = compared(tmp_path)
+    code, printed = compared(whole, tmp_path, capsys)
     assert code == 2 and f"{tmp_path}/summary.json is no summary of a run" in printed
-    code, printed = compared(whole / ".." / whole.name)
+    code, printed = compared(whole, whole / ".." / whole.name, capsys)
     assert code == 2 and "one folder" in printed
-
-
-def test_a_build_that_changed_is_named_on_resume(whole, tmp_path):
-    """Here a switch of TensorFlow's kernels."""
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    ended = train(1, run, "--num_steps=13", env={"TF_ENABLE_ONEDNN_OPTS": "0"})
-    assert ended.code == 0
-    assert "switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in ended.output, ended.output
-
-
-def test_ranks_with_other_kernels_are_refused(tmp_path):
-    ended = launch(2, ["-c", OTHER_KERNELS, *FLAGS, f"--run_dir={tmp_path}"], "mpirun")
-    assert ended.code == 2, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in error
-    assert "--virtual_ranks=4" in error and not list(tmp_path.iterdir())
 
 
 # ---- Without ranks -----------------------------------------------------------------------------
@@ -233,21 +200,18 @@ def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
 
 
 def parse(*flags):
-    return settings_lib.parse(
-        ["train.py", "--flagfile=configs/demo.cfg", "--virtual_ranks=4", *flags]
-    )
+    demo = f"--flagfile={PROJECT}/configs/demo.cfg"
+    return settings_lib.parse(["train.py", demo, "--virtual_ranks=4", *flags])
 
 
-def test_it_brings_determinism_and_one_thread_and_says_so(monkeypatch):
-    monkeypatch.chdir(project.folder())
+def test_it_brings_determinism_and_one_thread_and_says_so():
     config = parse()
     assert config.deterministic and config.cpu_threads == 1
     assert parse("--cpu_threads=2").cpu_threads == 2
     assert any("--deterministic and --cpu_threads=1" in note for note in config.notes())
 
 
-def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks(monkeypatch):
-    monkeypatch.chdir(project.folder())
+def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks():
     before = Manifest(5, dataclasses.asdict(parse()), 2, "", "", {})
     assert changes(before, parse(), ranks=3, normed=True) == []
     found = changes(before, parse("--virtual_ranks=6", "--cpu_threads=2"), ranks=3, normed=True)
@@ -261,8 +225,7 @@ def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks(monkey
         ("--bn_sync=full", 3, ["--bn_sync=full", "--virtual_ranks=4", "3 rank", "start 4 ranks"]),
     ],
 )
-def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words, monkeypatch):
-    monkeypatch.chdir(project.folder())
+def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words):
     config = parse(*flags.split())
     with pytest.raises(ValueError) as error:
         config.for_ranks(ranks)
@@ -283,16 +246,9 @@ def test_what_so_many_ranks_cannot_do_is_refused(flags, ranks, words, monkeypatc
         "--global_batch_size=3",
     ],
 )
-def test_what_has_no_place_beside_it_is_refused_by_name(flag, monkeypatch):
-    monkeypatch.chdir(project.folder())
+def test_what_has_no_place_beside_it_is_refused_by_name(flag):
     with pytest.raises(ValueError) as error:
         parse(flag)
     name = flag.split("=")[0]
     assert name in str(error.value) and "--virtual_ranks=4" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_gradients_that_are_too_small_are_told_only_where_they_are():
-    assert virtual.too_small({"step": 3}) is None
-    assert virtual.too_small({"step": 3, "faults": [True, True, True, False]}) is None
-    assert "at step 3" in virtual.too_small({"step": 3, "faults": [False, False, False, True]})

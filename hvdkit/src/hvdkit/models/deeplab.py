@@ -50,25 +50,14 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     return model
 
 
-@keras.saving.register_keras_serializable(package="tasks")
-class SpreadOver(layers.Layer):
-    """[B, 1, 1, C] and [B, H, W, any] -> [B, H, W, C], the same everywhere."""
-
-    def call(self, inputs):
-        x, like = inputs
-        batch, height, width, _ = keras.ops.shape(like)
-        return keras.ops.broadcast_to(x, (batch, height, width, x.shape[-1]))
-
-    def compute_output_shape(self, input_shape):
-        return (*input_shape[1][:3], input_shape[0][-1])
-
-
 def _pyramid(x):
     """Atrous spatial pyramid pooling: 1 x 1, three rates, and the picture's mean."""
     branches = [_conv(x, 256, 1, name="aspp_1x1")]
     branches += [_conv(x, 256, 3, name=f"aspp_rate{rate}", rate=rate) for rate in _RATES]
     pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
-    branches.append(SpreadOver()([_conv(pooled, 256, 1, name="aspp_picture"), x]))
+    # [B, 1, 1, C] and [B, H, W, 1] -> [B, H, W, C], the same everywhere.
+    spread = _conv(pooled, 256, 1, name="aspp_picture") + keras.ops.zeros_like(x[..., :1])
+    branches.append(spread)
     return _conv(layers.Concatenate()(branches), 256, 1, name="aspp_project")
 
 

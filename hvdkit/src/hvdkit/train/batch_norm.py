@@ -48,9 +48,14 @@ def make_sync(
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
       virtual_ranks: with any, the step itself averages them.
     Raises:
-      ValueError: a batch norm would not do what `mode` says; the message names it.
+      ValueError: a batch norm would synchronize by Keras's own means; the message names it.
     """
-    _check(model, mode)
+    for layer in _batch_norms(model):
+        if mode != "full" and layer.synchronized and hvd.size() > 1:
+            raise ValueError(
+                f"{_name(layer)} has synchronized=True, which Keras does over tf.distribute and "
+                "not over these ranks: use --bn_sync=full"
+            )
     means, variances = moving_statistics(model)
     if mode in ("full", "none") or not means or hvd.size() == 1 or virtual_ranks:
         return lambda: None
@@ -58,10 +63,13 @@ def make_sync(
         weight = 1.0 / hvd.size()
     sizes = [m.shape.num_elements() for m in means]
 
+    def joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
+        return tf.concat([tf.cast(v, tf.float64) for v in variables], axis=0)
+
     @tf.function(autograph=False)
     def sync() -> None:
         # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
-        mean, second = _joined(means), _joined(variances)
+        mean, second = joined(means), joined(variances)
         if mode == "moments":
             second += tf.square(mean)
         both = tf.stack([mean, second]) * weight
@@ -78,23 +86,21 @@ def make_sync(
 def synchronize(model: keras.Model) -> keras.Model:
     """Makes every batch norm of a built model, at any depth, a `SyncBatchNormalization`, in place.
 
-    The layers stay the same objects with the same variables and names, so that subclassed models,
-    wrappers and shared layers keep them. Returns the model.
+    Subclassed models, wrappers and shared layers thus keep their layers. Returns the model.
 
     Raises:
       ValueError: a layer is of a class derived from Keras's batch norm; the message names it.
     """
-    plain = (keras.layers.BatchNormalization, SyncBatchNormalization)
+    plain = [x for x in _batch_norms(model) if not isinstance(x, SyncBatchNormalization)]
+    own = [x for x in plain if type(x) is not keras.layers.BatchNormalization]
     # Frozen ones normalize with their moving statistics, which are the same everywhere.
-    derived = [x for x in _batch_norms(model) if x.trainable and type(x) not in plain]
-    derived = [f"{_name(x)} ({type(x).__name__})" for x in derived if not isinstance(x, plain[1])]
-    if derived:
+    if trained := [f"{_name(x)} ({type(x).__name__})" for x in own if x.trainable]:
         raise ValueError(
-            f"--bn_sync=full cannot synchronize {join(derived)}, which may compute batch "
+            f"--bn_sync=full cannot synchronize {join(trained)}, which may compute batch "
             "statistics in its own way: derive it from "
             "hvdkit.train.batch_norm.SyncBatchNormalization or use another --bn_sync"
         )
-    for layer in _batch_norms(model):
+    for layer in plain:
         if type(layer) is keras.layers.BatchNormalization:
             # Keras's own __setattr__ would track the class as if it were a part of the layer.
             object.__setattr__(layer, "__class__", SyncBatchNormalization)
@@ -154,8 +160,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         caller's name. What runs many times at once under one name is refused.
         """
         # vectorized_map runs its body under this scope, for all its elements at once.
-        vectorized = "loop_body" in tf.get_current_name_scope().split("/")
-        if vectorized or any(isinstance(graph, _BRANCH_OR_LOOP) for graph in _graphs()):
+        looped = "loop_body" in tf.get_current_name_scope().split("/")
+        graph = tf.compat.v1.get_default_graph()
+        while isinstance(graph, func_graph.FuncGraph):
+            looped = looped or isinstance(graph, _BRANCH_OR_LOOP)
+            graph = graph.outer_graph
+        if looped:
             error = ValueError(
                 f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
                 "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
@@ -182,20 +192,6 @@ def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
     return summed(tensor)
 
 
-def _check(model: keras.Model, mode: str) -> None:
-    for layer in _batch_norms(model):
-        if mode == "full" and not isinstance(layer, SyncBatchNormalization) and layer.trainable:
-            raise ValueError(
-                f"--bn_sync=full: {_name(layer)} was made after the others were synchronized: "
-                "make all layers when the model is built"
-            )
-        if mode != "full" and layer.synchronized and hvd.size() > 1:
-            raise ValueError(
-                f"{_name(layer)} has synchronized=True, which Keras does over tf.distribute and "
-                "not over these ranks: use --bn_sync=full"
-            )
-
-
 def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     # Keras has no public list of layers at any depth: model.layers is the first level only.
     layers = model._flatten_layers()
@@ -204,16 +200,3 @@ def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
 
 def _name(layer: keras.layers.Layer) -> str:
     return layer.path or layer.name  # a layer has its path once it is built
-
-
-def _graphs() -> list[tf.Graph]:
-    """The graph that is being traced and those around it; none where code runs at once."""
-    graphs, graph = [], tf.compat.v1.get_default_graph()
-    while isinstance(graph, func_graph.FuncGraph):
-        graphs.append(graph)
-        graph = graph.outer_graph
-    return graphs
-
-
-def _joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
-    return tf.concat([tf.cast(v, tf.float64) for v in variables], axis=0)

@@ -12,11 +12,10 @@ from hvdkit.ranks.world import raw
 
 
 class RankSeedGenerator(keras.random.SeedGenerator):
-    """Keras's generator with draws that differ between ranks.
+    """Keras's generator with draws that differ between ranks; rank 0 draws what it would alone.
 
-    Its state stays the same on every rank, so that it is saved and restored like other variables.
-    With Keras's own, samples at the same place of every rank's share would get the same draws.
-    Rank 0 draws what it would draw alone.
+    With Keras's own, samples at the same place of every rank's share would get the same draws. The
+    state stays the same on every rank, so that it is saved and restored like other variables.
     """
 
     def next(self, ordered: bool = True) -> tf.Tensor:
@@ -46,8 +45,7 @@ def drawing_layers(model: keras.Model) -> list[str]:
 class Seeds:
     """The states of a model's seed generators, drawn anew for every virtual rank and step.
 
-    Draws of two virtual ranks, steps or generators are independent, and they are the same on any
-    number of real ranks and after any interruption.
+    They are the same on any number of real ranks and after any interruption.
     """
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
@@ -103,9 +101,9 @@ class SampleDropout(keras.layers.Layer):
             )
             return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate
 
-        kept = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))
+        mask = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))
         scaled = features / tf.cast(1.0 - self.rate, features.dtype)
-        return tf.where(kept, scaled, tf.zeros_like(features))
+        return tf.where(mask, scaled, tf.zeros_like(features))
 
     def compute_output_shape(self, input_shape: list[tuple]) -> tuple:
         return input_shape[0]

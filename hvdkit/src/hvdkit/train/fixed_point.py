@@ -35,9 +35,9 @@ def judge(
     scale: tf.Tensor | float = 1.0,
     most: float = LARGEST_GRADIENT,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Whether all elements are finite, all / `scale` fit, and the largest keeps bits as a gradient.
+    """Whether all elements are finite, all / `scale` fit, and the largest keeps 4 bits.
 
-    Bool scalars. `most`: what the sum of `addends` may be at most.
+    Bool scalars. `most`: the largest sum of `addends`.
     """
     if flat.shape[0] == 0:
         return tf.constant(True), tf.constant(True), tf.constant(True)
@@ -45,8 +45,8 @@ def judge(
     low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     largest = tf.cast(tf.maximum(-low, high), tf.float64)
-    kept = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
-    return finite, finite & (largest <= most / addends * scale), kept
+    precise = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
+    return finite, finite & (largest <= most / addends * scale), precise
 
 
 def to_fixed(

@@ -13,103 +13,92 @@ from hvdkit.ranks.world import raw
 # What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
 # adds any), and float64 [4]: sum of losses, count, positions, what the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
-Compiled = list[tf.types.experimental.ConcreteFunction]
 
 
 class Reduced(NamedTuple):
-    """What all ranks together made of a global batch; the same on every rank."""
+    """Of a global batch; the same on every rank but for `losses` and `ready`."""
 
     sums: tf.Tensor  # those of `Forward`, of all ranks
     votes: tf.Tensor
     adds_losses: bool  # whether the model adds any
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
-    # float64 scalar: when this rank's own sums were there (hvdkit/ranks/stragglers.py)
-    ready: tf.Tensor
+    ready: tf.Tensor  # float64 scalar: when this rank's own sums were (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
     faults: tf.Tensor | None = None  # see virtual.fault
 
 
-def accumulate(
-    forward: Forward,
-    batch: Any,
-    steps: int,
-    *,
-    weights: Sequence[tf.Variable],
-    compiled: Compiled | None,
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """`forward` over a batch of `steps` micro-batches; differentiable as if it were one pass.
+class MicroBatches:
+    """Forward and backward passes over a step's micro-batches, one after the other.
 
-    Only one micro-batch's activations are alive at a time. The gradients are summed here, on
-    this rank; the tape around the call receives the sums, so that it reduces once a step.
-    Arguments are those of `with_gradients`; returns what `forward` does, summed over steps.
+    `compiled`: what XLA compiles with `jit`, once it is traced.
     """
-    if steps == 1 and compiled is None:
-        return forward(tf.nest.map_structure(lambda t: t[0], batch))
-    targets, sums, grads = with_gradients(forward, batch, steps, weights=weights, compiled=compiled)
 
-    # The loop's own gradient would keep every micro-batch's activations, so the known gradients
-    # are attached to the targets.
-    @tf.custom_gradient
-    def attach(*reads: tf.Tensor):
-        def backward(*upstreams: tf.Tensor):
-            total: list[tf.Tensor | None] = [None] * len(reads)
-            for upstream, known in zip(upstreams, grads):
-                for i, g in known.items():
-                    part = g * tf.cast(upstream, g.dtype)
-                    total[i] = part if total[i] is None else total[i] + part
-            return total
+    def __init__(self, steps: int, weights: Sequence[tf.Variable], *, jit: bool = False) -> None:
+        self._steps, self._weights, self._jit = steps, weights, jit
+        self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
-        return [tf.identity(target) for target in targets], backward
+    def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """`forward` summed over a batch [steps, micro-batch, ...], differentiable as one pass.
 
-    return list(attach(*[tf.convert_to_tensor(v) for v in weights])), sums
+        Only one micro-batch's activations are alive at a time. The tape around the call receives
+        sums of gradients, so that it reduces once a step.
+        """
+        if self._steps == 1 and not self._jit:
+            return forward(tf.nest.map_structure(lambda t: t[0], batch))
+        targets, sums, grads = self.gradients(forward, batch)
 
+        # The loop's own gradient would keep every micro-batch's activations, so the known gradients
+        # are attached to the targets.
+        @tf.custom_gradient
+        def attach(*reads: tf.Tensor):
+            def backward(*upstreams: tf.Tensor):
+                total: list[tf.Tensor | None] = [None] * len(reads)
+                for upstream, known in zip(upstreams, grads):
+                    for i, g in known.items():
+                        part = g * tf.cast(upstream, g.dtype)
+                        total[i] = part if total[i] is None else total[i] + part
+                return total
 
-def with_gradients(
-    forward: Forward,
-    batch: Any,
-    steps: int,
-    *,
-    weights: Sequence[tf.Variable],
-    compiled: Compiled | None,
-) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
-    """`forward` over a batch of `steps` micro-batches, one after the other, and its gradients.
+            return [tf.identity(target) for target in targets], backward
 
-    Args:
-      batch: nested tensors [steps, micro-batch, ...].
-      compiled: None, or a list where XLA is to compile both: what it compiles is appended.
-    Returns:
-      What `forward` gives, and by target the dense gradients of the weights it depends on, by
-      their place; all summed over steps.
-    """
-    connected: list[list[int]] = []  # by target: places of the weights with a gradient
+        return list(attach(*[tf.convert_to_tensor(v) for v in self._weights])), sums
 
-    @tf.function(autograph=False, jit_compile=None if compiled is None else True)
-    def passes(micro: Any):
-        with tf.GradientTape(persistent=True) as tape:
-            targets, sums = forward(micro)
-        grads = [tape.gradient(target, weights) for target in targets]
-        connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
-        there = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
-        return targets, sums, there
+    def gradients(
+        self, forward: Forward, batch: Any
+    ) -> tuple[list[tf.Tensor], tf.Tensor, list[dict[int, tf.Tensor]]]:
+        """What `forward` gives, and by target the dense gradients of the weights it depends on.
 
-    def micro_batch(index: tf.Tensor) -> Any:
-        return tf.nest.map_structure(lambda t: t[index], batch)
+        These by the weights' places; all summed over a batch of tensors [steps, micro-batch, ...].
+        """
+        connected: list[list[int]] = []  # by target: places of the weights with a gradient
 
-    def body(index, total):
-        return index + 1, tf.nest.map_structure(tf.add, total, passes(micro_batch(index)))
+        @tf.function(autograph=False, jit_compile=self._jit or None)
+        def passes(micro: Any):
+            with tf.GradientTape(persistent=True) as tape:
+                targets, sums = forward(micro)
+            grads = [tape.gradient(target, self._weights) for target in targets]
+            connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
+            dense = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
+            return targets, sums, dense
 
-    total = passes(micro_batch(tf.constant(0)))
-    if compiled is not None:
-        compiled.append(passes.get_concrete_function(micro_batch(tf.constant(0))))
-    if steps > 1:
-        _, total = tf.while_loop(
-            lambda index, _: index < steps,
-            body,
-            (tf.constant(1), total),
-            parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
-        )
-    targets, sums, grads = total
-    return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
+        def micro_batch(index: tf.Tensor) -> Any:
+            return tf.nest.map_structure(lambda t: t[index], batch)
+
+        def body(index, total):
+            return index + 1, tf.nest.map_structure(tf.add, total, passes(micro_batch(index)))
+
+        total = passes(micro_batch(tf.constant(0)))
+        if self._jit:
+            self.compiled.append(passes.get_concrete_function(micro_batch(tf.constant(0))))
+        if self._steps > 1:
+            _, total = tf.while_loop(
+                lambda index, _: index < self._steps,
+                body,
+                (tf.constant(1), total),
+                parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
+            )
+        targets, sums, grads = total
+        return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
 
 
 def unscale(
@@ -163,10 +152,7 @@ def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
 
 
 def is_kernel(variable: keras.Variable) -> bool:
-    """Whether weight decay applies: the name ends with "kernel" (also depthwise_kernel, ...).
-
-    Biases, gamma, beta, embeddings and weights with other names of their own do not decay.
-    """
+    """Whether weight decay applies: the name ends with "kernel" (also depthwise_kernel, ...)."""
     return variable.name.endswith("kernel")
 
 

@@ -39,8 +39,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
     """Raises ValueError where a graph, or a function it calls, draws without a key or seed."""
-    drawn = sorted({node.op for node in nodes(graph) if node.op in _DRAWS})
-    if drawn:
+    if drawn := sorted({node.op for node in nodes(graph) if node.op in _DRAWS}):
         raise ValueError(
             f"{what} draws random numbers ({join(drawn)}) that change with the number of ranks "
             f"and after an interruption: {instead}"
@@ -52,8 +51,7 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
 
     Examples are made by several threads in any order, and the variable would not be saved.
     """
-    changes = sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)})
-    if changes:
+    if changes := sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)}):
         raise ValueError(
             f"{what} changes a variable ({join(changes)}), which would depend on the order of "
             "threads, and be neither saved nor the same on all ranks: make each example from its "
@@ -75,13 +73,23 @@ def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], 
     handles = {id(raw(v).handle) for v in [*known, *frozen]}
     named = {id(v.handle): v.name for v in graph.variables}
     used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
-    others = [named.get(id(t), "one without a name") for t in used if id(t) not in handles]
-    if others:
+    if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:
         raise ValueError(
             f"the step uses variables that the model does not hold: {join(others)}. They would be "
             "neither trained nor saved. Make weights with add_weight, keep layers (and a "
             "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
             "layers, a frozen model as one of the task; use tf.constant for fixed numbers"
+        )
+
+
+def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
+    """Raises ValueError where a traced step made variables that are not among `known`."""
+    before = {id(v) for v in known}
+    now = [*model.trainable_variables, *model.non_trainable_variables]
+    if new := [v.path for v in now if id(raw(v)) not in before]:
+        raise ValueError(
+            f"the model makes variables only when it trains: {join(new)}. Make them in its "
+            "__init__ or build, so that they are trained, saved and the same on every rank"
         )
 
 

@@ -17,10 +17,9 @@ import tensorflow as tf
 
 
 def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = None) -> tf.Tensor:
-    """Returns the labels unchanged; use it where examples are made, to name bad labels by value.
+    """The labels (integers of any shape) unchanged; use it where examples are made.
 
     Args:
-      labels: integers of any shape.
       ignored: one more value that is allowed.
     Raises:
       tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
@@ -83,8 +82,7 @@ def cross_entropy(
 def mean_activity_losses(model: keras.Model, samples: int) -> Iterator[None]:
     """Inside, the model's activity regularizers give means over the batch's `samples`.
 
-    Keras documents that their value is divided by the batch's size; Keras 3.12 adds up the whole
-    batch.
+    So Keras documents them; Keras 3.12 adds up the whole batch.
     """
     layers = [x for x in model._flatten_layers() if getattr(x, "activity_regularizer", None)]
     own = [layer.activity_regularizer for layer in layers]

@@ -51,13 +51,11 @@ class Lamb(keras.optimizers.Lamb):
     with t = 1 at the first update; the ratio of norms is 1 where one of them is 0 (the paper's phi
     is the identity). Weights named to `exclude_from_weight_decay` have no decay and a ratio of 1,
     as in the first author's code (github.com/fastalgo/imagenet_resnet50_lamb): a bias near 0 would
-    otherwise hardly move.
-
-    Keras's Lamb decays before the update and outside the ratio, and gives every weight a ratio.
+    otherwise hardly move. Keras's Lamb decays outside the ratio, and gives every weight a ratio.
     """
 
     def _apply_weight_decay(self, variables: list) -> None:
-        """Keras's decay apart from the update: none, as `update_step` has it."""
+        """None apart from `update_step`."""
 
     def update_step(
         self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: keras.Variable
@@ -87,17 +85,13 @@ class Lamb(keras.optimizers.Lamb):
         return average / tf.cast(seen, average.dtype)
 
 
-# These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
-_DECOUPLED = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}
-
-
 def build(
     config: Settings, model: keras.Model, own: Callable | None = None
 ) -> keras.optimizers.Optimizer:
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
-    The step sets its learning rate from the schedule. With --ema_decay its variables include a
-    moving average of the weights (state.py). docs/optimizer-and-schedule.md has the formulas.
+    The step sets its learning rate. With --ema_decay its variables include a moving average of the
+    weights (state.py). docs/optimizer-and-schedule.md has the formulas.
 
     Args:
       own: a task's `optimizer`, in place of --optimizer.
@@ -105,32 +99,32 @@ def build(
       ValueError: the settings, the model's weights and the task's optimizer do not fit.
     """
     variables = model.trainable_variables
-    _check_trainable_weights(config, variables)
-    if own is not None:
-        return _own(config, own, variables)
+    _check_weights(config, variables)
+    optimizer = _own(config, own) if own else _of_flags(config, variables)
+    optimizer.build(variables)
+    return optimizer
+
+
+def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
     # Keras rounds a Python float to float32 first (0.9 is then off by 2e-8), a NumPy float64 not.
     number = np.float64 if config.precision == "float64" else float
     average = {"use_ema": True, "ema_momentum": config.ema_decay} if config.ema_decay else {}
     betas = {"beta_1": number(0.9), "beta_2": number(0.999)}
     if config.optimizer == "sgd":
-        momentum = number(config.momentum)
-        optimizer = SGD(config.base_lr, momentum=momentum, **average)
-    elif config.optimizer == "adam":
-        optimizer = keras.optimizers.Adam(config.base_lr, **betas, **average)
-    else:
-        decay = number(config.weight_decay)
-        rule = _DECOUPLED[config.optimizer]
-        optimizer = rule(config.base_lr, weight_decay=decay, **betas, **average)
-        # Without decay too: LAMB's trust ratio goes by it.
-        optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
-    optimizer.build(variables)
+        return SGD(config.base_lr, momentum=number(config.momentum), **average)
+    if config.optimizer == "adam":
+        return keras.optimizers.Adam(config.base_lr, **betas, **average)
+    # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
+    rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}[config.optimizer]
+    decay = number(config.weight_decay)
+    optimizer = rule(config.base_lr, weight_decay=decay, **betas, **average)
+    # Without decay too: LAMB's trust ratio goes by it.
+    optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
 
 
-def _own(
-    config: Settings, make: Callable, variables: Sequence[keras.Variable]
-) -> keras.optimizers.Optimizer:
-    """The task's optimizer with its slots."""
+def _own(config: Settings, make: Callable) -> keras.optimizers.Optimizer:
+    """The task's optimizer; refused where it does what the run does."""
     optimizer = make(config)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
@@ -156,7 +150,6 @@ def _own(
     ):
         if getattr(optimizer, name):
             raise ValueError(f"optimizer: {name} is not supported: use {instead}")
-    optimizer.build(variables)
     return optimizer
 
 
@@ -172,19 +165,13 @@ def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
 
 
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
-    """Paths of weights that surprisingly do not decay, for a note at the start of a run.
-
-    All but kernels, biases and norms' gamma and beta: embeddings, and weights with other names.
-    """
+    """Paths of weights that surprisingly do not decay: no kernels, biases, gamma or beta."""
     plain = ("bias", "gamma", "beta")
     return [v.path for v in variables if not is_kernel(v) and not v.name.endswith(plain)]
 
 
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
-    """Raises ValueError when other weights are trainable than those the optimizer was built for.
-
-    A step would still update the latter: freezing or unfreezing a layer in mid-run does nothing.
-    """
+    """Raises ValueError when other weights are trainable than those the optimizer was built for."""
     built = {id(v): v for v in optimizer._trainable_variables}
     now = {id(v): v for v in model.trainable_variables}
     changed = [v.path for key, v in (built | now).items() if (key in built) != (key in now)]
@@ -195,11 +182,7 @@ def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -
         )
 
 
-def _check_trainable_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
-    if not variables:
-        raise ValueError(
-            "the model has no trainable weights: set `trainable = True` for some of its layers"
-        )
+def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
     if config.weight_decay and not any(map(is_kernel, variables)):
         raise ValueError(
             f"--weight_decay={config.weight_decay} decays weights whose name ends with 'kernel', "

@@ -43,8 +43,7 @@ def scaled(image):
 class Preprocess(keras.layers.Layer):
     """RGB in [0, 255], [..., 3] -> what the layers behind it were trained on, float32 at least.
 
-    The mode is a variable, which goes with the weights into checkpoints, .keras files and to other
-    ranks. At first it is tf, which is what `scaled` does.
+    The mode is a variable, saved with the weights. At first it is tf, which is what `scaled` does.
     """
 
     def __init__(self, **kwargs) -> None:
@@ -71,7 +70,7 @@ def find(model: keras.Model) -> Preprocess | None:
 
 
 def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
-    """Whether pictures of 0 to 255 (nested uint8 [batch, h, w, 3]) meet no known scaling layer."""
+    """Whether no known layer scales pictures of 0 to 255 (nested uint8 [batch, h, w, 3])."""
     known = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
     parts = tf.nest.flatten(inputs)
     pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)

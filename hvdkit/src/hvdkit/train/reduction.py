@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 
-_BUFFER = 128 << 20  # bytes of gradients that travel as bfloat16, as Horovod's own for others
 _CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 _STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -63,9 +62,9 @@ def stall_seconds(config: Settings) -> int:
 
 
 def check_backend(config: Settings) -> None:
-    """Raises ValueError when what --reduce_backend names is not what this run was started with.
+    """Raises ValueError when the launcher chose another backend than --reduce_backend.
 
-    Gloo or MPI is chosen by the launcher; on GPUs naming one of them reduces in host memory.
+    On GPUs, naming gloo or mpi reduces in host memory.
     """
     wanted = config.reduce_backend
     if wanted == "nccl":
@@ -106,23 +105,15 @@ def refuse_empty_group(config: Settings) -> Iterator[None]:
 
 
 def needs_own_step(config: Settings) -> str:
-    """The flag that needs the engine's step instead of train.py's; "" where there is none."""
-    return "virtual_ranks" if config.virtual_ranks else has_own_messages(config)
-
-
-def has_own_messages(config: Settings) -> str:
     """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none."""
     if config.compression == "bf16":
         return "compression"
-    return next((n for n in ("pack_bytes", "gradient_groups") if getattr(config, n)), "")
+    flags = ("virtual_ranks", "pack_bytes", "gradient_groups")
+    return next((name for name in flags if getattr(config, name)), "")
 
 
 def check_make_step(make: Callable, settings: Settings) -> None:
-    """Raises ValueError where `make` is another step than the template's.
-
-    Virtual ranks and messages of their own need the engine's step, which would silently ignore
-    changes to train.py's.
-    """
+    """Raises ValueError where `make` is not the template's: the engine's step would ignore it."""
     try:
         if _form(inspect.getsource(make)) == _form(TEMPLATE_STEP):
             return
@@ -153,23 +144,24 @@ def rank_sums(
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
     """This rank's gradients `own` of `variables` summed over ranks, in messages as flags say.
 
-    They are known before Horovod's tape is made: only then is it clear which variables have one,
-    and Horovod fails on a group without any.
+    Only known gradients show which variables have one: Horovod fails on a group without any.
     """
+    if config.compression == "bf16":
+        return _sums_as_bfloat16(own)
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
     connected = [i for i, g in enumerate(own) if g is not None]
-    if config.compression == "bf16":
-        return _sums_as_bfloat16(own, connected, sizes)
     if config.deterministic:
         groups = 1
     elif config.pack_bytes:
-        packs = pack([sizes[i] for i in connected], config.pack_bytes, config.pack_count)
-        groups = [[_Place(connected[i]) for i in members] for members in packs]
+        # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most") and agg_small_grads_max_group.
+        small = [_Place(i) for i in connected if sizes[i] <= config.pack_bytes]
+        most = config.pack_count
+        groups = [small[i : i + most] for i in range(0, len(small), most)]
     else:
         groups = min(config.gradient_groups, len(connected)) or None
 
     class Known(tf.GradientTape):
-        """Horovod derives its tape from this class: it reduces what this `gradient` returns."""
+        """The base class of Horovod's tape, which reduces what this `gradient` returns."""
 
         def gradient(self, target, sources, output_gradients=None):
             return own
@@ -180,21 +172,27 @@ def rank_sums(
     return tape.gradient(None, places, use_generic_names=True)
 
 
-def _sums_as_bfloat16(own: Gradients, connected: list[int], sizes: Sequence[int]) -> list:
-    """In few large messages: Horovod does not fuse alltoall by itself."""
-    if hvd.size() == 1:
-        return [g if g is None else tf.convert_to_tensor(g) for g in own]
-    sums: list[tf.Tensor | None] = [None] * len(own)
-    there = connected[::-1]  # as the backward pass gives them
-    for number, places in enumerate(buffers([sizes[i] for i in there], _BUFFER)):
-        members = [there[place] for place in places]
-        dense = [tf.convert_to_tensor(own[i]) for i in members]
+def _sums_as_bfloat16(own: Gradients) -> list[tf.Tensor | None]:
+    """Sums over ranks in one message of bfloat16: half the bytes on the wire, float32's range.
+
+    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank gets its part of the
+    vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
+    a ring allreduce, and rounds once.
+    """
+    dense = [tf.convert_to_tensor(g) for g in own if g is not None]
+    if hvd.size() > 1 and dense:
+        sizes = [g.shape.num_elements() for g in dense]
         flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
-        total = _sum_as_bfloat16(flat, f"grad_{number}")
-        parts = tf.split(total, [g.shape.num_elements() for g in dense])
-        for i, gradient, part in zip(members, dense, parts):
-            sums[i] = tf.reshape(tf.cast(part, gradient.dtype), gradient.shape)
-    return sums
+        part = -(-sum(sizes) // hvd.size())
+        bits = tf.bitcast(tf.pad(flat, [[0, part * hvd.size() - sum(sizes)]]), tf.int16)
+        received, _ = hvd.alltoall(bits, splits=[part] * hvd.size(), name="grads.parts")
+        parts = tf.bitcast(tf.reshape(received, [hvd.size(), part]), tf.bfloat16)
+        total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), axis=0), tf.bfloat16)
+        total = hvd.allgather(tf.bitcast(total, tf.int16), name="grads.sums")
+        total = tf.split(tf.bitcast(total, tf.bfloat16)[: sum(sizes)], sizes)
+        dense = [tf.reshape(tf.cast(t, g.dtype), g.shape) for g, t in zip(dense, total)]
+    sums = iter(dense)
+    return [g if g is None else next(sums) for g in own]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,43 +214,3 @@ class _Place:
 
     def deref(self) -> _Place:
         return self
-
-
-def _sum_as_bfloat16(own: tf.Tensor, name: str) -> tf.Tensor:
-    """Sum over ranks of a bfloat16 vector: half the bytes on the wire, float32's range.
-
-    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank gets its part of the
-    vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
-    a ring allreduce, and rounds once.
-    """
-    size, count = hvd.size(), own.shape.num_elements()
-    part = -(-count // size)
-    bits = tf.bitcast(tf.pad(own, [[0, part * size - count]]), tf.int16)
-    received, _ = hvd.alltoall(bits, splits=[part] * size, name=f"{name}.parts")
-    parts = tf.cast(tf.bitcast(tf.reshape(received, [size, part]), tf.bfloat16), tf.float32)
-    total = tf.bitcast(tf.cast(tf.reduce_sum(parts, axis=0), tf.bfloat16), tf.int16)
-    everyones = tf.bitcast(hvd.allgather(total, name=f"{name}.sums"), tf.bfloat16)
-    return everyones[:count]
-
-
-def buffers(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Places of neighbours that fill `most` bytes together; a larger one has its own."""
-    found: list[list[int]] = []
-    filled = 0
-    for place, size in enumerate(sizes):
-        if not found or filled + size > most:
-            found.append([])
-            filled = 0
-        found[-1].append(place)
-        filled += size
-    return found
-
-
-def pack(sizes: Sequence[int], max_bytes: int, max_count: int) -> list[list[int]]:
-    """Places of small gradients in packs of at most `max_count`, in order; others travel alone.
-
-    The packing of tf_cnn_benchmarks (agg_small_grads_max_bytes, agg_small_grads_max_group):
-    small is a gradient of at most `max_bytes`; `sizes` are in bytes.
-    """
-    small = [i for i, size in enumerate(sizes) if size <= max_bytes]
-    return [small[i : i + max_count] for i in range(0, len(small), max_count)]

@@ -77,8 +77,7 @@ class State:
 def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Averages of the model's trainable weights (Polyak and Juditsky 1992); empty without EMA.
 
-    Keras's optimizer updates them at every step that it applies and keeps them among its
-    variables. They are zeros until the first applied step.
+    Keras keeps them among the optimizer's variables; zeros until the first applied step.
     """
     return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
@@ -87,8 +86,8 @@ def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Inside, the model's trainable weights are their averages; afterwards its own again.
 
-    It takes the memory of a second copy of the weights. Batch norm's moving statistics stay as
-    they are. Without averages or before the first step nothing happens.
+    It takes the memory of a second copy of the weights. Batch norm's moving statistics stay.
+    Without averages or before the first step nothing happens.
 
     Raises:
       ValueError: `trainable` of a layer changed since the optimizer was built.
@@ -154,7 +153,7 @@ def _names_of_optimizer(
 
 
 def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
-    # All base classes, because a layer may be exchanged for one of a subclass under its old name.
+    # All base classes: `synchronize` exchanges a layer's class under its old name.
     for kind in type(named).__mro__:
         base = to_snake_case(kind.__name__)
         # keras.layers.Bidirectional names its two copies after the layer that it is given.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -46,7 +47,7 @@ Losses = Callable[[Example], tuple[tf.Tensor, tf.Tensor]]
 
 @dataclasses.dataclass
 class _Traced:
-    """What the parts of one traced step tell each other."""
+    """A step while it is traced."""
 
     votes: tf.Tensor
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
@@ -56,7 +57,7 @@ class _Traced:
 
 
 class Step:
-    """Loss, weights, reduction and update of a step, for the function that `trace` traces.
+    """The parts of a step, for the function that `trace` traces.
 
     Attributes:
       weights: the model's trainable variables, as tf.Variables, in their order.
@@ -80,8 +81,8 @@ class Step:
         self._untrained = [raw(v) for v in state.model.non_trainable_variables]
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
-        # What XLA compiles: each micro-batch's forward and backward pass.
-        self._compiled: gradients_lib.Compiled | None = [] if settings.jit else None
+        how = (settings.accumulation_steps, self.weights)
+        self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
@@ -98,14 +99,9 @@ class Step:
           losses: micro-batch -> (losses, weights), as a task's `loss` returns them; by default the
             task's, of the model called in training.
         """
-        step, settings = self._step("run.loss"), self._settings
-        targets, sums = gradients_lib.accumulate(
-            lambda micro: self._forward(micro, losses),
-            batch,
-            settings.accumulation_steps,
-            weights=self.weights,
-            compiled=self._compiled,
-        )
+        step = self._step("run.loss")
+        forward = partial(self._forward, losses=losses)
+        targets, sums = self._micro_batches.loss(forward, batch)
         ready, own_loss = moment(sums), tf.math.divide_no_nan(sums[0], sums[1])[None]
         # One collective for both: constant size on any number of ranks.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
@@ -123,13 +119,10 @@ class Step:
         return targets[0] * tf.cast(to_mean, targets[0].dtype) + targets[1]
 
     def update(self, gradients: list[tf.Tensor | tf.IndexedSlices | None]) -> Result:
-        """Applies gradients that are summed over ranks; call it once a step, return its result.
+        """Applies gradients of `loss`, summed over ranks; call it once a step, return its result.
 
         In order: unscale, judge whether all is finite, L2, clip by the global norm, set the rate of
         the schedule, apply; alike on every rank. A step that is not finite leaves no trace.
-
-        Args:
-          gradients: of `loss` by `weights`, summed over ranks.
         """
         step = self._step("run.update")
         if step.known is None:
@@ -215,18 +208,13 @@ class Step:
         return train_step
 
     def own_step(self) -> Callable[[Example], Result] | None:
-        """The engine's step, for virtual ranks, packed or bfloat16 gradients; else None."""
+        """The engine's step, where the settings need it; else None."""
         settings = self._settings
         if settings.virtual_ranks:
-            passes = virtual.Passes(
-                settings,
-                self._world,
-                forward=self._forward,
-                state=self._state,
-                compiled=self._compiled,
-            )
+            how = {"forward": self._forward, "micro_batches": self._micro_batches}
+            passes = virtual.Passes(settings, self._world, state=self._state, **how)
             return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
-        if not reduction.has_own_messages(settings):
+        if not reduction.needs_own_step(settings):
             return None
 
         def step(batch: Example) -> Result:
@@ -244,19 +232,18 @@ class Step:
         settings, model = self._settings, self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         with tf.GradientTape() as tape:
-            if losses:
-                with losses_lib.mean_activity_losses(model, samples):
+            with losses_lib.mean_activity_losses(model, samples):
+                if losses:
                     found = losses(micro)
-                added = losses_lib.added_loss(model)
+                else:
+                    with task_checks.user_code_errors("the model, called in training,"):
+                        outputs = model(micro["inputs"], training=True)
+            added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
+            if losses:
                 each, weights = task_checks.losses_and_weights(found, samples)
             else:
-                told = task_checks.user_code_errors("the model, called in training,")
-                with losses_lib.mean_activity_losses(model, samples), told:
-                    outputs = model(micro["inputs"], training=True)
-                added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
-                each, weights = task_checks.loss(
-                    self._task, outputs, micro["targets"], samples=samples
-                )
+                pair = (outputs, micro["targets"])
+                each, weights = task_checks.loss(self._task, *pair, samples=samples)
         graph_checks.check_weights(tape, weights, self.weights)
         # Weight 0 leaves a position out of the sum, also one whose loss is no number.
         loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
@@ -273,7 +260,7 @@ class Step:
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     def _check(self, graph: tf.Graph) -> None:
-        task_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
+        graph_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
         optimizers.check_trainable(self._state.optimizer, self._state.model)
         graph_checks.check_state(graph, self._state.variables.values(), self._task)
         graph_checks.check_draws(
@@ -281,7 +268,7 @@ class Step:
             "the step",
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
-        graph_checks.check_compiles(self._compiled or [])
+        graph_checks.check_compiles(self._micro_batches.compiled)
 
     def _step(self, caller: str) -> _Traced:
         if self._traced is None:

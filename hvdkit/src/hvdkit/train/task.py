@@ -43,7 +43,7 @@ class Task(Protocol):
     def prepare(self) -> None:
         """Runs once on every host before the data is opened: make or unpack it. Optional.
 
-        Raises: ValueError or OSError with a message for a person.
+        Raises ValueError or OSError with a message for a person, as `sources` does.
         """
 
     def sources(self) -> tuple[Source, Source]:
@@ -51,8 +51,6 @@ class Task(Protocol):
 
         Readers list files on rank 0 only. On other ranks this may therefore be called twice: it
         ends at the first listing, and starts again when rank 0's has arrived.
-
-        Raises: ValueError or OSError: what is wrong with the data and how to fix it.
         """
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
@@ -79,10 +77,7 @@ class Task(Protocol):
         """The model, with its variables made; it is called as model(inputs, training=...)."""
 
     def predict(self, model: keras.Model, inputs: Any) -> Any:
-        """The outputs for a batch that is not trained on, of TensorFlow ops. Optional.
-
-        By default model(inputs, training=False).
-        """
+        """Outputs outside of training, by default model(inputs, training=False). Optional."""
 
     def picture_inputs(self, image: tf.Tensor) -> Any:
         """The "inputs" of `evaluation_example` for a picture, uint8 [H, W, 3]. Optional.
@@ -100,14 +95,13 @@ class Task(Protocol):
         """
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
-        """Metric counts of one evaluation batch; they are added over batches and ranks.
+        """Metric counts of one evaluation batch, added over batches and ranks; of fixed shapes.
 
-        Their shapes do not depend on the batch's size. Any names but "loss" and "weight", which
-        hold the sums of the loss.
+        Any names but "loss" and "weight", which hold the sums of the loss.
         """
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Figures from the added sums; logged as eval_NAME. `loss` is there without being named."""
+        """Figures from the added sums; logged as eval_NAME. The run adds `loss`."""
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
         """Sentences to print with the figures, each once. Optional."""
@@ -121,24 +115,17 @@ class Task(Protocol):
     def actions(self, run: Any) -> list[Any]:
         """More to do after a step, in this order, before it is saved and evaluated. Optional.
 
-        Each is an Action (hvdkit/run/actions.py): `due(step)` says when, `settles = True` that it
-        reads weights, and action(step, result) does it. `run` holds model, world, config. What an
-        action changes is in the checkpoint of its step; one that raises ends the run, and the step
-        is not saved. Every rank calls them; check `run.world.is_chief` before writing a file. For
-        example, a job every 100 steps:
-
-            class Histogram:
-                settles = True
-                def __init__(self, run): self.run = run
-                def due(self, step): return step % 100 == 0
-                def __call__(self, step, result): ...
+        Each is an Action (hvdkit/run/actions.py; docs/change-it.md has an example): `due(step)`
+        says when, `settles = True` that it reads weights, and action(step, result) does it. `run`
+        holds model, world, config. What an action changes is in the checkpoint of its step; one
+        that raises ends the run, and the step is not saved. Every rank calls them; check
+        `run.world.is_chief` before writing a file.
         """
 
     def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:
-        """A learning-rate policy in place of --lr_policy. Optional.
+        """Step (int64 scalar) -> learning rate (scalar), in place of --lr_policy. Optional.
 
-        Returns step (int64 scalar) -> learning rate (scalar), of TensorFlow ops; --lr_scaling
-        multiplies it.
+        Of TensorFlow ops; --lr_scaling multiplies it.
         """
 
     def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
@@ -149,15 +136,15 @@ class Task(Protocol):
 
 
 def load(config: Settings) -> Task:
-    """The task that --task names, complete.
+    """The task that --task names.
 
     Raises:
-      ValueError: there is no such task (the message lists those there are), its `Task` lacks
-        something, or a setting is given that it does not read.
+      ValueError: there is no such task, its `Task` lacks something, or a setting is given that it
+        does not read.
     """
     names = available()
     if config.task not in names:
-        raise ValueError(f"--task={config.task}: there is no such task; there are {names}")
+        raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
     _check_read(config, task_class)
@@ -197,7 +184,7 @@ def optional(task: Task, name: str) -> Callable | None:
 
 
 def available() -> list[str]:
-    """Names of the tasks there are: files in tasks/ with a `class Task`."""
+    """Names of all tasks: files in tasks/ with a `class Task`."""
     files = [p for p in (project.folder() / "tasks").glob("*.py") if p.is_file()]
     found = re.compile(rb"^class Task\b", re.MULTILINE)
     return sorted(p.stem for p in files if found.search(p.read_bytes()))

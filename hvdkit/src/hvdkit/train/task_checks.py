@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from hvdkit.data.pipeline import reader as make_reader
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
 from hvdkit.logs import join
-from hvdkit.ranks.world import raw, unoptimized
+from hvdkit.ranks.world import unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train import graph_checks
 from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Example, Task, optional
+
+_GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
+_RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 
 
 @contextlib.contextmanager
@@ -44,15 +47,10 @@ def user_code_errors(what: str) -> Iterator[None]:
             raise
         is_op = isinstance(error, tf.errors.OpError)
         reason = _sentence(reason_of(error) if is_op else str(error))
-        if is_op and Path(own[-1].filename) in _RUNS_GRAPHS:  # a graph's ops have no line
-            raise ValueError(f"{what} failed: {reason}") from error
-        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}: "
-        why = f"{type(error).__name__}: {reason}"
-        raise ValueError(f"{what} failed: {place}{why}") from error
-
-
-_GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
-_RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
+        if not (is_op and Path(own[-1].filename) in _RUNS_GRAPHS):  # a graph's ops have no line
+            place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+            reason = f"{place}: {type(error).__name__}: {reason}"
+        raise ValueError(f"{what} failed: {reason}") from error
 
 
 def _sentence(message: str, most: int = 400) -> str:
@@ -68,13 +66,13 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
     Raises:
       ValueError: the task does not make an example of a sample.
     """
-    name = _function(training)
+    name = "training_example" if training else "evaluation_example"
     with user_code_errors(name):
         made = make_reader(source, getattr(task, name), keyed=training)
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
-        there = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        raise ValueError(f'{name} must return a dict of "inputs" and "targets"; it returns {there}')
+        found = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        raise ValueError(f'{name} must return a dict of "inputs" and "targets", not {found}')
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
@@ -82,7 +80,16 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
                 "use a tuple or a dict"
             )
     for spec in tf.nest.flatten(example):
-        _check_part(name, spec, training)
+        if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
+            raise ValueError(
+                f"{name} must return dense tensors; it returns {_describe(spec)}: pad ragged and "
+                "sparse tensors, and return () where there are no targets"
+            )
+        if training and not spec.shape.is_fully_defined():
+            raise ValueError(
+                f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed and known "
+                "in advance: crop or pad, and set the shape with tf.ensure_shape"
+            )
     keyed = "use `key`, with tf.random.stateless_*"
     graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
     graph_checks.check_stateless(made.read.graph, name)
@@ -92,7 +99,8 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
 def read_example(made: Reader, source: Source, training: bool) -> Example:
     """The source's first sample as an example, its tensors with a batch dimension of 1."""
     key = [tf.zeros([2], tf.int32)] * training
-    with user_code_errors(_function(training)), unoptimized():
+    name = "training_example" if training else "evaluation_example"
+    with user_code_errors(name), unoptimized():
         try:
             example = made.read(tf.constant(0, tf.int64), *key)
             if made.parts >= {"file", "image"}:
@@ -102,30 +110,12 @@ def read_example(made: Reader, source: Source, training: bool) -> Example:
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
-def _function(training: bool) -> str:
-    return "training_example" if training else "evaluation_example"
-
-
 def check_file(sample: Mapping[str, tf.Tensor]) -> None:
     """Raises ValueError where a sample's "file" holds another picture than its "image"."""
     if not np.array_equal(sample["image"], decode_image(sample["file"])):
         raise ValueError(
             'a sample\'s "file" and "image" are different pictures, and crops are read from '
             '"file": code that changes "image" must remove "file" from the sample'
-        )
-
-
-def _check_part(name: str, spec: Any, training: bool) -> None:
-    """Raises ValueError where a part of an example cannot be one of a batch."""
-    if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
-        raise ValueError(
-            f"{name} must return dense tensors; it returns {_describe(spec)}: pad ragged and "
-            "sparse tensors, and return () where there are no targets"
-        )
-    if training and not spec.shape.is_fully_defined():
-        raise ValueError(
-            f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed and known "
-            "in advance: crop or pad, and set the shape with tf.ensure_shape"
         )
 
 
@@ -171,28 +161,13 @@ def build(model: Any, example: Example) -> None:
 
 
 def _check_input_names(model: keras.Model, inputs: Any) -> None:
-    wanted = list(model._inputs_struct) if isinstance(model._inputs_struct, dict) else []
-    wanted = wanted or [tensor.name for tensor in model.inputs]
-    if isinstance(inputs, Mapping) and not set(wanted) <= set(inputs):
+    by_name, is_dict = isinstance(model._inputs_struct, dict), isinstance(inputs, Mapping)
+    wanted = sorted(model._inputs_struct if by_name else [x.name for x in model.inputs])
+    if not (set(wanted) <= set(inputs) if is_dict else not by_name):
+        given = sorted(inputs) if is_dict else "no dict"
         raise ValueError(
-            f"the model's inputs are {sorted(wanted)}, training_example's are {sorted(inputs)}: "
-            'give both the same names, keras.Input(..., name="...") and keys of "inputs"'
-        )
-    if isinstance(model._inputs_struct, dict) and not isinstance(inputs, Mapping):
-        raise ValueError(
-            f"the model's inputs are a dict of {sorted(wanted)}, training_example's are not: make "
-            '"inputs" a dict with these keys'
-        )
-
-
-def check_variables(model: keras.Model, known: Sequence[tf.Variable]) -> None:
-    """Raises ValueError where the traced step made variables that are not among `known`."""
-    before = {id(v) for v in known}
-    now = [*model.trainable_variables, *model.non_trainable_variables]
-    if new := [v.path for v in now if id(raw(v)) not in before]:
-        raise ValueError(
-            f"the model makes variables only when it trains: {join(new)}. Make them in its "
-            "__init__ or build, so that they are trained, saved and the same on every rank"
+            f"the model's inputs are {wanted}, training_example's are {given}: give both the same "
+            'names, keras.Input(..., name="...") and keys of "inputs"'
         )
 
 
@@ -224,8 +199,8 @@ def losses_and_weights(pair: Any, samples: int | None) -> tuple[tf.Tensor, tf.Te
     what = "the task's loss"
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
-            f"{what} must return two tensors, a loss and a weight for each example; it "
-            f"returns {_describe(pair)}. Not the mean: that is taken over all ranks"
+            f"{what} must return two tensors, a loss and a weight for each example; it returns "
+            f"{_describe(pair)}. Not the mean: that is taken over all ranks"
         )
     with user_code_errors(what):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
@@ -234,8 +209,7 @@ def losses_and_weights(pair: Any, samples: int | None) -> tuple[tf.Tensor, tf.Te
         raise ValueError(f"{what} must return a loss for each example, not {shapes}")
     if losses.shape.as_list() != weights.shape.as_list():
         raise ValueError(
-            f"{what} returns {shapes}: give both the same shape, or one would be "
-            "broadcast over the other"
+            f"{what} returns {shapes}: give both the same shape, or one would be broadcast"
         )
     if not losses.dtype.is_floating:
         raise ValueError(f"{what} returns losses of {losses.dtype.name}: make them floats")
@@ -278,9 +252,7 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         found = dict(task.sums(outputs, targets))
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
     if taken := {"loss", "weight"} & set(found):
-        raise ValueError(
-            f"the task's sums use the name {join(taken)}, which is reserved for the loss"
-        )
+        raise ValueError(f"the task's sums use {join(taken)}, a name reserved for the loss")
     for name, value in found.items():
         if not (value.dtype.is_floating or value.dtype.is_integer):
             raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
@@ -305,29 +277,26 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         figures = task.metrics(sums)
         figures = {str(name): float(value) for name, value in figures.items()}
     if "loss" in figures:
-        raise ValueError(
-            'the task\'s metrics return a figure "loss", a name that is reserved for the loss of '
-            "the run: choose another name"
-        )
+        raise ValueError("the task's metrics return 'loss', the run's own: choose another name")
     if task.main_metric == "loss":
         raise ValueError(
             'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
             'best. Let `metrics` return {"score": -sums["loss"] / sums["weight"]} and name that'
         )
     if task.main_metric not in figures:
-        raise ValueError(
-            f'main_metric = "{task.main_metric}" is not among the figures of `metrics`: '
-            f"{sorted(figures)}"
-        )
+        names = sorted(figures)
+        raise ValueError(f'main_metric = "{task.main_metric}" is none of `metrics`: {names}')
     return figures
 
 
 def actions(found: Any) -> list[Any]:
     """What the task's `actions` returned. Raises ValueError where one is no Action (actions.py)."""
-    wrong = [found] if not isinstance(found, (list, tuple)) else []
-    wrong = wrong or [a for a in found if not (callable(a) and hasattr(a, "due"))]
-    wrong = wrong or [a for a in found if not isinstance(getattr(a, "settles", None), bool)]
-    if wrong:
+
+    def is_action(x: Any) -> bool:
+        return callable(x) and hasattr(x, "due") and isinstance(getattr(x, "settles", 0), bool)
+
+    each = found if isinstance(found, (list, tuple)) else [found]
+    if wrong := [x for x in each if x is found or not is_action(x)]:
         raise ValueError(
             "the task's actions must return a list of objects with `settles` (a bool), due(step) "
             f"and __call__(step, result); there is {_describe(wrong[0])}"

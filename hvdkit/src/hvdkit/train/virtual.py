@@ -8,8 +8,7 @@ The sums are exact, so neither N nor their order changes a bit:
   moving statistics  fixed point, two int64 each
   totals of the log  one row for each virtual rank, to which others add zeros
 
-fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch, in
-a run time of its own.)
+fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch.)
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from hvdkit.logs import join
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED
-from hvdkit.train import fixed_point, gradients
+from hvdkit.stop import DIVERGED
+from hvdkit.train import fixed_point
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import Compiled, Forward, Reduced
+from hvdkit.train.gradients import Forward, MicroBatches, Reduced
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
@@ -56,23 +55,13 @@ def shares(micro_batch: int, virtual_ranks: int, *, rank: int, size: int) -> lis
     return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
 
 
-class _Pass(NamedTuple):
-    """What one virtual rank gives."""
-
-    row: tf.Tensor  # float64 [V, _ROW]: zeros but for its own row
-    grads: list[tf.Tensor]  # by target: floats [n], of the variables it depends on, all in one
-    state: tf.Tensor  # int64 [2, n]: the floating state that is not trained, all in one
-    others: list[tf.Tensor]  # int64: other state
-
-
-class _Totals(NamedTuple):
-    """What virtual ranks add up to."""
+class _Sums(NamedTuple):
+    """What one virtual rank gives, or what several add up to."""
 
     table: tf.Tensor  # float64 [V, _ROW]: zeros but for the rows of those that are in it
-    grads: list[tf.Tensor]  # as in _Pass, int64
-    state: tf.Tensor
-    low: list[tf.Tensor]  # other state: smallest and largest value of each element
-    high: list[tf.Tensor]
+    # By target: of the variables it depends on, all in one [n]; floats, or int64 once added up.
+    grads: list[tf.Tensor]
+    state: tf.Tensor  # int64 [2, n]: the state that the forward pass changes, all in one
 
 
 class Passes:
@@ -85,13 +74,13 @@ class Passes:
         *,
         forward: Forward,
         state: State,
-        compiled: Compiled | None,
+        micro_batches: MicroBatches,
     ) -> None:
-        self._count, self._steps = config.virtual_ranks, config.accumulation_steps
+        self._count = config.virtual_ranks
         micro = config.global_batch_size // config.accumulation_steps
         self._own = shares(micro, self._count, rank=world.rank, size=world.size)
         self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
-        self._forward, self._state, self._compiled = forward, state, compiled
+        self._forward, self._state, self._micro_batches = forward, state, micro_batches
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
@@ -100,13 +89,12 @@ class Passes:
         ]
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
-        self._floats: list[tf.Variable] = []
-        self._others: list[tf.Variable] = []
+        self._changed: list[tf.Variable] = []
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
-        """Inside the step's tf.function; all ranks must call it together.
+        """Inside the step's tf.function; every rank must call it.
 
         Args:
           batch: nested tensors [micro-batches, samples of this rank, ...].
@@ -114,38 +102,32 @@ class Passes:
         """
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
-        totals = self._over_own(batch, start)
+        total = None
+        for size in sorted({part.size for part in self._own}):  # two at most, each traced once
+            group = [part for part in self._own if part.size == size]
+            total = self._over(group, total, batch=batch, start=start)
         # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
-        ready = moment(totals.table)
-        parts = tf.concat([tf.reshape(totals.table, [-1]), votes], 0)
+        ready = moment(total.table)
+        parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
         sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _NUM_FAULTS])
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
-        uneven = self._set_state(totals)
-        faults = tf.concat([faults, [tf.cast(uneven, tf.float64)]], 0)
+        self._set_state(total.state)
         return Reduced(
-            grads=self._means(totals.grads, sums, faults),
+            grads=self._means(total.grads, sums, faults),
             sums=sums,
-            adds_losses=len(totals.grads) > 1,
+            adds_losses=len(total.grads) > 1,
             votes=parts[-votes.shape[0] :],
             losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
             ready=ready,
             faults=faults,
         )
 
-    def _over_own(self, batch: Any, start: _Values) -> _Totals:
-        """All that this rank holds: two sizes of shares at most, each traced once."""
-        total = None
-        for size in sorted({part.size for part in self._own}):
-            group = [part for part in self._own if part.size == size]
-            total = self._over(group, total, batch=batch, start=start)
-        return total
-
     def _over(
-        self, group: list[Share], total: _Totals | None, *, batch: Any, start: _Values
-    ) -> _Totals:
+        self, group: list[Share], total: _Sums | None, *, batch: Any, start: _Values
+    ) -> _Sums:
         """Shares of one size, one after the other, added to `total`."""
         size = group[0].size
         numbers = tf.constant([part.number for part in group], tf.int64)
@@ -153,7 +135,7 @@ class Passes:
 
         # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def one(number: tf.Tensor, first: tf.Tensor) -> _Pass:
+        def one(number: tf.Tensor, first: tf.Tensor) -> _Sums:
             def cut(t: tf.Tensor) -> tf.Tensor:
                 shape = [t.shape[0], size, *t.shape[2:]]
                 return tf.ensure_shape(t[:, first : first + size], shape)
@@ -172,7 +154,7 @@ class Passes:
             parallel_iterations=1,  # one share's memory; and they all set the same state
         )[1]
 
-    def _add(self, total: _Totals | None, found: _Pass) -> _Totals:
+    def _add(self, total: _Sums | None, found: _Sums) -> _Sums:
         # float16's loss scale is taken out first: the grid is that of the true gradients.
         scale = self._state.loss_scale.value
         grads = [
@@ -180,44 +162,34 @@ class Passes:
             for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
         ]
         if total is None:
-            return _Totals(found.row, grads, found.state, found.others, found.others)
-        return _Totals(
-            total.table + found.row,
-            grads,
-            total.state + found.state,
-            [tf.minimum(a, b) for a, b in zip(total.low, found.others)],
-            [tf.maximum(a, b) for a, b in zip(total.high, found.others)],
-        )
+            return found._replace(grads=grads)
+        return _Sums(total.table + found.table, grads, total.state + found.state)
 
-    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Pass:
+    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Sums:
         """Virtual rank `number`: forward and backward from the step's start."""
         for variable, value in start:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
-        weights = [raw(v) for v in self._variables]
-        _, sums, grads = gradients.with_gradients(
-            self._watched, part, self._steps, weights=weights, compiled=self._compiled
-        )
+        _, sums, grads = self._micro_batches.gradients(self._watched, part)
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
-        state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._floats])
+        state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._changed])
         scale = self._state.loss_scale.value
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
-        finite, fits, kept = (tf.reduce_all(words) for words in zip(*judged))
+        finite, fits, precise = (tf.reduce_all(part) for part in zip(*judged))
         state_finite, state_fits, _ = fixed_point.judge(
             state, self._count, most=fixed_point.LARGEST_STATE
         )
-        faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~kept]
+        faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~precise]
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
         row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
-        others = [tf.cast(v, tf.int64) for v in self._others]
         state = fixed_point.state_to_fixed(state, self._count)
-        return _Pass(tf.where(own, row, tf.zeros_like(row)), packed, state, others)
+        return _Sums(tf.where(own, row, tf.zeros_like(row)), packed, state)
 
     def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The forward pass, and which variables it changes.
+        """The forward pass; keeps which variables it changes.
 
-        Raises ValueError where virtual ranks one after the other would make something else of it.
+        Raises ValueError for a change that cannot be made by one virtual rank after the other.
         """
         found = self._forward(micro)
         changed = {id(v) for v in assigned_handles(tf.compat.v1.get_default_graph())}
@@ -228,24 +200,18 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        moved = [v for v in self._untrained if id(v.handle) in changed]
-        self._floats = [v for v in moved if v.dtype.is_floating]
-        self._others = [v for v in moved if not v.dtype.is_floating]
-        no_numbers = [v.name for v in self._others if not (v.dtype.is_integer or v.dtype.is_bool)]
-        if no_numbers:
+        self._changed = [v for v in self._untrained if id(v.handle) in changed]
+        if others := [v.name for v in self._changed if not v.dtype.is_floating]:
             raise ValueError(
-                f"the forward pass changes {join(no_numbers)}, which --virtual_ranks cannot "
-                "combine: its type must be float or integer"
+                f"the forward pass changes {join(others)}, which --virtual_ranks cannot combine: "
+                "its type must be float"
             )
         return found
 
     def _means(
         self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
     ) -> list[tf.Tensor | None]:
-        """Gradients over the global batch, None where there is none; NaN where a sum is not whole.
-
-        The task's loss is divided by what was counted; what the model adds is a mean already.
-        """
+        """Over the global batch, None where there is no gradient; NaN where a sum is not whole."""
         count, positions = sums[1], sums[2]
         nan = tf.constant(math.nan, tf.float64)
         sound = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
@@ -265,54 +231,39 @@ class Passes:
                 means[place] = part if means[place] is None else means[place] + part
         return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
 
-    def _set_state(self, totals: _Totals) -> tf.Tensor:
-        """Sets floats to their means; returns whether other state differs, which it must not."""
-        if self._floats:
-            mean = (
-                fixed_point.state_from_fixed(self._sum(totals.state, "virtual.state")) / self._count
-            )
-            sizes = [v.shape.num_elements() for v in self._floats]
-            for variable, value in zip(self._floats, tf.split(mean, sizes)):
-                variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
-        uneven = tf.constant(False)
-        for place, (variable, low, high) in enumerate(zip(self._others, totals.low, totals.high)):
-            low = self._sum(low, f"virtual.low.{place}", hvd.Min)
-            high = self._sum(high, f"virtual.high.{place}", hvd.Max)
-            uneven |= tf.reduce_any(low != high)
-            variable.assign(tf.cast(low, variable.dtype))
-        return uneven
+    def _set_state(self, total: tf.Tensor) -> None:
+        """Sets what the forward pass changes to its mean over virtual ranks."""
+        if not self._changed:
+            return
+        total = self._sum(total, "virtual.state")
+        mean = fixed_point.state_from_fixed(total) / self._count
+        sizes = [v.shape.num_elements() for v in self._changed]
+        for variable, value in zip(self._changed, tf.split(mean, sizes)):
+            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
 
-    def _sum(self, tensor: tf.Tensor, name: str, op: Any = hvd.Sum) -> tf.Tensor:
-        return hvd.allreduce(tensor, op=op, name=name, device_dense=self._device)
+    def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=hvd.Sum, name=name, device_dense=self._device)
 
 
 def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
-    _, gradients_beyond, state_beyond, _, uneven = map(int, result["faults"].numpy())
-    at = f"at step {int(result['step'])}"
-    if gradients_beyond or state_beyond:
-        limit = (
-            f"a gradient of their share larger than {int(fixed_point.LARGEST_GRADIENT)}"
-            if gradients_beyond
-            else f"a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}"
-        )
-        return (
-            DIVERGED,
-            "overflow",
-            f"{at} {gradients_beyond or state_beyond} virtual rank(s) have {limit}: it does not "
-            "fit the fixed point of --virtual_ranks. Try a lower --base_lr, --warmup_steps, "
-            "smaller inputs, or leave out --virtual_ranks",
-        )
-    if uneven:
-        return (
-            BUG,
-            "uneven state",
-            f"{at} state that is no float and not trained (a counter, a flag) differs between "
-            "virtual ranks: every virtual rank must change it in the same way",
-        )
-    return None
+    _, gradients_beyond, state_beyond, _ = map(int, result["faults"].numpy())
+    if not gradients_beyond and not state_beyond:
+        return None
+    limit = (
+        f"a gradient of their share larger than {int(fixed_point.LARGEST_GRADIENT)}"
+        if gradients_beyond
+        else f"a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}"
+    )
+    return (
+        DIVERGED,
+        "overflow",
+        f"at step {int(result['step'])} {gradients_beyond or state_beyond} virtual rank(s) have "
+        f"{limit}: it does not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
+        "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
+    )
 
 
 def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
