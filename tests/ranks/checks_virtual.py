@@ -316,7 +316,7 @@ def check_ranks_with_other_kernels_are_refused(world):
     if TWO:
         switch = {"TF_ENABLE_ONEDNN_OPTS": "0"} if world.rank else {}
         with mock.patch.dict(os.environ, switch):
-            words = ("differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)", "--virtual_ranks=4")
+            words = ("differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)", "--virtual_ranks")
             ended = train(world, "other kernels", Small, *words, code=WRONG_USE)
         assert not ended.folder.exists()
 
