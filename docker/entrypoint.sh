@@ -11,6 +11,9 @@ here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 launch=$(dirname "$here")/launch
 # The ssh server's settings, key and process number: of this container (its /tmp), of this user.
 own=/tmp/.sshd-$(id -u)
+# The private key that all hosts of a run mount. Their servers show it, so ssh knows a host by it.
+home=$(getent passwd "$(id -u)" | cut -d: -f6) || true # ssh's ~
+key=$(compgen -G "$home/.ssh/id_*" | grep -v '\.pub$' | head -n 1) || true
 
 # Variables that ssh sessions get: all of this container, besides those that a session sets itself and
 # Kubernetes' own of services. A service has NAME_SERVICE_HOST and NAME_PORT=tcp://...
@@ -48,7 +51,11 @@ prepare() {
         exit 1
     }
     chmod 700 "$own"
-    [ -e "$own/host_key" ] || ssh-keygen -q -t ed25519 -N '' -f "$own/host_key"
+    if [ -n "$key" ]; then
+        install -m 600 "$key" "$own/host_key"
+    elif [ ! -e "$own/host_key" ]; then
+        ssh-keygen -q -t ed25519 -N '' -f "$own/host_key"
+    fi
     settings=$(mktemp "$own/sshd_config.XXXXXX")
     {
         cat "$here/sshd_config"
@@ -67,6 +74,10 @@ prepare() {
     mv "$settings" "$own/sshd_config"
 }
 
+know_hosts() {
+    [ -z "$key" ] || echo "* $(ssh-keygen -y -f "$key" </dev/null)" >"$home/.known_hosts" || true
+}
+
 ranks() {
     grep -lzE '^(HOROVOD_RANK|OMPI_COMM_WORLD_RANK|PMIX_RANK)=' /proc/[0-9]*/environ 2>/dev/null
 }
@@ -78,6 +89,7 @@ drain() {
 
 case ${1:-} in
 sshd)
+    know_hosts
     prepare
     /usr/sbin/sshd -D -e -f "$own/sshd_config" &
     server=$!
@@ -97,5 +109,8 @@ healthy)
     [[ $line == SSH-* ]]
     ;;
 '') echo "error: no command; see the head of $0" >&2 && exit 2 ;;
-*) exec "$@" ;;
+*)
+    know_hosts
+    exec "$@"
+    ;;
 esac

@@ -81,6 +81,12 @@ install_engine() {
         ${venv:+--editable} "$(readlink -f "$engine")"
 }
 
+# For hosts.sh, where there is a compiler.
+install_guard() {
+    ${CXX:-c++} -x c -shared -fPIC -O2 -o "$(dirname "$python")/../lib/launch-guard.so" \
+        "$here/setup/guard.c" -ldl 2>>"$log" || true
+}
+
 make_lock() {
     cp "$project"/{pyproject.toml,requirements.txt,requirements-dev.txt,uv.lock} "$work"
     "$uv" lock --project "$work" --python "$python"
@@ -131,6 +137,7 @@ set_up_environment() {
         install_requirements
         install_engine
         install_horovod
+        install_guard
         echo "$new" >"$new/.setup"
     fi
     ln -sfn "$(basename "$venv")s/$name" "$venv.$$"
@@ -160,6 +167,7 @@ case $mode in
     install_requirements
     install_engine
     install_horovod
+    install_guard
     ;;
 --lock) step "uv.lock" make_lock ;;
 --sbom) mpi=system export_lock --no-emit-package cmake --format cyclonedx1.5 >"$2" ;;

@@ -132,9 +132,18 @@ check_hosts() {
 }
 
 mpi_words() {
-    local prefix name include=${interface:-$networks}
-    words=(mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
-    words+=(-mca pml ob1 -mca btl '^openib' -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")
+    local prefix name include=${interface:-$networks} alone='' guarded=() guard
+    if [ -z "$hosts" ] || [ -z "$dry${others[*]}" ]; then alone=yes; fi # ranks share memory: no ports
+    # mpirun obeys whoever connects to it; with this, which make setup builds, this user only.
+    guard=${LAUNCH_GUARD:-$(dirname "$(command -v python || command -v python3)")/../lib/launch-guard.so}
+    if [ -e "$guard" ]; then
+        guarded=(env "LD_PRELOAD=$guard${LD_PRELOAD:+:$LD_PRELOAD}" "LAUNCH_ALONE=$alone")
+    else
+        echo "hosts.sh: note: other users of this host can stop this run or take it over: make setup" \
+            "where there is a compiler (docs/ports.md)" >&2
+    fi
+    words=("${guarded[@]}" mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
+    words+=(-mca pml ob1 -mca btl "^openib${alone:+,tcp}" -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")
     words+=(-mca mpi_yield_when_idle true) # a rank that waits leaves the core to others
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
     [ -z "$interface" ] || export NCCL_SOCKET_IFNAME=$interface
@@ -156,6 +165,7 @@ mpi_words() {
     elif [ "$prefix" != / ] && [ "$prefix" != /usr ]; then
         words+=(--prefix "$prefix")
     fi
+    [ -z "${guarded[*]}" ] || words+=(-mca orte_launch_agent "env LD_PRELOAD=$guard orted")
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
@@ -262,6 +272,9 @@ drain() {
 # launch COMMAND...: sets `code`
 launch() {
     local words work
+    # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
+    LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
+    export LAUNCH_SECRET
     mpi_words
     words+=("${bind[@]}" "$@")
     code=0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hosts import ENVIRONMENT, LEAVES_NO_TRACE, ROOT, Host, Hosts, run
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, run
 from projects import GIT, shell
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -212,9 +212,11 @@ def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
     (own := Path("/tmp/.sshd-4321")).mkdir(mode=0o777)
     os.chown(own, 4321, 4321)
     shutil.copy(tmp_path / "key.pub", ordinary / ".ssh/authorized_keys")
+    shutil.copy(tmp_path / "key", ordinary / ".ssh/id_rsa")
+    os.chown(ordinary / ".ssh/id_rsa", 4321, 4321)
     env = {**ENVIRONMENT, "HOME": str(ordinary), **_SERVICES, **_KEPT, "LINES": "a\nb"}
-    words = ["setpriv", "--reuid=4321", "--regid=4321", "--clear-groups"]
-    words = host.words(*words, ordinary / "docker/entrypoint.sh", "sshd")
+    user = ["setpriv", "--reuid=4321", "--regid=4321", "--clear-groups"]
+    words = host.words(*user, ordinary / "docker/entrypoint.sh", "sshd")
     server = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     said = list(iter(server.stderr.readline, "Server listening on :: port 2222.\n"))
     assert said[0].startswith("ssh sessions do not get LINES"), said
@@ -222,7 +224,9 @@ def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
     assert own.stat().st_mode & 0o777 == 0o700
     assert modes["sshd_config"] == modes["host_key"] == 0o600
     assert not [name for name in modes if name.startswith("sshd_config.")]
-    words = ["ssh", "-p", "2222", "-i", tmp_path / "key", *LEAVES_NO_TRACE, "trainer@node1"]
+    # ssh knows the host, by the key that all hosts mount.
+    words = [*user, "ssh", "-F", ordinary / "docker/ssh_config"]
+    words += ["-o", "StrictHostKeyChecking=yes", "node1"]
     assert host.run(*words, "umask").output == host.run("sh", "-c", "umask").output
     output = host.run(*words, "env -0").output
     seen = dict(variable.split("=", 1) for variable in output.rstrip("\0").split("\0"))

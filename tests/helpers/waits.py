@@ -43,7 +43,7 @@ def fail(how: str) -> None:
 def main() -> None:
     config = settings_lib.Settings(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
     world = world_lib.connect(reduction.environment(config))
-    world_lib.set_up(world, config)
+    world = world_lib.set_up(world, config)
     with Peers(world, reduction.stall_seconds(config)):
         for step in range(1_000_000):
             if step == 5 and world.rank == 1:

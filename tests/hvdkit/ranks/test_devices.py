@@ -102,6 +102,7 @@ def test_threads_are_a_flags_or_a_share_of_the_cores(
     chosen = []
     monkeypatch.setattr(World, "barrier_max", lambda self, name, *numbers: [*numbers])
     monkeypatch.setattr(devices, "choose", lambda *how: chosen.append(how))
+    monkeypatch.setattr(world_lib.proof, "prove", lambda *ranks, secret: b"")
     world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
     assert chosen == [("cpu", 0, threads)]
 

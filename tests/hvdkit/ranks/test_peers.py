@@ -65,7 +65,7 @@ def test_of_thousands_that_are_left_one_asks_all_and_speaks(monkeypatch, ended, 
     for rank in (speaker, 9, 16, 4000, 8191):
         monkeypatch.setattr(peers, "hostname", lambda rank=rank: f"node{rank // 8}")
         one = object.__new__(peers.Peers)
-        one._rank, one._places = rank, [peers._Place(f"node{r // 8}", [], 1) for r in range(8192)]
+        one._rank, one._places = rank, [peers._Place(f"node{r // 8}", []) for r in range(8192)]
         asked.clear()
         one._explain()
         assert (

@@ -2,6 +2,7 @@
 
 world.World         rank, size, and decisions that all ranks take together
 world.say           prints on rank 0
+proof               who is a rank
 messages            gather and broadcast of JSON and arrays; a rank's sign of life
 agreement           settings, code, collectives and weights are the same on all ranks; votes
 interrupt           Ctrl-C, SIGTERM, SIGUSR1

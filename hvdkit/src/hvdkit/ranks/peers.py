@@ -5,11 +5,17 @@ or hangs elsewhere. So each rank has a thread that reports where its main thread
 that are left ask all others. They also ask while the run goes on: each rank its neighbour, because
 MPI waits for a stopped process for ever; and rank 0 all others when nothing moves, because Horovod
 0.28.1's own check did not end a run over Gloo.
+
+A rank listens on loopback where all ranks share a host, else on the run's network. Who connects
+gets a nonce, and an answer only to a question that is signed (HMAC-SHA256) with the run's key.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import hmac
+import ipaddress
 import json
 import math
 import os
@@ -30,6 +36,7 @@ from hvdkit.settings import project
 from hvdkit.stop import BUG
 
 _CONNECT = 5.0  # seconds in which a process that runs answers
+_NONCE, _TAG = 16, 32  # bytes
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
 _ASKED_AT_ONCE = 64
@@ -38,8 +45,7 @@ _LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
 
 class _Place(NamedTuple):
     host: str
-    addresses: list[str]
-    port: int
+    doors: list[tuple[str, int]]  # address and port
 
 
 class _Answer(NamedTuple):
@@ -65,14 +71,15 @@ class Peers:
         self._rank, self._asking = world.rank, False
         self._main = threading.main_thread().ident
         if world.size == 1:  # nobody asks
-            self._run, self._places = "", [_Place(hostname(), [], 0)]
+            self._places = [_Place(hostname(), [])]
             return
-        server = socket.create_server(("", 0), backlog=128)
-        own = (hostname(), _addresses(), server.getsockname()[1])
-        everyone = world.gather_objects((os.urandom(8).hex(), own), "peers.places")
-        self._run = everyone[0][0]
-        self._places = [_Place(*place) for _, place in everyone]
-        threading.Thread(target=self._answer, args=(server,), name="peers", daemon=True).start()
+        self._key = world.key
+        addresses = ["127.0.0.1"] if world.local_size == world.size else _addresses()
+        servers = [socket.create_server((address, 0), backlog=128) for address in addresses]
+        own = (hostname(), [server.getsockname() for server in servers])
+        self._places = [_Place(*place) for place in world.gather_objects(own, "peers.places")]
+        for server in servers:
+            threading.Thread(target=self._serve, args=(server,), name="peers", daemon=True).start()
         if stall_seconds:
             watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
             watch.start()
@@ -137,18 +144,30 @@ class Peers:
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._places[rank].host}"
 
-    # Reads nothing, so nobody can keep it from answering.
-    def _answer(self, server: socket.socket) -> None:
+    def _serve(self, server: socket.socket) -> None:
         while True:
             try:
                 link, _ = server.accept()
-                with link:
-                    link.settimeout(1)
-                    at = "asking" if self._asking else self._main_thread()
-                    answer = [self._run, self._rank, at, heartbeat.still()]
-                    link.sendall(json.dumps(answer).encode())
-            except OSError:
-                time.sleep(0.1)  # out of open files, or who asked has gone
+                # Each in a thread of its own: who says nothing must not keep others waiting.
+                threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+            except (OSError, RuntimeError):
+                time.sleep(0.1)  # out of open files or threads
+
+    def _answer(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError):
+            link.settimeout(_CONNECT)
+            nonce = os.urandom(_NONCE)
+            link.sendall(nonce)
+            question = link.recv(_NONCE + _TAG)
+            nonces, tag = nonce + question[:_NONCE], question[_NONCE:]
+            if hmac.compare_digest(tag, self._sign(self._rank, nonces)):
+                at = "asking" if self._asking else self._main_thread()
+                answer = json.dumps([at, heartbeat.still()]).encode()
+                link.sendall(self._sign(self._rank, nonces, answer) + answer)
+
+    def _sign(self, rank: int, nonces: bytes, answer: bytes = b"?") -> bytes:
+        """Of a question to that rank, or of its answer."""
+        return hmac.digest(self._key, b"peer %d " % rank + nonces + answer, "sha256")
 
     def _main_thread(self) -> str:
         """The innermost line of the project's own that the main thread is at."""
@@ -169,17 +188,19 @@ class Peers:
 
     def _ask(self, rank: int) -> _Answer:
         place, gone = self._places[rank], False
-        addresses = ["127.0.0.1"]
+        doors = place.doors
         if place.host != hostname():  # docker0's address is that of every host: here it leads here
-            own = self._places[self._rank].addresses
-            addresses = [a for a in place.addresses if a not in own] or place.addresses
-        for address in addresses:
+            own = {address for address, _ in self._places[self._rank].doors}
+            doors = [door for door in doors if door[0] not in own] or doors
+        for door in doors:
             try:
-                with socket.create_connection((address, place.port), _CONNECT) as link:
-                    run, number, at, still = json.loads(_all_of(link))
-                if (run, number) == (self._run, rank):
-                    return _Answer("", at, still)
-                gone = True  # another program has the port by now
+                with socket.create_connection(tuple(door), _CONNECT) as link:
+                    nonces = link.recv(_NONCE) + os.urandom(_NONCE)
+                    link.sendall(nonces[-_NONCE:] + self._sign(rank, nonces))
+                    answer = _all_of(link)
+                if hmac.compare_digest(answer[:_TAG], self._sign(rank, nonces, answer[_TAG:])):
+                    return _Answer("", *json.loads(answer[_TAG:]))
+                gone = gone or bool(answer)  # another program has the port by now
             except ConnectionError:
                 gone = True
             except (OSError, ValueError, TypeError):
@@ -231,16 +252,24 @@ def _in_words(how: str) -> str:
 
 
 def _addresses() -> list[str]:
-    """Of this host as others may reach it, the most likely first."""
+    """Of this host on the networks that MPI was told to use; else all but loopback's."""
     own = [
-        address.address
+        (name, address.address)
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if address.family == socket.AF_INET and name != "lo"
     ]
-    named = os.environ.get("HOROVOD_GLOO_IFACE", "").split(",")
-    first = {a.address for n in named for a in psutil.net_if_addrs().get(n, [])}
-    return sorted(own, key=lambda address: address not in first)
+    networks = os.environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")  # noqa: SIM112
+    chosen = [at for name, at in own if any(_is_in(network, name, at) for network in networks)]
+    return chosen or [at for _, at in own]
+
+
+def _is_in(network: str, name: str, address: str) -> bool:
+    """Whether an interface and its address belong to `network`: eth0, or 10.0.0.0/24."""
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return name == network
 
 
 def _all_of(link: socket.socket) -> bytes:

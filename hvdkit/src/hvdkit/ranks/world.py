@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from hvdkit import logs
 from hvdkit.logs import join
-from hvdkit.ranks import devices, encoding, messages
+from hvdkit.ranks import devices, encoding, messages, proof
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
@@ -42,6 +42,7 @@ class World:
     local_rank: int
     local_size: int
     carrier: messages.Carrier = dataclasses.field(default_factory=messages.Horovod, repr=False)
+    key: bytes = dataclasses.field(default=b"", repr=False)  # all ranks know it, nobody else
 
     @property
     def is_chief(self) -> bool:
@@ -217,9 +218,13 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
     return World(hvd.rank(), hvd.size(), *carrier.local(), carrier)
 
 
-def set_up(world: World, config: Settings) -> None:
+def set_up(world: World, config: Settings) -> World:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
+    Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
+
+    Returns:
+      The world with its key.
     Raises:
       Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
@@ -227,6 +232,11 @@ def set_up(world: World, config: Settings) -> None:
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or devices.threads() or devices.cores(world.local_size)
         devices.choose(config.device, world.local_rank, threads)
+    secret = os.environ.pop("LAUNCH_SECRET", "").encode()  # programs that ranks start do not get it
+    key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
+    if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+        say(world, proof.OPEN)
+    return dataclasses.replace(world, key=key)
 
 
 def data_workers(world: World, config: Settings) -> int:

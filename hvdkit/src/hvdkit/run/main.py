@@ -68,7 +68,7 @@ def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> i
     code = DONE
     try:
         # One GPU a process, or a share of the cores.
-        world_lib.set_up(world, config)
+        world = world_lib.set_up(world, config)
         with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
         with Peers(world, reduction.stall_seconds(config)):

@@ -1,0 +1,57 @@
+"""Who is a rank: each one proves to all others that it holds the launch's secret.
+
+launch/hosts.sh and launch/slurm.sbatch make 32 random bytes at each start and pass them on by
+name, as LAUNCH_SECRET in the ranks' environment, which only their own user can read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+
+import numpy as np
+
+from hvdkit.logs import complain, join
+from hvdkit.ranks import messages
+from hvdkit.stop import BUG
+
+OPEN = (
+    "note: horovodrun over Gloo shows the environment in ps, and any user of this host can join "
+    "the run as a rank: on a shared host use launch/hosts.sh -np N instead (docs/ports.md)"
+)
+
+
+def prove(carrier: messages.Carrier, rank: int, size: int, *, secret: bytes) -> bytes:
+    """The key of this run: 32 bytes that all ranks know. Two exchanges of at most 40 bytes a rank.
+
+    Each rank draws a nonce, and signs its number (HMAC-SHA256, RFC 2104) with a key that is made
+    of the secret and all nonces. So what an earlier run sent proves nothing.
+
+    Args:
+      secret: empty where the launch has none; then anybody can be a rank.
+    Where a rank does not hold the secret of the others, the lowest of these names it, and all exit
+    with BUG at once: nothing that waits for all ranks would end.
+    """
+    own = np.frombuffer(os.urandom(16), np.uint8)
+    nonces = carrier.gather(own, size) if size > 1 else [own]
+    key = hmac.digest(secret, b"".join(nonce.tobytes() for nonce in nonces), "sha256")
+    signed = np.frombuffer(sign(key, rank), np.uint8)
+    everyone = carrier.gather(signed, size) if size > 1 else [signed]
+    strangers = [
+        other
+        for other, theirs in enumerate(everyone)
+        if not hmac.compare_digest(theirs.tobytes(), sign(key, other))
+    ]
+    if strangers:
+        if rank == min(set(range(size)) - set(strangers)):
+            complain(
+                f"rank {join(strangers)} does not hold this launch's secret (LAUNCH_SECRET): "
+                "another launch or another user may have started it"
+            )
+        os._exit(BUG)
+    return key
+
+
+def sign(key: bytes, rank: int) -> bytes:
+    """The proof of one rank, 32 bytes."""
+    return hmac.digest(key, b"rank %d" % rank, "sha256")

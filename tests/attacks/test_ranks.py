@@ -1,0 +1,158 @@
+"""Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from hosts import ENVIRONMENT, Hosts, require
+
+from hvdkit.ranks import proof
+from hvdkit.settings.project import ENGINE
+from hvdkit.testing import _HORUN, kill_session, launch
+from ranks import ROOT
+
+HERE = Path(__file__).parent
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i"]
+PYTHON = "/usr/bin/python3"  # an environment's may be in a home that is closed to others
+SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
+# Address and port of all that listens there for the launch, and its secret.
+LOOK = """
+import json, psutil, sys
+environments = {p.pid: p.info["environ"] or {} for p in psutil.process_iter(["environ"])}
+run = {pid: env for pid, env in environments.items() if env.get("LAUNCH_ID") == sys.argv[1]}
+run |= {p.pid: {} for p in psutil.process_iter() if p.name() == "orted"}
+[secret] = {env["LAUNCH_SECRET"] for env in run.values() if "LAUNCH_SECRET" in env}
+found = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in run]
+print(json.dumps([[[c.laddr.ip, c.laddr.port] for c in found], secret]))
+"""
+
+
+@contextlib.contextmanager
+def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = os.environ | ENVIRONMENT | SECRETS | {"PYTHONPATH": str(ENGINE.parent)} | env
+    process = subprocess.Popen([*map(str, words)], env=env, start_new_session=True, **pipe)
+    try:
+        yield process
+    finally:
+        kill_session(process.pid)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
+    """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
+    require("setpriv", "ps", "cc")
+    guard, end, run_id = tmp_path / "guard.so", tmp_path / "end", f"attacked-{os.getpid()}"
+    source = ROOT / "docker/setup/guard.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", guard, source, "-ldl"], check=True)
+    words = [ROOT / "launch/hosts.sh", "--plain", "-np", "2"]
+    inside, hosts = [lambda *words: [*map(str, words)]], None
+    if count == 2:
+        hosts = Hosts(tmp_path, 2)
+        inside = [host.words for host in hosts]
+        words += ["-H", "node1:1,node2:1", "-p", 2222]
+    words = inside[0](*words, sys.executable, HERE / "victim.py", end)
+    try:
+        with running(*words, LAUNCH_ID=run_id, LAUNCH_GUARD=str(guard)) as run:
+            output = run.stdout.readline() + run.stdout.readline()
+            assert output.count("ready") == 2, output + run.stdout.read()
+            for words_on in inside:
+                look = words_on(sys.executable, "-c", LOOK, run_id)
+                ports, secret = json.loads(subprocess.check_output(look))
+                assert len(secret) == 64 and len(ports) >= 3, ports
+                if count == 1:  # mpirun's alone, for each kind of address
+                    assert sum(at in ("0.0.0.0", "::") for at, _ in ports) <= 2, ports
+                task = json.dumps({"secrets": [secret, *SECRETS.values()], "ports": ports})
+                attack = words_on(*NOBODY, PYTHON, HERE / "stranger.py")
+                found = json.loads(subprocess.check_output(attack, input=task, text=True))
+                assert found["user"] == 65534 and not found["shown"], found
+                # A rank gives 16 bytes, a nonce; Open MPI nothing.
+                assert {*found["got"].values()} <= {0, 16}, found
+            end.touch()
+            output += run.communicate(timeout=120)[0]
+        assert run.returncode == 0 and output.count("ended well") == 2, output
+        assert not any(value in output for value in SECRETS.values())
+    finally:
+        end.touch()
+        if hosts:
+            hosts.end()
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Path):
+    """horovodrun over Gloo shows in ps how to join; without a secret the run says so, once."""
+    require("setpriv")
+    (tmp_path / "secret").write_text("of this launch" if secret else "")
+    (tmp_path / "secret").chmod(0o600)
+    victim = f"{sys.executable} {HERE}/victim.py {tmp_path}/end"
+    # The second rank is slow to start, and somebody else comes first.
+    rank = (
+        f"[ $HOROVOD_RANK = 1 ] && exec sleep 99; LAUNCH_SECRET=$(cat {tmp_path}/secret) {victim}"
+    )
+    start = ["--gloo", "--disable-cache", "-np", "2", "sh", "-c"]
+    with running(sys.executable, "-c", _HORUN, *start, rank) as run:
+        known = {}
+        while "HOROVOD_GLOO_RENDEZVOUS_PORT" not in known and run.poll() is None:
+            time.sleep(0.2)
+            commands = subprocess.check_output(["ps", "axww", "-o", "args"], text=True)
+            mine = [line for line in commands.splitlines() if str(tmp_path) in line]
+            known = dict(re.findall(r"(HOROVOD_\w+)=([\w.,-]+)", "\n".join(mine)))
+        packages = f"{ENGINE.parent}:{Path(np.__file__).parents[1]}"
+        known |= {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "PYTHONPATH": packages}
+        known = [f"{name}={value}" for name, value in known.items()]
+        with running(*NOBODY, *known, PYTHON, HERE / "victim.py", tmp_path / "end") as stranger:
+            output = ""
+            for line in run.stdout:
+                output += line
+                if "ready" in line or "error: " in line:
+                    break
+    assert ("error: rank 1 does not hold this launch's secret" in output) == secret, output
+    assert output.count(proof.OPEN) == (not secret), output
+    assert ("ready" in stranger.communicate()[0]) == (not secret)
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_proof(record_property):
+    """On real ranks, and what each of 1,024 computes where the exchanges cost nothing."""
+    show = [launch(n, [HERE / "victim.py", "cost"], "mpirun").output for n in (1, 8)]
+    nonce, carrier = bytes(16), mock.Mock()
+    key = hmac.digest(b"secret", nonce * 1024, "sha256")
+    signed = [np.frombuffer(proof.sign(key, rank), np.uint8) for rank in range(1024)]
+    carrier.gather.side_effect = [[np.frombuffer(nonce, np.uint8)] * 1024, signed]
+    start = time.perf_counter()
+    assert proof.prove(carrier, 0, 1024, secret=b"secret") == key
+    seconds = time.perf_counter() - start
+    record_property(
+        "proof of who is a rank", "".join(show) + f"1,024 ranks: {seconds * 1e3:.1f} ms"
+    )
+    assert seconds < 0.5
+
+
+def test_no_code_of_ours_runs_what_it_reads():
+    """A stranger's bytes, files or words."""
+    words = (
+        r"\b(cloud)?pickle|\beval\(|\bexec\(|shell=True|yaml\.load\(|allow_pickle=True|extractall"
+    )
+    words += r"|import (shelve|marshal|dill)|(torch|marshal)\.load|safe_mode=False"
+    listed = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).split()
+    files = [file for file in listed if "tests" not in Path(file).parts]
+    assert len(files) > 100 and any(file.startswith("launch/") for file in files)
+    found = [
+        f"{file}, line {number}: {line}"
+        for file in files
+        for number, line in enumerate((ROOT / file).read_text().splitlines(), start=1)
+        if re.search(words, line.split("  # ")[0])
+    ]
+    assert not found, "\n".join(found)

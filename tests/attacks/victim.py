@@ -1,0 +1,48 @@
+"""A rank of a run that lasts until the file argv[1] is there, and then asks its peers.
+
+With "cost", one that prints what the proof of who is a rank takes.
+"""
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import hvdkit.ranks.quiet  # noqa: F401
+
+# isort: split
+
+from hvdkit.ranks import proof
+from hvdkit.ranks import world as world_lib
+from hvdkit.ranks.peers import Peers
+from hvdkit.settings import Settings
+
+
+def ask(peers: Peers, question: bytes = b"") -> tuple[bytes, bytes]:
+    """A question, signed where none is given, and this rank's answer."""
+    with socket.create_connection(peers._places[world.rank].doors[0]) as link:
+        nonces = link.recv(16) + bytes(16)
+        question = question or bytes(16) + peers._sign(world.rank, nonces)
+        link.sendall(question)
+        return question, link.recv(999)
+
+
+world = world_lib.set_up(world_lib.connect(), Settings())
+if sys.argv[1] == "cost":
+    seconds = []
+    for _ in range(9):
+        start = time.perf_counter()
+        proof.prove(world.carrier, world.rank, world.size, secret=b"secret")
+        seconds.append(time.perf_counter() - start)
+    world_lib.say(world, f"{world.size} rank(s): {sorted(seconds)[4] * 1e3:.1f} ms")
+    sys.exit(world_lib.finish(world))
+with Peers(world, 600) as peers:
+    print("ready", flush=True)
+    while not world.broadcast_object(Path(sys.argv[1]).exists(), "the end"):
+        time.sleep(0.2)
+    assert [answer.how for answer in peers._ask_all().values()] == [""] * (world.size - 1)
+    question, answer = ask(peers)
+    assert answer and not ask(peers, question)[1], "what somebody recorded is answered again"
+    world.barrier_max("asked")
+print("ended well", flush=True)
+world_lib.finish(world)
