@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -24,6 +25,7 @@ from hvdkit.data.source import Arrays
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.run import context as run_lib
+from hvdkit.run import loop
 from hvdkit.run.main import run_on
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, Stop
@@ -44,6 +46,7 @@ USUAL = {
     "log_every": 1,
     "eval_every": 0,
     "checkpoint_every": 0,
+    "trackers": "",
 }
 
 
@@ -196,7 +199,8 @@ def fit_config(
     found, message, load = DONE, "", run_lib.tasks.load
     run_lib.tasks.load = watched
     stop_signal = stop_signal or SimpleNamespace(asked=False)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    no_report = mock.patch.object(loop, "_report")  # half a second each; test_report.py reads some
+    with contextlib.redirect_stdout(io.StringIO()) as printed, no_report:
         try:
             world_lib.set_up(world, config)  # as hvdkit.main does
             with world.fail_together("choosing what carries gradients"):

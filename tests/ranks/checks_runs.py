@@ -396,15 +396,16 @@ def usual(run, step, batch):
 usual_loop = loop_of(plain, usual)
 
 
-def own_result(of_loss):
+def own_result(made):
+    """A step that returns `made(loss, what run.update returned)`."""
+
     def make_step(run):
         @run.function
         def step(batch):
             with tf.GradientTape() as tape:
                 loss = run.loss(batch)
             tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-            run.update(tape.gradient(loss, run.weights))
-            return of_loss(loss)
+            return made(loss, run.update(tape.gradient(loss, run.weights)))
 
         return step
 
@@ -429,8 +430,9 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (no_step, {}, "make the step"),
         (lambda run: [usual_loop(run), usual_loop(run)], {}, "call it once"),
         (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
-        (loop_of(own_result(lambda loss: loss), usual), {}, "returns what it returns"),
-        (loop_of(own_result(lambda loss: {"loss": loss}), usual), {}, "returns what it returns"),
+        (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
+        (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
+        (loop_of(own_result(lambda loss, result: {"loss": loss}), usual), {}, "'step'"),
         (lambda run: None, {}, "needs one run.after"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)

@@ -138,9 +138,7 @@ def assert_learns_one_batch(*flags: str, steps: int = 50, factor: float = 0.5) -
       AssertionError: it did not end well, or the loss did not fall enough.
     """
     code = f"from hvdkit import testing; testing.print_losses({steps}, {list(flags)!r})"
-    ended = launch(1, ["-c", code])
-    assert ended.code == 0, last_lines(ended.output)
-    losses = json.loads(ended.output.splitlines()[-1])
+    losses = json.loads(_ended(1, ["-c", code]).splitlines()[-1])
     start, end = losses[0], float(np.mean(losses[-3:]))
     assert end < factor * start, f"the loss went from {start:.4g} to {end:.4g} in {steps} steps"
 
@@ -152,12 +150,16 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     # isort: split
     import train
     from hvdkit import settings as settings_lib
+    from hvdkit.logs import refuse
     from hvdkit.ranks.interrupt import StopSignal
     from hvdkit.run.loop import Run
     from hvdkit.run.main import with_ranks
 
     sys.stdout.reconfigure(line_buffering=True)
-    settings = settings_lib.parse(["", "--resume=never", *flags], settings_lib.of_project())
+    if not hasattr(train, "make_step"):
+        refuse("train.py has no make_step(run): assert_learns_one_batch takes the step from there")
+    words = ["train.py", "--resume=never", *flags]
+    settings = settings_lib.from_command_line(words, settings_lib.of_project())
 
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
@@ -172,12 +174,19 @@ def _weights(flags: Sequence[str], ranks: int, steps: int) -> dict[str, np.ndarr
     """Variables of the model after a short run, by name."""
     with tempfile.TemporaryDirectory() as folder:
         own = ["--precision=float64", "--bn_sync=full", "--deterministic", "--eval_every=0"]
-        own += [f"--run_dir={folder}/run", f"--num_steps={steps}", "--warmup_steps=0"]
-        ended = launch(ranks, ["train.py", *flags, *own])
-        assert ended.code == 0, last_lines(ended.output)
+        own += ["--virtual_ranks=0", "--nojit", "--warmup_steps=0"]
+        own += [f"--run_dir={folder}/run", f"--num_steps={steps}"]
+        _ended(ranks, ["train.py", *flags, *own])
         path = Path(folder) / "run" / "checkpoints" / f"step-{steps:08d}" / "state.npz"
         with np.load(path) as file:
             return {name: file[name] for name in file.files if name.startswith("model/")}
+
+
+def _ended(ranks: int, command: list[str]) -> str:
+    """The output of a launch. Raises AssertionError, with its error, where it did not end well."""
+    ended = launch(ranks, command)
+    assert ended.code == 0, "\n".join(ended.errors()) or last_lines(ended.output)
+    return ended.output
 
 
 def last_lines(output: str) -> str:

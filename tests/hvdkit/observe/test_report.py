@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hvdkit
+from hvdkit import settings as settings_lib
 from hvdkit.evaluate import metrics
 from hvdkit.observe import compare, pages, records, report
 from ranks import PROJECT, last_lines, launch
@@ -200,6 +202,17 @@ def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
     command = f"{sys.executable} -m hvdkit compare {runs[0]} {runs[0]} | true"
     head = subprocess.run(["sh", "-c", command], cwd=PROJECT, capture_output=True, timeout=100)
     assert not head.stderr  # no traceback when only the first lines are read
+
+
+def test_a_switch_whose_name_begins_with_no_is_read_as_it_is(tmp_path, monkeypatch):
+    class Settings(hvdkit.Settings):
+        noisy: bool = hvdkit.setting(False, "a switch of a fork")
+
+    monkeypatch.setattr(settings_lib, "of_project", lambda: Settings)
+    (tmp_path / "config.cfg").write_text("--noisy\n--nojit\n")
+    assert records.read(tmp_path).settings == {"noisy": "on", "jit": "off"}
+    (tmp_path / "config.cfg").write_text("--nonoisy\n")
+    assert records.read(tmp_path).settings == {"noisy": "off"}
 
 
 def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():

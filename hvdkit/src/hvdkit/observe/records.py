@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdkit import settings as settings_lib
+from hvdkit.settings import absl_flags, fields
+
 # Entries of metrics.jsonl that depend on the clock.
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
@@ -102,12 +105,15 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _settings(file: Path) -> dict[str, str]:
-    found = {}
+    found, kind = {}, settings_lib.of_project()
+    names = {*fields.of(kind), *absl_flags.beside(kind)}
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         name, is_given, value = line.removeprefix("--").partition("=")
-        if line.startswith("--"):
-            off = not is_given and name.startswith("no")
-            found[name.removeprefix("no") if off else name] = (
-                value if is_given else "off" if off else "on"
-            )
+        if not line.startswith("--"):
+            continue
+        if not is_given:
+            value = "on"
+            if name.startswith("no") and name not in names:  # one may be called `noisy`
+                name, value = name.removeprefix("no"), "off"
+        found[name] = value
     return found

@@ -81,9 +81,8 @@ class Log:
             figures["keras_loss"] = float(result["keras_loss"])
         losses = health.losses(self._run.world, config.virtual_ranks, result)
         logged, self._waited = self._waited, self._feed.waited()
-        waited = self._waited - logged
-        times, note = self._pace.interval(waited)
-        more = {"losses": losses, "waited": waited, "times": times}
+        times, note = self._pace.interval(self._waited - logged)
+        more = {"losses": losses, "waited": self._waited - logged, "times": times}
         self._telemetry.step(step, figures, samples=config.global_batch_size, **more)
         if note:
             say(self._run.world, note)
@@ -102,11 +101,10 @@ class CheckDrift:
 
     def __init__(self, run: RunContext) -> None:
         # Moving statistics are each rank's own until they are brought together: see check_alike.
-        apart = {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
+        apart = set() if alike else _moving_statistics(run)
         named = run.state.variables.items()
-        named = {n: v for n, v in named if alike or id(raw(v)) not in apart}
-        self._drift = Drift(run.world, named)
+        self._drift = Drift(run.world, {n: v for n, v in named if id(raw(v)) not in apart})
 
     def due(self, step: int) -> bool:
         return step % DRIFT_EVERY == 0
@@ -182,12 +180,15 @@ def check_alike(run: RunContext) -> None:
     Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
     statistics of its own. (Weights get the same update everywhere; they are compared at the end.)
     """
-    own = batch_norm.moving_statistics(run.model) if run.config.bn_sync == "none" else ([], [])
-    apart = {id(variable) for part in own for variable in part}
+    apart = _moving_statistics(run) if run.config.bn_sync == "none" else set()
     untrained = {id(v) for v in run.model.non_trainable_variables}
-    named = {n: v for n, v in run.state.variables.items() if id(v) in untrained}
-    named = {n: v for n, v in named.items() if id(raw(v)) not in apart}
+    named = run.state.variables.items()
+    named = {n: v for n, v in named if id(v) in untrained and id(raw(v)) not in apart}
     agreement.check_same_state(run.world, named, "state that is not trained")
+
+
+def _moving_statistics(run: RunContext) -> set[int]:
+    return {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
 
 
 class Evaluate:
@@ -217,39 +218,31 @@ class Evaluate:
                 found = self._evaluator.run(lambda: self._stop_signal.asked)
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
-            self.figures = found.figures
-            score = self.figures[run.task.main_metric]
+            self.figures, main = found.figures, run.task.main_metric
+            score, shown = self.figures[main], {"main_metric": main, "pictures": found.pictures}
             # The score last: what lacks it is evaluated, and logged, again.
-            main, pictures = run.task.main_metric, found.pictures
-            self._telemetry.evaluation(step, self.figures, main_metric=main, pictures=pictures)
+            self._telemetry.evaluation(step, self.figures, **shown)
             if (counts := found.confusion()) is not None:
                 names = metrics.class_names(run.val_source, len(counts))
                 self._telemetry.confusion(names, counts)
             self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
-        return self.given_up(step)
-
-    def given_up(self, step: int) -> Ending | None:
-        """An ending, if the score has not improved for --early_stop_evals evaluations."""
-        config, best = self._run.config, self._best
+        best, config = self._best, run.config
         best_step = max(best.step if best else 0, self._scored_since)
-        ended = config.benchmark or step >= config.num_steps
-        if ended or not stopped_improving(config, step, best_step):
+        if step >= config.num_steps or not stopped_improving(config, step, best_step):
             return None
         above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
-        message = (
-            f"no {self._run.task.main_metric} {above} in {config.early_stop_evals} evaluations"
-        )
+        message = f"no {main} {above} in {config.early_stop_evals} evaluations"
         return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
 
 
-def left_out(run: RunContext, found: Found) -> bool:
-    """Whether the run begins with an evaluation: one that is missing, or an ended run's."""
-    config = run.config
+def evaluates_first(run: RunContext, found: Found) -> bool:
+    """Whether a resumed run begins with an evaluation: one that is missing, or an ended run's."""
+    config, best = run.config, run.checkpoints.best()
     if config.benchmark or not evaluation_due(config, found.step):
         return False
-    best = run.checkpoints.best()
-    gave_up = found.own and stopped_improving(config, found.step, best.step if best else 0)
-    last = gave_up or found.step == config.num_steps
-    return not found.scored or last
+    if found.step == config.num_steps or not found.scored:
+        return True
+    gave_up = stopped_improving(config, found.step, best.step if best else 0)
+    return gave_up and found.own

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint.saver import MOST_FAILED, Saver
+from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.logs import join
 from hvdkit.ranks import agreement
@@ -27,10 +28,6 @@ from hvdkit.train.gradients import LossScale
 MOST_SKIPS = 20
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
-
-
-class Feed(Protocol):
-    error: str | None  # what is wrong with this rank's data, if anything
 
 
 class Ending(NamedTuple):
@@ -52,7 +49,7 @@ class Health:
         config: Settings,
         *,
         sampler: Sampler,
-        feed: Feed,
+        feed: TrainingFeed,
         stop_signal: StopSignal,
         saver: Saver,
     ) -> None:
@@ -64,7 +61,7 @@ class Health:
         self._float16 = config.precision == "float16"
         self._told = False  # a note that is said once
         self._told_of = 0  # the newest step that was skipped
-        self._waited = 0.0
+        self.waited = 0.0  # seconds that verdicts waited for steps to be done: a GPU works then
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
@@ -87,14 +84,10 @@ class Health:
         graver = [ending for ending in found if ending.code != PREEMPTED]
         return next(iter(graver or found), None)
 
-    def waited(self) -> float:
-        """Seconds that `verdict` waited so far for steps to be done: time a GPU works in."""
-        return self._waited
-
     def _judge(self, result: Result) -> Ending | None:
         start = time.perf_counter()
         counted = result["votes"].numpy()
-        self._waited += time.perf_counter() - start
+        self.waited += time.perf_counter() - start
         heartbeat.beat()
         self.pace.add(result["moments"])
         if counted[agreement.DATA_FAILED]:

@@ -1,9 +1,7 @@
 """A run, as `train.py` sees it: the parts of a step, the batches, and what follows each step.
 
-    prepare -> begin -> loop -> finish
-
-`Run.__init__` prepares and begins, `batches` and `after_step` are the loop, `finish` is what
-`hvdkit.main` calls at the end.
+`Run.__init__` prepares and begins, `batches` and `after_step` are the loop, `hvdkit.main` calls
+`finish` at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdkit import logs
@@ -29,7 +26,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
-from hvdkit.run.actions import Action, Result, left_out
+from hvdkit.run.actions import Action, Result, evaluates_first
 from hvdkit.run.context import begin, describe, notes, prepare
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
@@ -37,7 +34,6 @@ from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task_checks
 from hvdkit.train.step import Step
 
-TrainFunction = Callable[["Run"], None]
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 
 
@@ -79,17 +75,12 @@ class Run:
         self.step = self.start.step
         self._make_feeds()
         self.mode = modes.of(self.settings)
+        self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
         self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
         self.saver = Saver(context.checkpoints)
-        self.health = Health(
-            world,
-            self.settings,
-            sampler=self.sampler,
-            feed=self.feed,
-            stop_signal=stop_signal,
-            saver=self.saver,
-        )
+        parts = {"sampler": self.sampler, "feed": self.feed, "saver": self.saver}
+        self.health = Health(world, self.settings, stop_signal=stop_signal, **parts)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._result: Result | None = None  # of the newest step
         self._ending: Ending | None = None
@@ -97,7 +88,7 @@ class Run:
         self.actions: list[Action] = []  # once the run's folder is open
         self._called = 0.0
         self.seconds_in_steps = 0.0
-        self._open = contextlib.ExitStack()
+        self.open_parts = contextlib.ExitStack()
 
     def _make_feeds(self) -> None:
         """This rank's share of the data, and the evaluation."""
@@ -232,12 +223,12 @@ class Run:
         context, settings, world, start = self.context, self.settings, self.world, self.start
         modes.before_folder(self)
         others = modes.actions_of_task(context)
-        make_up = start.found is not None and left_out(context, start.found)
+        make_up = start.found is not None and evaluates_first(context, start.found)
         with world.fail_together("opening the run folder"):
             if world.is_chief:
                 run_dir = Path(settings.run_dir)
-                note = run_folder.begin(run_dir, start.found, settings, evaluates_first=make_up)
-                if note:
+                how = {"evaluates_first": make_up}
+                if note := run_folder.begin(run_dir, start.found, settings, **how):
                     say(world, note)
             self.telemetry = Telemetry(
                 settings, world, first_step=start.step, epoch=len(context.train_source)
@@ -250,7 +241,7 @@ class Run:
         self.actions = modes.actions(self, others)
         # However it ends: nothing reads ahead any more, what is being written is written.
         for part in (self.feed, self.saver, self.telemetry):
-            self._open.enter_context(part)
+            self.open_parts.enter_context(part)
         if make_up:  # an evaluation that an interruption left out
             self.save(start.step)  # a checkpoint of another run's folder is not in this one yet
             self._ending = self.evaluate(start.step)
@@ -259,14 +250,14 @@ class Run:
         """The last checkpoint, the records, the exit code; raises Stop or GoBack, on all ranks."""
         if not self.actions or self._waits_for_result:
             raise Stop(WRONG_USE, _ONE_EACH)
-        with self._open:
+        with self.open_parts:
             ending = self._ending or self.health.verdict(self._result)
             if ending is None and self.step < self.settings.num_steps:
                 message = f"train.py ended the run at step {self.step} of {self.settings.num_steps}"
                 ending = Ending(DONE, "ended by train.py", message, save=True)
-            if (ending is None or ending.save) and self.mode.keeps_weights:
+            if (ending is None or ending.save) and self.keeps_weights:
                 self.save.last(int(self.state.step))
-        if ending and ending.bad_since and self.mode.keeps_weights:
+        if ending and ending.bad_since and self.keeps_weights:
             self._go_back(ending)
         self.sync()
         self._summarize(ending)
@@ -312,37 +303,23 @@ class Run:
             | {"batches_passed_over": int(state.passed_over)}
             | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}
         )
-        if self.mode.keeps_weights and world.is_chief:
-            try:
-                from hvdkit.observe import report  # here: it takes half a second to load
-
-                logs.say(f"report: {report.write(Path(self.settings.run_dir))}")
-            except Exception as error:  # a run without its report is still a good one
-                logs.say(f"note: no report: {type(error).__name__}: {error}")
+        if self.keeps_weights and world.is_chief:
+            _report(Path(self.settings.run_dir))
 
     def _prospects(self, ending: Ending) -> str:
-        """What else a person should know of an ending that is no success."""
         before = ""
         if ending.bad_since and (count := int(self.state.passed_over)):
             before = f" It went back once, and left out {count} batches."
-        if ending.code != PREEMPTED or not self.mode.keeps_weights:
+        if ending.code != PREEMPTED or not self.keeps_weights:
             return before
         how = "rerun" if self.settings.resume == "auto" else "rerun with --resume=auto"
         return f"{before}: saved at step {int(self.state.step)}; {how} to resume"
 
 
-def run_once(
-    train: TrainFunction, given: Settings, world: World, *, stop_signal: StopSignal
-) -> None:
-    """`train` on a new run, and once more where it goes back. Raises Stop, on every rank."""
-    back = None
-    while True:
-        run = Run(given, world, stop_signal=stop_signal, back=back)
-        try:
-            with run._open:
-                train(run)
-                return run.finish()
-        except GoBack as found:
-            back = found.with_traceback(None)  # by which the model so far would be kept
-            # Layer names must match those of the resumed run: SampleDropout draws by them.
-            keras.utils.clear_session()
+def _report(run_dir: Path) -> None:
+    try:
+        from hvdkit.observe import report  # here: it takes half a second to load
+
+        logs.say(f"report: {report.write(run_dir)}")
+    except Exception as error:  # a run without its report is still a good one
+        logs.say(f"note: no report: {type(error).__name__}: {error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import keras
 from absl import app
 
 from hvdkit import logs
@@ -15,10 +16,12 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
 from hvdkit.run import modes
-from hvdkit.run.loop import TrainFunction, run_once
+from hvdkit.run.loop import Run
 from hvdkit.settings import Settings, absl_flags
-from hvdkit.stop import DONE, Stop, launch_rank
+from hvdkit.stop import DONE, GoBack, Stop, launch_rank
 from hvdkit.train import reduction
+
+TrainFunction = Callable[[Run], None]
 
 
 def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int:
@@ -47,11 +50,21 @@ def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int
 def run_on(
     world: World, settings: Settings, train: TrainFunction, *, stop_signal: StopSignal
 ) -> None:
-    """A run on ranks that are connected and have their devices. Raises Stop, on every rank."""
+    """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
     beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
     agreement.check_settings(world, settings, beside)
+    back = None
     with modes.folder(settings, world) as changed:
-        run_once(train, changed, world, stop_signal=stop_signal)
+        while True:
+            run = Run(changed, world, stop_signal=stop_signal, back=back)
+            try:
+                with run.open_parts:
+                    train(run)
+                    return run.finish()
+            except GoBack as found:
+                back = found.with_traceback(None)  # by which the model so far would be kept
+                # Layer names must match those of the resumed run: SampleDropout draws by them.
+                keras.utils.clear_session()
 
 
 def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> int:

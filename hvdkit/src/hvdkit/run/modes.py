@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hvdkit.data.source import Source
 from hvdkit.ranks.world import World, say
@@ -29,24 +29,16 @@ if TYPE_CHECKING:
     from hvdkit.run.loop import Run
 
 
-class Mode(NamedTuple):
-    """`keeps_weights`: whether the run is worth its last checkpoint, and going back."""
-
-    name: str
-    keeps_weights: bool
-
-
-def of(settings: Settings) -> Mode:
-    for name in ("dry_run", "find_lr", "benchmark"):
-        if getattr(settings, name):
-            return Mode(name, keeps_weights=False)
-    return Mode("train", keeps_weights=True)
+def of(settings: Settings) -> str:
+    """dry_run, find_lr, benchmark or train."""
+    found = (name for name in ("dry_run", "find_lr", "benchmark") if getattr(settings, name))
+    return next(found, "train")
 
 
 @contextlib.contextmanager
 def folder(settings: Settings, world: World) -> Iterator[Settings]:
     """The settings with the folder of this kind of run; every rank must call it."""
-    if of(settings).name in ("dry_run", "find_lr"):
+    if of(settings) in ("dry_run", "find_lr"):
         with dry_run.throwaway(settings, world) as changed:
             yield changed
     else:
@@ -55,16 +47,16 @@ def folder(settings: Settings, world: World) -> Iterator[Settings]:
 
 def scored(context: RunContext) -> Source:
     """The validation samples that an evaluation takes."""
-    if of(context.config).name == "dry_run":
+    if of(context.config) == "dry_run":
         return dry_run.Few(context.val_source, context.config, context.world)
     return context.val_source
 
 
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
-    if run.mode.name == "dry_run":
+    if run.mode == "dry_run":
         dry_run.describe(run.context, run.given, sampler=run.sampler, spec=run.feed.spec)
-    if run.mode.name == "benchmark":
+    if run.mode == "benchmark":
         run.benchmark = Benchmark(run)
     else:
         run.evaluator.try_out()
@@ -102,11 +94,11 @@ def actions(run: Run, others: list[Action]) -> list[Action]:
     context, settings = run.context, run.settings
     found: list[Action] = [Sync(context, run.sync), CheckDrift(context)]
     found += [Log(run), *others]
-    if run.mode.name == "benchmark":
+    if run.mode == "benchmark":
         return [*found, run.benchmark]
-    if run.mode.name == "dry_run":
+    if run.mode == "dry_run":
         return [*found, dry_run.DryRun(run)]
-    if run.mode.name == "find_lr":
+    if run.mode == "find_lr":
         run_dir = Path(settings.run_dir)
         page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
         return [*found, find_lr.FindLr(context, page)]

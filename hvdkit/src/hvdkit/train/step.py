@@ -43,6 +43,10 @@ from hvdkit.train.task import Example, Task
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
 Losses = Callable[[Example], tuple[tf.Tensor, tf.Tensor]]
+_RETURNS = (
+    "a step calls run.update(gradients) once and returns what it returns; "
+    "entries that it adds have names of their own"
+)
 
 
 @dataclasses.dataclass
@@ -53,7 +57,7 @@ class _Traced:
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
     known: Reduced | None = None  # once the loss is: all but the gradients
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
-    updates: int = 0
+    updated: list[Result] = dataclasses.field(default_factory=list)  # what `update` returned
 
 
 class Step:
@@ -135,7 +139,6 @@ class Step:
         settings, state, traced = self._settings, self._state, self._step("run.update")
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
-        traced.updates += 1
         scale = tf.cast(state.loss_scale.value, tf.float64)
         loss_sum, count, _, added = tf.unstack(found.sums)
         self._connected = [g is not None for g in found.grads]
@@ -161,7 +164,9 @@ class Step:
             "moments": tf.stack([found.ready, moment(norm)]),
         }
         result |= {} if found.faults is None else {"faults": found.faults}
-        return result | ({"keras_loss": added} if found.adds_losses else {})
+        result |= {"keras_loss": added} if found.adds_losses else {}
+        traced.updated.append(dict(result))  # a copy: the step may change its own
+        return result
 
     def _apply_if(self, sound: tf.Tensor, grads: list[tf.Tensor | None], rate: tf.Tensor) -> None:
         """One update of the optimizer, or none: then what the forward pass changed goes back."""
@@ -187,15 +192,19 @@ class Step:
 
         @tf.function(input_signature=signature, autograph=False)
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
+            graph = tf.compat.v1.get_default_graph()
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
                 with reduction.refuse_empty_group(self._settings):
                     result = function(batch)
-                whole = isinstance(result, Mapping) and "votes" in result
-                if self._traced.updates != 1 or not whole:
-                    raise ValueError(
-                        "a step calls run.update(gradients) once and returns what it returns"
-                    )
+                updated = self._traced.updated
+                if len(updated) != 1 or not isinstance(result, Mapping):
+                    raise ValueError(_RETURNS)
+                for name, value in updated[0].items():
+                    # In a tf.function inside the step they are tensors of another graph.
+                    here = getattr(value, "graph", graph) is graph
+                    if name not in result or (here and result[name] is not value):
+                        raise ValueError(f"{_RETURNS}; this one leaves out or replaces {name!r}")
             finally:
                 self._traced = None
             return result

@@ -1,0 +1,47 @@
+"""hvdkit.testing in a fork: its own flags, its default.cfg, a train.py without make_step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hvdkit import testing
+from hvdkit.settings import project
+from ranks import PROJECT
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """A project of the blank task, with settings that float64 and full batch norm exclude."""
+    for name in ("train.py", "settings.py", "tasks/blank.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(PROJECT / name, tmp_path / name)
+    (tmp_path / "configs").mkdir()
+    lines = "--task=blank\n--num_classes=3\n--global_batch_size=8\n--virtual_ranks=2\n--jit\n"
+    (tmp_path / "configs/default.cfg").write_text(lines)
+    project.use(tmp_path)
+    yield tmp_path
+    project.use(PROJECT)
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_flags_of_a_fork_are_read_and_its_default_settings_overruled(fork):
+    defined = 'from absl import flags\n\nflags.DEFINE_integer("units", 32, "")\n\n\ndef make_step'
+    replace(fork / "train.py", "def make_step", defined)
+    replace(fork / "tasks/blank.py", "Dense(32,", "Dense(flags.FLAGS.units,")
+    replace(fork / "tasks/blank.py", "import keras\n", "import keras\nfrom absl import flags\n")
+    testing.assert_learns_one_batch("--units=8", steps=2, factor=9.0)
+    testing.assert_same_weights("--units=8", ranks=(1,), steps=1)
+
+
+def test_a_train_py_without_make_step_is_refused_in_one_sentence(fork):
+    replace(fork / "train.py", "make_step", "another_step")
+    with pytest.raises(AssertionError, match=r"^train.py has no make_step\(run\): [^\n]+$"):
+        testing.assert_learns_one_batch()
