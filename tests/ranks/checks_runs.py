@@ -339,6 +339,11 @@ def check_a_benchmark_of_too_few_steps_says_so(world):
     assert not (ended.folder / "benchmark.json").exists()
 
 
+def check_a_rate_is_not_suggested_from_too_few_steps(world):
+    printed = fit(world, find_lr=True, num_steps=9).printed
+    assert not world.is_chief or "--num_steps=9 tells nothing: give 10 or more" in printed, printed
+
+
 # ---- Hosts that are not alike ------------------------------------------------------------------
 
 

@@ -41,14 +41,13 @@ def verdict(one: Records, other: Records) -> tuple[int, str]:
         return 1, f"{both} ended at different steps: {steps[0]} and {steps[1]}"
     lines, others = figures(one), figures(other)
     if lines != others:
-        first = next((a["step"] for a, b in zip(lines, others) if a != b), None)
         counts = f"they hold {len(lines)} and {len(others)} lines"
-        where = counts if first is None else f"first at step {first}"
-        return 1, f"{both} differ in metrics.jsonl: {where}"
+        steps = (f"first at step {a['step']}" for a, b in zip(lines, others) if a != b)
+        return 1, f"{both} differ in metrics.jsonl: {next(steps, counts)}"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
         return 1, f"{both} logged the same figures but ended with different weights"
-    count = len(lines)
-    return 0, f"{both} are the same to the last bit: weights, and {count} lines of metrics.jsonl"
+    found = f"weights, and {len(lines)} lines of metrics.jsonl"
+    return 0, f"{both} are the same to the last bit: {found}"
 
 
 def check_ended(run: Records) -> None:
@@ -135,10 +134,8 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
 def labels(folders: Sequence[Path]) -> list[str]:
     """Short names that still differ: paths without the folders that all begin with."""
     paths = [folder.resolve() for folder in folders]
-    shared = Path(os.path.commonpath([path.parent for path in paths]))
-    # A folder's name may be any bytes; a page must be text.
-    names = (str(path.relative_to(shared)) for path in paths)
-    return [name.encode("utf-8", "replace").decode() for name in names]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [records.text(path.relative_to(shared)) for path in paths]
 
 
 def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:

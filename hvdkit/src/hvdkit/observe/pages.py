@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hvdkit import whole_files
+from hvdkit.observe import records
 
 Curve = tuple[Sequence[float], Sequence[float]]  # x and y; NaN leaves a gap
 
@@ -89,8 +90,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def escaped(text: object) -> str:
-    """As HTML; bytes that are not text (in file names) become question marks."""
-    return html.escape(str(text).encode("utf-8", "replace").decode())
+    return html.escape(records.text(text))
 
 
 def section(title: str, *parts: str) -> str:
@@ -119,11 +119,8 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> str:
 
 
 def legend(names: Sequence[str], colours: Sequence[str]) -> str:
-    chips = (
-        f'<span class="chip"><i style="background:{colour}"></i>{escaped(name)}</span>'
-        for name, colour in zip(names, colours)
-    )
-    return f"<p>{''.join(chips)}</p>"
+    chip = '<span class="chip"><i style="background:{}"></i>{}</span>'
+    return f"<p>{''.join(chip.format(c, escaped(n)) for n, c in zip(names, colours))}</p>"
 
 
 def picture(file: Path, caption: str) -> str:
@@ -250,12 +247,9 @@ def _svg(figure: Figure, title: str) -> str:
         # Matplotlib's fonts lack many scripts, but the browser draws the text in the page's font.
         warnings.simplefilter("ignore")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    head, rest = text.split(">", 1)
+    _, drawn = file.getvalue().split("<svg", 1)[1].split(">", 1)
+    drawn = drawn.replace(_INK, "currentColor").replace(_FAINT, "var(--line)")
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
-    view = f'viewBox="0 0 {width} {height}"'
     label = escaped(title)
-    head = f'<svg {view} role="img" aria-label="{label}"'
-    text = f"{head}>{rest}".replace(_INK, "currentColor").replace(_FAINT, "var(--line)")
-    return f"<figure><figcaption>{label}</figcaption>{text}</figure>"
+    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+    return f"<figure><figcaption>{label}</figcaption>{head}{drawn}</figure>"

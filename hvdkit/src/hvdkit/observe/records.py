@@ -66,6 +66,11 @@ def read(folder: Path) -> Records:
     )
 
 
+def text(name: object) -> str:
+    """A name as text: bytes of a file's name that are none become question marks."""
+    return str(name).encode("utf-8", "replace").decode()
+
+
 def is_score(name: str) -> bool:
     """Whether a figure of metrics.jsonl is a score of the whole validation set."""
     return name.startswith("eval_") and name != "eval_loss" and not is_of_class(name)

@@ -47,7 +47,7 @@ def write(run_dir: Path) -> Path:
     names, counts = [], np.zeros([0, 0], np.int64)
     if (file := run_dir / "confusion.csv").exists():
         names, counts = metrics.read_confusion(file)
-        names = [name.encode("utf-8", "replace").decode() for name in names]  # any bytes
+        names = list(map(records.text, names))
     fingerprint = run.summary.get("fingerprint")
     versions = list(fingerprint.items()) if isinstance(fingerprint, dict) else []
     parts = [

@@ -1,9 +1,9 @@
 """Figures of --benchmark: rates from windows of steps, model FLOPs, a GPU's peak, and their table.
 
-Counted are matrix products and convolutions, as two operations (a multiplication and an addition)
-each: the model FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311, appendix B), whose share of the
-device's peak is the model FLOPs utilization. All else in a network (activations, normalization,
-sums) is a few per cent and is left out there too.
+Matrix products and convolutions are counted, a multiplication and an addition as two operations:
+the model FLOPs of Chowdhery et al. 2022 (arXiv:2204.02311, appendix B), whose share of the device's
+peak is the model FLOPs utilization. All else in a network is a few per cent and is left out there
+too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def window_ends(first_step: int, num_steps: int) -> range:
 def spread(rates: Sequence[float]) -> dict[str, Any]:
     """Mean with its 95 % interval (Student's t), median and jitter of WINDOWS windows' rates.
 
-    Jitter is 1.4826 times the median absolute deviation, which is the standard deviation of normal
-    rates; as in tf_cnn_benchmarks (get_perf_timing), there for steps.
+    Jitter is 1.4826 times the median absolute deviation, as in tf_cnn_benchmarks (get_perf_timing).
     """
     mean, median = float(np.mean(rates)), float(np.median(rates))
     half = _T * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
@@ -49,11 +48,10 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """The figures as lines of text."""
-    ranks, seconds = record["ranks"], record["seconds_a_step"]
     lines = [
         f"benchmark: {record['windows']} windows of {record['steps_a_window']} steps after "
-        f"{record['warm_up_steps']}; {seconds * 1e3:.4g} ms a step of "
-        f"{record['global_batch_size']} samples on {ranks} rank(s) ({record['device']})",
+        f"{record['warm_up_steps']}; {record['seconds_a_step'] * 1e3:.4g} ms a step of "
+        f"{record['global_batch_size']} samples on {record['ranks']} rank(s) ({record['device']})",
         f"{'samples/s':<12}{'mean':>10}{'95 % interval':>22}{'median':>10}{'jitter':>10}",
     ]
     for name, key in (("in all", "samples_per_second"), ("a rank", "samples_per_second_a_rank")):
@@ -146,16 +144,12 @@ def graph_flops(graph: tf.Graph) -> int:
 def _functions(graph: tf.Graph, op: tf.Operation) -> list[tf.Graph]:
     """The functions that an operation calls."""
     values = op.node_def.attr.values()
-    names = [v.func.name for v in values if v.func.name]
-    names += [part.name for v in values for part in v.list.func]
+    names = [part.name for v in values for part in (v.func, *v.list.func) if part.name]
     return [graph._get_function(name).graph for name in names]
 
 
 def _out(op: tf.Operation) -> tf.Tensor:
-    """The output of a convolution, without the ops that TensorFlow adds around a dilated one.
-
-    TensorFlow gathers every n-th pixel, with padding if n does not divide the size.
-    """
+    """The output of a convolution, without the ops that TensorFlow adds around a dilated one."""
     after = op.outputs[0].consumers()
     moved_back = len(after) == 1 and after[0].type == "BatchToSpaceND"
     return after[0].outputs[0] if moved_back else op.outputs[0]
@@ -242,11 +236,7 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
     if len(found) != 1 or "MIG" in device or precision == "float64":
         return None
     types = dict(zip(("float32", "TF32", "bfloat16", "float16"), found[0], strict=True))
-    used = "TF32" if precision == "float32" and types["TF32"] and uses_tf32() else precision
+    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()  # TensorFlow's default
+    tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0" and types["TF32"]
+    used = "TF32" if precision == "float32" and tf32 else precision
     return (types[used] * 1e12, used) if types[used] else None
-
-
-def uses_tf32() -> bool:
-    """Whether float32 products use TF32 on GPUs that have it: TensorFlow's default."""
-    allowed = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-    return allowed and tf.config.experimental.tensor_float_32_execution_enabled()

@@ -33,7 +33,7 @@ _RANKS_SHOWN = 16  # shown one by one; ten figures take a tracker a millisecond 
 class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
-    If a record cannot be written (a full disk), that is reported once and the run continues: what
+    A record that cannot be written (a full disk) is reported once and the run continues: what
     matters is in checkpoints. Use it in a `with`, which closes trackers; a summary may follow.
     """
 
@@ -52,10 +52,8 @@ class Telemetry:
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             (run_dir / "metrics.jsonl").open("a").close()
-            settings = run_dir / "config.cfg"
-            self._settings = settings.read_bytes() if settings.exists() else b""
-            given = dataclasses.asdict(config)
-            self._trackers = trackers.make(config.tracker_names, run_dir, given)
+            settings = dataclasses.asdict(config)
+            self._trackers = trackers.make(config.tracker_names, run_dir, settings)
 
     def __enter__(self) -> Telemetry:
         return self
@@ -68,7 +66,7 @@ class Telemetry:
                 tracker.close()
 
     def started(self, step: int, about: Mapping[str, Any]) -> None:
-        """Records that the run starts or resumes at `step`; `about` describes it for people."""
+        """The run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
             line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
             self._append("starts.jsonl", line)
@@ -126,9 +124,11 @@ class Telemetry:
             say(self._world, line)
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
-            waited_for = f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more"
-            fix = "cores or --data_workers, or smaller pictures (hvdkit pack)"
-            self._note_once("input-bound", f"{waited_for} {fix}")
+            note = (
+                f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more cores "
+                "or --data_workers, or smaller pictures (hvdkit pack)"
+            )
+            self._note_once("input-bound", note)
 
     def _since_last(self, step: int) -> tuple[int, float]:
         """Steps and seconds of training since the last call; above 0."""
@@ -198,19 +198,7 @@ class Telemetry:
             file.write(json.dumps(record) + "\n")
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        file = self._dir / "metrics.jsonl"
-        if not file.exists():
-            self._begin_anew(file)
-        self._append(file.name, whole_files.without_nan(record) | {"time": _now()})
-
-    def _begin_anew(self, file: Path) -> None:
-        """Somebody removed or moved the folder or the file."""
-        with self._reports_once(file.name):
-            self._dir.mkdir(parents=True, exist_ok=True)
-            if self._settings and not (self._dir / "config.cfg").exists():
-                (self._dir / "config.cfg").write_bytes(self._settings)
-        moved = "was removed or moved during the run: a new one begins, without what was in it"
-        say(self._world, f"note: {file} {moved}")
+        self._append("metrics.jsonl", whole_files.without_nan(record) | {"time": _now()})
 
     def _show(self, step: int, scalars: Mapping[str, float]) -> None:
         for tracker in self._trackers:

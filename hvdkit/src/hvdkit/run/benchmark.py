@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.observe import speed
-from hvdkit.observe.speed import FEWEST, WINDOWS, spread, table, window_ends
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
 from hvdkit.run.actions import Result
@@ -50,17 +49,17 @@ class Benchmark:
           Stop: on all ranks, when the model's operations cannot be counted for a mistake in it.
         """
         self._loop, self._run = run, run.context
-        first_step = run.start.step
-        self._ends = window_ends(first_step, run.settings.num_steps)
-        self._warm_up = self._ends[0] - first_step if self._ends else 0
+        first_step, num_steps = run.start.step, run.settings.num_steps
+        self._ends = speed.window_ends(first_step, num_steps)
         self._clocks: list[_Clocks] = []
         if not self._ends:
             say(
                 run.world,
-                f"note: --benchmark measures no speed in {run.settings.num_steps - first_step} "
-                f"step(s): {WINDOWS} windows need --num_steps={FEWEST + first_step} or more",
+                f"note: --benchmark measures no speed in {num_steps - first_step} step(s): "
+                f"{speed.WINDOWS} windows need --num_steps={speed.FEWEST + first_step} or more",
             )
             return
+        self._warm_up = self._ends[0] - first_step
         with (
             run.world.fail_together("counting the model's operations"),
             task_checks.user_code_errors("the model"),
@@ -83,7 +82,7 @@ class Benchmark:
         with world.fail_together("writing benchmark.json"):
             if world.is_chief:
                 whole_files.write_json(path, record)
-                say(world, f"{table(record)}\nwritten: {path}")
+                say(world, f"{speed.table(record)}\nwritten: {path}")
 
     def _own(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
@@ -97,7 +96,7 @@ class Benchmark:
             "host": world_lib.hostname(),
             "device": _device_name() if on_gpu else "CPU",
             "samples_per_second": (samples / times).tolist(),
-            "seconds_a_step": whole / WINDOWS / self._ends.step,
+            "seconds_a_step": whole / speed.WINDOWS / self._ends.step,
             "input": waited / whole,
             "bookkeeping": (whole - waited - in_step) / whole,
             "host_peak_bytes": on_host,
@@ -123,10 +122,10 @@ class Benchmark:
             ),
             "global_batch_size": config.global_batch_size,
             "warm_up_steps": self._warm_up,
-            "windows": WINDOWS,
+            "windows": speed.WINDOWS,
             "steps_a_window": self._ends.step,
-            "samples_per_second": spread(rates),
-            "samples_per_second_a_rank": spread(rates / size),
+            "samples_per_second": speed.spread(rates),
+            "samples_per_second_a_rank": speed.spread(rates / size),
             "seconds_a_step": seconds,
             "shares_of_a_step": shares | {"reduction_alone": reduced and reduced / seconds},
             "seconds_of_reduction_alone": reduced,
@@ -135,21 +134,17 @@ class Benchmark:
         }
 
     def _utilization(self, rate: float, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is computed in a second at `rate` samples a second on a rank, and the share of its
-        device's peak where all ranks have one that is known."""
+        """What a rank computes a second, at `rate` samples; where it is known, its share of the
+        peak of the device, which is the same on all ranks."""
         if "training_a_sample" not in self._flops:
             return {}
-        done = {"a_second_a_rank": rate * self._flops["training_a_sample"]}
+        done = rate * self._flops["training_a_sample"]
         devices = {own["device"] for own in everyone}
         known = speed.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
         if known is None:
-            return done
-        most, kind = known
-        return done | {
-            "peak_a_second": most,
-            "peak_of": kind,
-            "utilization": done["a_second_a_rank"] / most,
-        }
+            return {"a_second_a_rank": done}
+        names = ("a_second_a_rank", "peak_a_second", "peak_of", "utilization")
+        return dict(zip(names, (done, *known, done / known[0])))
 
 
 def reduction_alone(
@@ -157,12 +152,11 @@ def reduction_alone(
 ) -> float | None:
     """Seconds (a median) of the sum of all gradients over ranks while nothing else goes on.
 
-    What is summed are zeros in the gradients' shapes, grouped, compressed and carried as in a
-    step. In a step a part of this goes on while the backward pass computes, which cannot be seen
-    without changing the step. Every rank must call it.
+    It sums zeros in the gradients' shapes, grouped, compressed and carried as in a step, where a
+    part of this is hidden behind the backward pass. Every rank must call it.
 
     Returns:
-      None with one rank, and where gradients are sparse: their sizes are the data's.
+      None with one rank, and where gradients are sparse: the data decide their sizes.
     """
     config, model = run.config, run.model
     graph = train_step.get_concrete_function().graph
@@ -184,7 +178,7 @@ def reduction_alone(
             ]
         else:
             sums = reduction.rank_sums(zeros, config, model.trainable_variables)
-        # One number of each: what is read below is there when all of them are.
+        # One number of each: reading their sum waits for all of them.
         return tf.add_n([tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums])
 
     times = []

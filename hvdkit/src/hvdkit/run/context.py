@@ -47,8 +47,7 @@ class RunContext:
 def prepare(config: Settings, world: World) -> RunContext:
     """Task, data, model, and optimizer with all its variables; every rank must call it.
 
-    The device is chosen before (`world.set_up`). Weights are those of a new run with this seed,
-    and may differ between ranks until they are broadcast.
+    Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
     Raises:
       Stop: on all ranks, when a part cannot be made, or their data or devices differ.
@@ -60,9 +59,8 @@ def prepare(config: Settings, world: World) -> RunContext:
         task_checks.user_code_errors("preparing the data"),
     ):
         task = tasks.load(config)
-        prepare = tasks.optional(task, "prepare")
-        if prepare and world.local_rank == 0:
-            prepare()
+        if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
+            own()
     train_source, val_source = open_sources(world, task)
     with world.fail_together("building the model"):
         with task_checks.user_code_errors("build_model"):
@@ -86,10 +84,10 @@ def prepare(config: Settings, world: World) -> RunContext:
     if own:
         agreement.check_optimizer(world, optimizers.hyperparameters(optimizer))
     state = State(model, optimizer, config.precision)
-    folder = Path(config.run_dir) / "checkpoints"
     with world.fail_together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
+    folder = Path(config.run_dir) / "checkpoints"
     checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
     data = (train_source, val_source, train_reader)
     return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
@@ -98,9 +96,8 @@ def prepare(config: Settings, world: World) -> RunContext:
 def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     """The task's sources, the same on all ranks; every rank must call it.
 
-    What readers look for on the disk, rank 0 looks for, and the others get it in one broadcast: a
-    thousand ranks that list a network disk would keep each other waiting. Of another host's disk,
-    one rank looks at some files.
+    Rank 0 lists files and broadcasts the lists: a thousand ranks that list a network disk would
+    keep each other waiting. Of another host's disk, one rank looks at some files.
 
     Raises:
       Stop: on all ranks, when the data cannot be opened, or differ.
@@ -111,7 +108,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
         train, val = sources = task.sources()
     found = world.broadcast_object(found, "listings")
     with world.fail_together("opening the data"), task_checks.user_code_errors("sources"):
-        if sources is None:  # it came to where something is looked for
+        if sources is None:  # it needs a list of rank 0
             with shared_listing.given(found, look=world.local_rank == 0):
                 train, val = task.sources()
         both = train.fingerprint(), val.fingerprint()
@@ -123,7 +120,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 
 
 def describe(run: RunContext) -> str:
-    """What is trained, on how many samples and at which rate, for a person."""
+    """What is trained, on how many samples and at which rate."""
     config = run.config
     own = tasks.optional(run.task, "optimizer")
     rule = f"the task's {type(run.optimizer).__name__}" if own else config.optimizer
@@ -140,9 +137,9 @@ def notes(run: RunContext) -> list[str]:
     config, found = run.config, run.config.notes()
     if run.model.compiled:
         found.append("the optimizer and the loss that the model was compiled with are not used")
-    # Rank 0 tells it; of equal splits it is told already.
-    chosen = run.world.is_chief and config.train_split != config.val_split
-    if chosen and (twice := trained_on_too(run.train_source, run.val_source)):
+    # Equal splits have a note of their own.
+    looks = run.world.is_chief and config.train_split != config.val_split
+    if looks and (twice := trained_on_too(run.train_source, run.val_source)):
         found.append(
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
@@ -160,9 +157,6 @@ def notes(run: RunContext) -> list[str]:
     return found
 
 
-StartSource = Literal["new", "own", "other"]
-
-
 class Start(NamedTuple):
     """Where a run begins, the same on every rank.
 
@@ -171,7 +165,7 @@ class Start(NamedTuple):
     """
 
     step: int
-    source: StartSource
+    source: Literal["new", "own", "other"]
     found: Found | None = None
 
     @property
@@ -180,7 +174,7 @@ class Start(NamedTuple):
 
 
 def begin(context: RunContext, back: GoBack | None = None) -> Start:
-    """Finds the start, gives all variables its values, and then those of rank 0 on every rank.
+    """Finds the start, and gives all variables on every rank its values.
 
     Args:
       back: the run goes back to an earlier checkpoint of its own.
@@ -203,7 +197,5 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
             if world.is_chief:
                 read(context.model, config)
     world.broadcast_variables(list(state.variables.values()))
-    source = "new"
-    if found:
-        source = "own" if found.own else "other"
+    source = "new" if not found else "own" if found.own else "other"
     return Start(int(state.step), source, found)

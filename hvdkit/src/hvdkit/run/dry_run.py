@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     tried_dir = str(Path(made) / run_dir.resolve().name)
     resume = "never" if config.resume == "auto" else config.resume
     tried = dataclasses.replace(config, run_dir=tried_dir, resume=resume)
-    if config.find_lr:  # it goes on where the loss is no number, to say so
+    if config.find_lr:  # it continues where the loss is no number, to say so
         steps = min(config.num_steps, _STEPS_OF_RATES)
         tried = dataclasses.replace(tried, num_steps=steps, max_bad_steps=steps + 1)
     try:
@@ -75,7 +75,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
 
 
 def _clear(parent: Path) -> None:
-    """Removes what dry runs left that were killed; one that goes on holds its lock."""
+    """Removes what killed dry runs left; a dry run that goes on holds its lock."""
     for lock in parent.glob(f"{_PREFIX}*/.lock"):
         with contextlib.suppress(OSError), whole_files.lock(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)
@@ -143,7 +143,7 @@ def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -
     run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
     for line in _sizes(run, spec):
         say(world, line)
-    for rank, (count, first) in list(enumerate(everyone))[:_SHOWN]:
+    for rank, (count, first) in enumerate(everyone[:_SHOWN]):
         named = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
         say(world, f"rank {rank}: {count} samples a step; the first step's: {named}")
     if world.size > _SHOWN:
@@ -157,27 +157,27 @@ def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -
 
 
 def plot(values: Sequence[float]) -> str:
-    """Columns of a bar each, the largest value's to the top; lines of text."""
-    most = max(values) or 1.0
-    heights = [round(value / most * _HEIGHT) for value in values]
-    lines = []
+    """A bar for each value, as columns of #; lines of text."""
+    most, lines = max(values) or 1.0, []
     for level in range(_HEIGHT, 0, -1):
         label = f"{most:.3g}" if level == _HEIGHT else ""
-        columns = "".join("#" if height >= level else " " for height in heights)
-        lines.append(f"{label:>9} |{columns}".rstrip())
+        bars = ("#" if round(v / most * _HEIGHT) >= level else " " for v in values)
+        lines.append(f"{label:>9} |{''.join(bars)}".rstrip())
     return "\n".join([*lines, f"{'0':>9} +" + "-" * len(values)])
 
 
 def _sizes(run: RunContext, spec: Any) -> list[str]:
     config, model = run.config, run.model
-    trained = sum(_bytes(v) for v in model.trainable_variables)
-    whole = sum(_bytes(v) for v in run.state.variables.values())
+
+    def bytes_of(variables: Iterable[object]) -> int:
+        return sum(raw(v).shape.num_elements() * raw(v).dtype.size for v in variables)
+
+    trained, whole = bytes_of(model.trainable_variables), bytes_of(run.state.variables.values())
     wire = trained * _WIRE[config.compression]
     flops = count_operations(run, spec)
+    counted = f"operations not counted: {flops.get('not_counted')}"
     if "training_a_sample" in flops:
         counted = f"{flops['training_a_sample'] / 1e9:,.3g} GFLOP a sample, forward and backward"
-    else:
-        counted = f"operations not counted: {flops['not_counted']}"
     return [
         f"gradients: {_size(trained)} in {len(model.trainable_variables)} tensors; "
         + ("one rank sends none" if run.world.size == 1 else f"{_size(wire)} a step on the wire"),
@@ -186,11 +186,6 @@ def _sizes(run: RunContext, spec: Any) -> list[str]:
         "without activations; below: what two steps took",
         counted,
     ]
-
-
-def _bytes(variable: object) -> int:
-    tensor = raw(variable)
-    return tensor.shape.num_elements() * tensor.dtype.size
 
 
 def _size(count: float) -> str:

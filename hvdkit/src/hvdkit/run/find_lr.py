@@ -1,9 +1,8 @@
 """--find_lr: the loss while the learning rate rises, and a rate to begin with.
 
 The range test of Smith 2017 (arXiv:1506.01186, section 3.3): from schedule.LOWEST the rate grows by
-the same factor each step, until the loss blows up. Suggested is where the smoothed loss falls most
-steeply over the rate's logarithm, as fastai's learning-rate finder does by default ("steep" and
-"valley" are its names). Nothing of it is kept but a page beside --run_dir.
+the same factor each step, until the loss blows up. It suggests the rate where the smoothed loss
+falls most steeply over the rate's logarithm (fastai's "steep"). It keeps a page beside --run_dir.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Ending(NamedTuple):
 
 
 class Health:
-    """This rank's votes, and what the ranks' votes, totals and times say about the run."""
+    """This rank's votes, and what the votes and figures of all ranks say about the run."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Health:
         self._saver = saver
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
-        self._told = False  # a note that is said once
-        self._told_of = 0  # the newest step that was skipped
+        self._noted = False  # that gradients are too small
+        self._noted_step = 0  # the newest step that was skipped
         self.waited = 0.0  # seconds that verdicts waited for steps to be done: a GPU works then
 
     def votes(self) -> tf.Tensor:
@@ -75,13 +75,11 @@ class Health:
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
 
-        It saves and ends nothing itself. All ranks must call it with the results of the same
-        steps; None stands for a step that was not made.
+        All ranks must call it with the results of the same steps; None: a step that was not made.
         """
         endings = [self._judge(result) for result in results if result is not None]
         found = [ending for ending in endings if ending]
-        # What the newest step says counts, but for a stop signal, which any other reason outdoes.
-        graver = [ending for ending in found if ending.code != PREEMPTED]
+        graver = [ending for ending in found if ending.code != PREEMPTED]  # than a stop signal
         return next(iter(graver or found), None)
 
     def _judge(self, result: Result) -> Ending | None:
@@ -94,9 +92,9 @@ class Health:
             errors = self._world.gather_objects(self._feed.error, "data.errors")
             return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
         note = virtual.too_small(result)
-        if note and not self._told:
+        if note and not self._noted:
             say(self._world, note)
-            self._told = True
+            self._noted = True
         if fault := virtual.fault(result):
             return Ending(*fault, save=False)
         if not result["finite"] and (ending := self._not_finite(result)):
@@ -127,24 +125,21 @@ class Health:
         if skipped >= most or not trained:
             ending = Ending(DIVERGED, "diverged", _figures(result) + whose, save=False)
             return ending._replace(bad_since=step - skipped + 1)
-        # A gradient that float16's loss scale made too large is nothing to tell.
+        # A gradient that float16's loss scale made too large is usual.
         usual = self._float16 and math.isfinite(float(result["loss"]))
-        if not usual and step != self._told_of:
-            self._told_of = step
+        if not usual and step != self._noted_step:
+            self._noted_step = step
             what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
             say(self._world, f"note: step {step} is skipped, its {what}{whose}")
         return None
 
     def _whose(self, result: Result) -> str:
-        """Whose losses are no numbers at a step, and the samples that they are of; or ""."""
-        virtual_ranks = self._sampler.virtual_ranks
+        """Ranks whose loss is no number at a step, with their samples; or ""."""
+        virtual_ranks, before = self._sampler.virtual_ranks, int(result["step"]) - 1
         ranks = np.flatnonzero(~np.isfinite(losses(self._world, virtual_ranks, result))).tolist()
         kind = "virtual rank" if virtual_ranks else "rank"
-        step = int(result["step"])
-        parts = [
-            f"{kind} {r} with samples {join(self._sampler.ids_of(step - 1, r), 32)}"
-            for r in ranks[:3]
-        ]
+        samples = {r: join(self._sampler.ids_of(before, r), 32) for r in ranks[:3]}
+        parts = [f"{kind} {r} with samples {ids}" for r, ids in samples.items()]
         more = f" and {len(ranks) - 3} more ranks" if len(ranks) > 3 else ""
         return f" (no number: loss of {', '.join(parts)}{more})" if parts else ""
 
@@ -152,16 +147,14 @@ class Health:
 def losses(world: World, virtual_ranks: int, result: Result) -> np.ndarray:
     """Mean loss of each rank, or of each virtual one; every rank must call it.
 
-    Not in the step: there it would grow with the ranks what all of them exchange.
+    It is not in the step, whose messages must not grow with the number of ranks.
     """
     own = result["losses"].numpy()
     return own if virtual_ranks else world.gather_numbers(own, "losses")[:, 0]
 
 
 def _figures(result: Result) -> str:
-    """What a person needs to see of a step whose gradients are not finite."""
-    skipped = int(result["skipped_in_a_row"])
-    scale = float(result["loss_scale"])
+    skipped, scale = int(result["skipped_in_a_row"]), float(result["loss_scale"])
     scale = f", loss scale {scale:g}" if scale != 1 else ""
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])

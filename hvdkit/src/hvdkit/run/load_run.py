@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -33,16 +32,11 @@ _NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
 _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse(f"{message} (--help says what there is)")
-
-
 def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
-    made = _Parser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
+    made.error = lambda message: refuse(f"{message} (--help says what there is)")
     made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
     made.add_argument(
         "--checkpoint",

@@ -91,15 +91,13 @@ def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:
 
 def actions(run: Run, others: list[Action]) -> list[Action]:
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
-    context, settings = run.context, run.settings
-    found: list[Action] = [Sync(context, run.sync), CheckDrift(context)]
-    found += [Log(run), *others]
+    context, run_dir = run.context, Path(run.settings.run_dir)
+    found = [Sync(context, run.sync), CheckDrift(context), Log(run), *others]
     if run.mode == "benchmark":
         return [*found, run.benchmark]
     if run.mode == "dry_run":
         return [*found, dry_run.DryRun(run)]
     if run.mode == "find_lr":
-        run_dir = Path(settings.run_dir)
         page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
         return [*found, find_lr.FindLr(context, page)]
     return [*found, run.save, run.evaluate]
