@@ -7,9 +7,8 @@ random moments something happens to it (EVENTS), and each time it goes on, by th
 1, 2, 3, 4 or 6 ranks; before a host is cut off the network, on three hosts in network namespaces
 (as root; else that event is left out). The run to which nothing happens is over Gloo, the other
 over MPI (hosts.sh). KINDs are names of EVENTS; by default each happens in turn, in random order.
-Printed are each event, how soon all of the run had ended and
-with which exit code, how many steps were made again, and the seconds from the event to the next
-step that is new.
+It prints each event, how soon all of the run had ended and with which exit
+code, how many steps were made again, and the seconds from the event to the next new step.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from hosts import Hosts
-from legs import ROOT, START, Failed, Leg, send
+from legs import ROOT, Failed, Leg, send
 
 STEPS_AN_EVENT = 7  # of the whole run
 RANKS = (1, 2, 3, 4, 6)
@@ -54,13 +52,8 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-*"))
 
 
-def _state(it: Context) -> Path:
-    """The newest checkpoint's variables."""
-    return _checkpoints(it.leg.folder)[-1] / "state.npz"
-
-
-# What may happen. Each ends the run, one way or the other, and returns the exit codes that it may
-# have then; none: any but 0, 2, 3 and 75.
+# What may happen. Each ends the run and returns the exit codes that it may have then; none: any but
+# 0, 2, 3 and 75.
 
 
 def kill_one(it: Context) -> tuple[int, ...]:
@@ -95,32 +88,28 @@ def freeze_one(it: Context) -> tuple[int, ...]:
 
 def kill_in_save(it: Context) -> tuple[int, ...]:
     folder = it.leg.folder / "checkpoints"
-    it.leg.wait_for("a save", lambda: list(folder.glob(".step-*.partial")), START)
-    it.leg.kill_all()
-    return ()
+    it.leg.wait_for("a save", lambda: list(folder.glob(".step-*.partial")))
+    return kill_all(it)
 
 
 def truncate(it: Context) -> tuple[int, ...]:
-    it.leg.kill_all()
-    state = _state(it)
+    kill_all(it)
+    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
     os.truncate(state, it.rng.randrange(state.stat().st_size))
     return ()
 
 
 def flip_a_bit(it: Context) -> tuple[int, ...]:
-    it.leg.kill_all()
-    state = _state(it)
-    with state.open("r+b") as file:
-        place = it.rng.randrange(state.stat().st_size)
-        file.seek(place)
-        byte = file.read(1)[0] ^ 1 << it.rng.randrange(8)
-        file.seek(place)
-        file.write(bytes([byte]))
+    kill_all(it)
+    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
+    content = bytearray(state.read_bytes())
+    content[it.rng.randrange(len(content))] ^= 1 << it.rng.randrange(8)
+    state.write_bytes(content)
     return ()
 
 
 def empty_the_manifest(it: Context) -> tuple[int, ...]:
-    it.leg.kill_all()
+    kill_all(it)
     (_checkpoints(it.leg.folder)[-1] / "manifest.json").write_text("")
     return ()
 
@@ -133,10 +122,10 @@ def fill_the_disk(it: Context) -> tuple[int, ...]:
     def failed() -> bool:
         return any("was not written" in line for line in it.leg.lines)
 
-    it.leg.wait_for("a save that fails", failed, START)
+    it.leg.wait_for("a save that fails", failed)
     writer.rlimit(psutil.RLIMIT_FSIZE, (enough, enough))
     before = set(_checkpoints(it.leg.folder))
-    it.leg.wait_for("a save", lambda: set(_checkpoints(it.leg.folder)) - before, START)
+    it.leg.wait_for("a save", lambda: set(_checkpoints(it.leg.folder)) - before)
     return terminate(it)
 
 
@@ -165,7 +154,7 @@ class Outcome(NamedTuple):
 
 
 def interrupted(
-    folder: Path, flags: list[str], kinds: list[str], rng: random.Random, hosts: Hosts | None
+    folder: Path, flags: list[str], kinds: list[str], *, rng: random.Random, hosts: Hosts | None
 ) -> list[Outcome]:
     """The run, with all that happens to it, to its end."""
     outcomes, newest, since = [], 0, 0.0
@@ -178,15 +167,15 @@ def interrupted(
             begun = leg.steps[0][0]
             repeated = newest + 1 - begun
             if pending:
-                # Of a step that is logged the checkpoint may be damaged, or not yet written.
-                leg.until(newest + 1)
+                # The checkpoint of a step that is logged may be damaged, or not yet written.
+                leg.after(repeated + 1)
                 lost = leg.steps[-1][1] - since
                 outcomes.append(Outcome(*pending, repeated, lost))
                 print(f"    {repeated} steps again, {lost:.1f} s to the next new one", flush=True)
             if kind:
                 leg.after(len(leg.steps) + rng.randint(1, 5))
                 if not _checkpoints(folder):  # what is damaged must be there
-                    leg.wait_for("the first checkpoint", lambda: _checkpoints(folder), START)
+                    leg.wait_for("the first checkpoint", lambda: _checkpoints(folder))
                 since = time.monotonic()
                 allowed = EVENTS[kind](Context(leg, rng))
                 code = leg.ended()
@@ -220,16 +209,6 @@ def table(outcomes: list[Outcome]) -> None:
         print(f"| {kind} | {len(of_it)} | {cells[0]} at most | {cells[1]} at most | {cells[2]} |")
 
 
-@contextlib.contextmanager
-def three_hosts(folder: Path) -> Iterator[Hosts]:
-    (folder / "hosts").mkdir()
-    hosts = Hosts(folder / "hosts", 3)
-    try:
-        yield hosts
-    finally:
-        hosts.end()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
@@ -244,31 +223,28 @@ def main() -> int:
     again = args.kinds or [kind for kind in EVENTS if kind != "cut_a_host" or os.geteuid() == 0]
     while len(order) < args.events:
         order += rng.sample(again, len(again))
+    order = order[: args.events]
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    steps = STEPS_AN_EVENT * args.events + 10
+    flags = [*USUAL, f"--num_steps={STEPS_AN_EVENT * args.events + 10}"]
     try:
-        flags = [*USUAL, f"--num_steps={steps}"]
         whole = Leg(folder / "whole", flags, 2, "gloo")
         try:
             if code := whole.process.wait(1200):
                 raise Failed(f"without any event: exit code {code}{whole.tail()}")
         finally:
             whole.kill_all()
-        order = order[: args.events]
-        with three_hosts(folder) if "cut_a_host" in order else contextlib.nullcontext() as hosts:
-            outcomes = interrupted(folder / "chaos", flags, order, rng, hosts)
+        with contextlib.ExitStack() as stack:
+            hosts = None
+            if "cut_a_host" in order:
+                (folder / "hosts").mkdir()
+                hosts = Hosts(folder / "hosts", 3)
+                stack.callback(hosts.end)
+            outcomes = interrupted(folder / "chaos", flags, order, rng=rng, hosts=hosts)
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
     table(outcomes)
-    words = [
-        sys.executable,
-        "-m",
-        "hvdkit",
-        "compare",
-        str(folder / "whole"),
-        str(folder / "chaos"),
-    ]
+    words = [sys.executable, "-m", "hvdkit", "compare", folder / "whole", folder / "chaos"]
     code = subprocess.run(words, cwd=ROOT / "template", check=False).returncode
     if not args.folder and not code:
         shutil.rmtree(folder)

@@ -71,7 +71,7 @@ class Leg:
             for step in re.findall(r"step (\d+)/\d+  loss", line):
                 self.steps.append((int(step), time.monotonic()))
 
-    def wait_for(self, what: str, there: Callable[[], object], seconds: float) -> None:
+    def wait_for(self, what: str, there: Callable[[], object], seconds: float = START) -> None:
         end = time.monotonic() + seconds
         while not there():
             if time.monotonic() > end:
@@ -81,12 +81,8 @@ class Leg:
             time.sleep(0.01)
 
     def after(self, steps: int) -> None:
-        """Until so many steps were made in this leg."""
-        self.wait_for(f"{steps} steps", lambda: len(self.steps) >= steps, START)
-
-    def until(self, step: int) -> None:
-        """Until this step was made."""
-        self.wait_for(f"step {step}", lambda: self.steps and self.steps[-1][0] >= step, START)
+        """Waits until so many steps were made in this leg."""
+        self.wait_for(f"{steps} steps", lambda: len(self.steps) >= steps)
 
     def pids(self) -> list[psutil.Process]:
         """Ranks, by rank."""

@@ -8,6 +8,7 @@ import tensorflow as tf
 from checks_runs import PLAIN_SGD, batch_ids, plain_sgd
 from small_runs import Small, fit, numbers, same
 
+from hvdkit.checkpoint import files
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
@@ -115,6 +116,7 @@ def check_a_second_time_ends_the_run(world):
     if world.is_chief:
         assert ended.printed.count("Going back") == 1 and ended.summary["exit_reason"] == "diverged"
         assert {"step-00000004", "step-00000006"} <= {*ended.checkpoints}
+        assert not any(map(files.fault, (ended.folder / "checkpoints").iterdir()))
 
 
 def check_without_a_checkpoint_before_it_the_run_ends(world):

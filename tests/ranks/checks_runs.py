@@ -15,7 +15,6 @@ from small_models import Step, remember, weight
 from small_runs import CLASSES, FEATURES, USUAL, Small, acting, classifier, fit, numbers, same
 
 import train
-from hvdkit.checkpoint import files
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
@@ -35,15 +34,9 @@ class AddsLosses(Small):
                 self.add_loss(0.3 * tf.reduce_mean(tf.square(x)))
                 return x
 
-        l2 = keras.regularizers.L2
-        body = keras.layers.Dense(
-            5,
-            activation="tanh",
-            kernel_regularizer=l2(0.1),
-            bias_regularizer=l2(0.2),
-            activity_regularizer=l2(0.05),
-        )
-        return classifier(body, Centred())
+        kinds = {"kernel": 0.1, "bias": 0.2, "activity": 0.05}
+        l2 = {f"{kind}_regularizer": keras.regularizers.L2(x) for kind, x in kinds.items()}
+        return classifier(keras.layers.Dense(5, activation="tanh", **l2), Centred())
 
 
 def batch_ids(step: int, size: int = 60) -> list[int]:
@@ -218,16 +211,6 @@ def check_ranks_whose_weights_differ_in_the_end_are_named(world):
             fit(world)
         else:
             fit(world, Small, "final weights on rank 1", code=BUG)
-
-
-def check_a_run_that_diverges_keeps_its_checkpoints(world):
-    settings = {"optimizer": "sgd", "lr_policy": "constant", "checkpoint_every": 1}
-    good = fit(world, num_steps=2, **settings)
-    again = {"run_dir": str(good.folder), "resume": "auto", "base_lr": 1e38, "num_steps": 40}
-    ended = fit(world, Small, "diverged at step", code=DIVERGED, **settings | again)
-    if world.is_chief:
-        assert ended.summary["exit_reason"] == "diverged" and "step-00000002" in ended.checkpoints
-        assert not any(map(files.fault, (ended.folder / "checkpoints").iterdir()))
 
 
 class Ragged(Small):

@@ -81,6 +81,7 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
     shown = " ".join(found.text)
     for text in (summary["weights_sha256"], "2 ranks on 1 host(s)", "6 of 6", "blank"):
         assert text in shown, text
+    assert {"training", "validation"} <= {*found.text}  # both losses, in one plot
     assert all(link.startswith(("data:", "#")) for link in found.links), found.links
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
 
@@ -151,12 +152,6 @@ def test_another_folder_is_refused_in_one_line(tmp_path, capsys):
     assert report.main(["hvdkit report", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "no run's folder" in error
-
-
-def test_the_loss_is_drawn_of_training_and_validation(tmp_path):
-    lines = [step(10, 1.0), {"step": 10, "time": 1.5, "eval_loss": 2.5}, step(20, 2.0)]
-    text = report.training(records.read(made_up(tmp_path / "run", lines, [])))[0]
-    assert "Loss" in text and "training" in text and "validation" in text
 
 
 @pytest.mark.parametrize("value", ["much", 10**400, [1.0]], ids=["text", "huge", "list"])
