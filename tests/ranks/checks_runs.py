@@ -324,7 +324,7 @@ def check_a_benchmark_of_too_few_steps_says_so(world):
 
 def check_a_rate_is_not_suggested_from_too_few_steps(world):
     printed = fit(world, find_lr=True, num_steps=9).printed
-    assert not world.is_chief or "--num_steps=9 tells nothing: give 10 or more" in printed, printed
+    assert not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed, printed
 
 
 # ---- Hosts that are not alike ------------------------------------------------------------------

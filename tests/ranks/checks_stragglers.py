@@ -19,7 +19,7 @@ class Work(keras.layers.Layer):
     def call(self, x):
         if not self._much:
             return x
-        busy = tf.fill([1500, 1500], tf.stop_gradient(x[0, 0]))
+        busy = tf.fill([900, 900], tf.stop_gradient(x[0, 0]))
         return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
 
 
@@ -32,7 +32,7 @@ def slow(rank: int | None) -> type:
 
 
 def notes_of(world, task, **settings):
-    ended = fit(world, task, num_steps=40, log_every=5, **settings)
+    ended = fit(world, task, num_steps=20, log_every=4, **settings)
     return ended, [line for line in ended.printed.splitlines() if "note: slow" in line]
 
 
@@ -49,7 +49,7 @@ def check_a_slow_rank_is_named_once(world):
 def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
     class Waits(Small):
         def training_example(self, sample, key):
-            busy = tf.fill([700, 700], sample["x"][0])
+            busy = tf.fill([500, 500], sample["x"][0])
             extra = 1e-30 * tf.reduce_mean(tf.sin(busy @ busy)) if world.rank == 1 else 0.0
             return {"inputs": sample["x"] + extra, "targets": sample["y"]}
 

@@ -1,4 +1,4 @@
-"""Compares runs side by side, and says if they are the same to the last bit.
+"""Compares runs side by side, and reports whether they are the same to the last bit.
 
     hvdkit compare runs/one runs/other ...
     hvdkit compare runs/one runs/other --html=compared.html --score=0.8

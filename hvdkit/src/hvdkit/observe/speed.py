@@ -75,7 +75,7 @@ def _shares(record: Mapping[str, Any]) -> list[str]:
         lines.append(
             "the sum of gradients over ranks, alone: "
             f"{record['seconds_of_reduction_alone'] * 1e3:.3g} ms = "
-            f"{shares['reduction_alone']:.1%} of a step, some of it hidden behind the backward pass"
+            f"{shares['reduction_alone']:.1%} of a step, part of it hidden behind the backward pass"
         )
     return lines
 

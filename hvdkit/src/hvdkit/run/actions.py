@@ -1,8 +1,8 @@
-"""What happens after a step. run/modes.py lists them; each is called as action(step, result).
+"""What happens after a step, in the order of run/modes.py; called as action(step, result).
 
-An action says with `due(step)` whether it acts after a step, and with `settles` whether it needs
-to know first that the step was applied. It returns why the run must end, or None. All ranks have
-the same list and call the same actions at the same steps: an action may hold collectives.
+`due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
+before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
+an action may hold collectives.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Action(Protocol):
 
 
 class Sync:
-    """Brings the moving statistics of batch norm together, every so many steps."""
+    """Combines the ranks' moving statistics of batch norm, every so many steps."""
 
     settles = False
 
     def __init__(self, run: RunContext, sync: Callable[[], None]) -> None:
-        # Synced every step, a sync at a step that nobody planned (a stop signal) changes no bit.
+        # Every step: then a sync at an unplanned step (a stop signal) changes no bit.
         self._every = 1 if run.config.deterministic else run.config.bn_sync_every
         self._sync = sync
 
@@ -95,12 +95,12 @@ DRIFT_EVERY = 1000  # steps; an allreduce of 16 bytes a variable
 
 
 class CheckDrift:
-    """Looks whether all ranks still hold the same weights and state, every DRIFT_EVERY steps."""
+    """Checks that all ranks hold the same weights and state, every DRIFT_EVERY steps."""
 
     settles = False
 
     def __init__(self, run: RunContext) -> None:
-        # Moving statistics are each rank's own until they are brought together: see check_alike.
+        # Each rank has moving statistics of its own until they are synced.
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
         apart = set() if alike else _moving_statistics(run)
         named = run.state.variables.items()
@@ -114,7 +114,7 @@ class CheckDrift:
 
 
 class Own:
-    """An action that a task gave: what goes wrong in it ends all ranks with one sentence."""
+    """An action of the task: an error in it ends all ranks with one sentence."""
 
     def __init__(self, world: World, action: Action) -> None:
         self._world, self._action, self.settles = world, action, action.settles
@@ -192,15 +192,15 @@ def _moving_statistics(run: RunContext) -> set[int]:
 
 
 class Evaluate:
-    """The score of the weights, or of their average where one is kept; when to give up.
+    """The score of the weights, or of their moving average; when to stop early.
 
-    It comes after Save: whatever goes wrong in an evaluation, what was trained is on disk.
+    It comes after Save: whatever fails in an evaluation, the trained weights are on disk.
     """
 
     settles = True
 
     def __init__(self, run: Run, scored_since: int) -> None:
-        """`scored_since`: the step from which on this run's folder has its scores."""
+        """`scored_since`: the step from which this run's folder has scores."""
         self._run, self._saver = run.context, run.saver
         self._evaluator, self._stop_signal = run.evaluator, run.health.stop_signal
         self._sync, self._telemetry = run.sync, run.telemetry

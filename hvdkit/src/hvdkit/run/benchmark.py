@@ -38,7 +38,7 @@ class _Clocks(NamedTuple):
 
 
 class Benchmark:
-    """An action that reads clocks where windows end, and after the last one says what it found."""
+    """Reads clocks at the ends of windows, and reports after the last one."""
 
     settles = True  # one wait for the device a window, so that it holds whole steps
 
@@ -150,7 +150,7 @@ class Benchmark:
 def reduction_alone(
     run: RunContext, train_step: tf.types.experimental.PolymorphicFunction
 ) -> float | None:
-    """Seconds (a median) of the sum of all gradients over ranks while nothing else goes on.
+    """Seconds (a median) of the sum of all gradients over ranks with nothing else running.
 
     It sums zeros in the gradients' shapes, grouped, compressed and carried as in a step, where a
     part of this is hidden behind the backward pass. Every rank must call it.
@@ -202,7 +202,7 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     except speed.NotCounted as reason:
         return {"not_counted": str(reason)}
     if any(not layer.trainable for layer in run.model._flatten_layers()):
-        return {"not_counted": "some layers are not trained, which takes less than three passes"}
+        return {"not_counted": "frozen layers take less than three passes"}
     return {"forward_a_sample": forward, "training_a_sample": speed.TRAINING * forward}
 
 

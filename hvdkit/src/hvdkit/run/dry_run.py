@@ -75,7 +75,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
 
 
 def _clear(parent: Path) -> None:
-    """Removes what killed dry runs left; a dry run that goes on holds its lock."""
+    """Removes what killed dry runs left; a live one holds its lock."""
     for lock in parent.glob(f"{_PREFIX}*/.lock"):
         with contextlib.suppress(OSError), whole_files.lock(lock):
             shutil.rmtree(lock.parent, ignore_errors=True)

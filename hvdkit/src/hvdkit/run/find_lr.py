@@ -50,7 +50,7 @@ class FindLr:
             if self._run.world.is_chief:
                 self._write(smooth, rate)
         if len(smooth) < _FEWEST:
-            message = f"--num_steps={len(smooth)} tells nothing: give {_FEWEST} or more, better 100"
+            message = f"--num_steps={len(smooth)} is too few: give {_FEWEST} or more, better 100"
         elif rate is None:
             message = "the loss did not fall at any rate: is the model's loss right?"
         else:

@@ -47,16 +47,13 @@ def parser(about: str) -> argparse.ArgumentParser:
         "--ema",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="use the averaged weights, if the run kept them (--ema_decay); its scores are theirs",
+        help="use the averaged weights, if the run has them (--ema_decay), as its scores do",
     )
     return made
 
 
 def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
-    """The run's settings, then `flags`, as on train.py's command line.
-
-    On every rank; where something is wrong one rank says it, and all exit with 2.
-    """
+    """The run's settings, then `flags`; what is wrong with them ends all ranks with code 2."""
     file = run_dir / "config.cfg"
     own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
     try:

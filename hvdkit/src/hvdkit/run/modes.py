@@ -1,6 +1,6 @@
 """Kinds of runs: each is a list of actions and a folder; the loop knows none of them.
 
-| flag | actions after a step | what is kept |
+| flag | actions after a step | what it leaves |
 | --- | --- | --- |
 | (none) | sync, drift, log, the task's own, save, evaluate | all |
 | --dry_run | the same, but one save and one evaluation after two steps, then the end | nothing |
