@@ -206,13 +206,13 @@ class Run:
         previous, self._result = self._result, result
         due = [action for action in self.actions if action.due(self.step)]
         # Judged one step late, so that a GPU already has the next step to work on; at once where an
-        # action looks at the weights. When the run ends, the step in flight is judged as well.
+        # action looks at the weights, or the run ends.
         ending = self.health.verdict(previous)
         if ending or any(action.settles for action in due):
             ending = self.health.verdict(previous, result)
         if not (ending and ending.code != PREEMPTED):
-            # A stop ends the run after this step, which is logged and saved like any other: a rerun
-            # does not make it again. It does make up for an evaluation.
+            # A stop ends the run after this step, which is logged and saved like any other. A rerun
+            # makes up for an evaluation.
             for action in due:
                 if not (ending and action is self.evaluate):
                     ending = action(self.step, result) or ending
@@ -269,18 +269,15 @@ class Run:
     def _go_back(self, ending: Ending) -> None:
         """Raises GoBack on all ranks, once a run, where a checkpoint is before the bad steps.
 
-        From the same weights the same batches would lead to the same steps. So the batches between
-        are left out, as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311, section 5.1): a loss
-        spike takes both, certain batches and certain weights.
+        The batches between are left out, as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311,
+        section 5.1): from the same weights they would lead to the same steps.
         """
         found = self.context.checkpoints.sound_before(ending.bad_since)
         if found and not int(self.state.passed_over):
-            step = int(self.state.step)
-            say(
-                self.world,
-                f"note: {ending.message}. Going back to step {found.step}; the batches of steps "
-                f"{found.step + 1} to {step} are left out. A run goes back only once",
-            )
+            step, first = int(self.state.step), found.step + 1
+            left_out = f"the batches of steps {first} to {step} are left out"
+            back = f"Going back to step {found.step}; {left_out}. A run goes back only once"
+            say(self.world, f"note: {ending.message}. {back}")
             raise GoBack(str(found.path), step)
 
     def _summarize(self, ending: Ending | None) -> None:
