@@ -86,7 +86,6 @@ class Run:
         self._ending: Ending | None = None
         self._waits_for_result = False
         self.actions: list[Action] = []  # once the run's folder is open
-        self._called = 0.0
         self.seconds_in_steps = 0.0
         self.open_parts = contextlib.ExitStack()
 
@@ -226,13 +225,11 @@ class Run:
         make_up = start.found is not None and evaluates_first(context, start.found)
         with world.fail_together("opening the run folder"):
             if world.is_chief:
-                run_dir = Path(settings.run_dir)
-                how = {"evaluates_first": make_up}
-                if note := run_folder.begin(run_dir, start.found, settings, **how):
+                folder, how = Path(settings.run_dir), {"evaluates_first": make_up}
+                if note := run_folder.begin(folder, start.found, settings, **how):
                     say(world, note)
-            self.telemetry = Telemetry(
-                settings, world, first_step=start.step, epoch=len(context.train_source)
-            )
+            since = {"first_step": start.step, "epoch": len(context.train_source)}
+            self.telemetry = Telemetry(settings, world, **since)
             about = {"what": self.what, "where": self.where, "score": self.task.main_metric}
             self.telemetry.started(start.step, about)
         if start.found:
