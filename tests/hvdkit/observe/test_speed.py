@@ -32,10 +32,7 @@ def test_ten_windows_of_equally_many_steps_end_with_the_run(first, last, warm_up
     ends = speed.window_ends(first, last)
     assert list(np.diff(ends)) == [window] * 10
     assert (ends[0] - first, ends[-1]) == (warm_up, last)
-
-
-def test_too_few_steps_have_no_windows():
-    assert not any(speed.window_ends(*steps) for steps in ((0, 1), (0, 14), (90, 104)))
+    assert not speed.window_ends(first, first + 14)  # too few
 
 
 def test_spread_of_rates():
@@ -115,12 +112,10 @@ def test_a_loop_is_not_counted():
         ("NVIDIA A100-SXM4-80GB", "float32", (156e12, "TF32")),
         ("NVIDIA A100-PCIE-40GB", "bfloat16", (312e12, "bfloat16")),
         ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
-        ("NVIDIA H100 PCIe", "bfloat16", (756.5e12, "bfloat16")),
         ("NVIDIA H100 PCIe", "float32", (378e12, "TF32")),
         ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
         ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
-        ("NVIDIA L4", "float16", (121e12, "float16")),
         ("NVIDIA A10G", "float16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "float32", None),
         ("NVIDIA A100-SXM4-80GB", "float64", None),
