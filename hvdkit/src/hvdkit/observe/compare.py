@@ -114,19 +114,17 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
     from hvdkit.observe import pages  # here: loading the plot library takes half a second
 
     wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
-    wanted |= {"samples_per_second": "Samples a second, all ranks"}
-    wanted["eval_loss"] = "Validation loss"
+    wanted |= {"samples_per_second": "Samples a second, all ranks", "eval_loss": "Validation loss"}
     wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs for n in run.scores()}
     found = []
     for key, title in wanted.items():
         lines = {}
         for run, name in zip(runs, names):
-            lines_with = run.evaluations if key.startswith("eval_") else run.steps
-            x, y = column(lines_with, "step"), column(lines_with, key)
-            if not all(map(math.isnan, y)):
-                lines[name] = (x, y)
-        if lines:
-            found.append(pages.curves(title, lines))
+            of_key = run.evaluations if key.startswith("eval_") else run.steps
+            curve = column(of_key, "step"), column(of_key, key)
+            if not all(map(math.isnan, curve[1])):
+                lines[name] = curve
+        found += [pages.curves(title, lines)] if lines else []
     parts = [pages.table(rows, ["", *names]), pages.section("Curves", pages.cards(found))]
     return pages.page(f"{len(runs)} runs compared", parts)
 

@@ -50,6 +50,7 @@ def write(run_dir: Path) -> Path:
         names = list(map(records.text, names))
     fingerprint = run.summary.get("fingerprint")
     versions = list(fingerprint.items()) if isinstance(fingerprint, dict) else []
+    flags = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
     parts = [
         pages.table(about(run)),
         pages.section("Training", pages.cards(training(run))),
@@ -57,7 +58,7 @@ def write(run_dir: Path) -> Path:
         pages.section("What it predicts", *predictions(run, names)),
         pages.section("Starts, faults and time lost", *faults(run)),
         pages.section("Computed with", pages.table(versions)),
-        settings(run),
+        f"<details><summary>All settings</summary><pre>{pages.escaped(flags)}</pre></details>",
     ]
     state = run.summary.get("exit_reason") or f"not ended, step {run.last_step():,}"
     out = run_dir / "report.html"
@@ -114,15 +115,14 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
         found.append(pages.curves("Scores of the validation set", lines))
     if not names:
         return found
-    measure = "iou" if _is_segmentation(run) else "recall"
-    values = np.array(metrics.class_figures(counts)[measure])
-    order = np.arange(len(names))
-    title = f"{'IoU' if measure == 'iou' else 'Recall'} of each class"
+    by_pixel, order = _is_segmentation(run), range(len(names))
+    values = metrics.class_figures(counts)["iou" if by_pixel else "recall"]
+    title = f"{'IoU' if by_pixel else 'Recall'} of each class"
     if len(names) > _MOST_BARS:
-        order = np.argsort(values, kind="stable")[:_MOST_BARS]  # NaN last
+        order = np.argsort(values, kind="stable")[:_MOST_BARS].tolist()  # NaN last
         title = f"{title}: the {_MOST_BARS} lowest of {len(names)}"
-    colours = [_colour(int(n)) for n in order] if measure == "iou" else []
-    shown = {_unique(names, int(n)): float(values[n]) for n in order}
+    colours = list(map(_colour, order)) if by_pixel else []
+    shown = {_unique(names, n): float(values[n]) for n in order}
     found.append(pages.bars(title, shown, colours))
     found.append(pages.matrix("Confusion matrix: shares of each label", counts, names))
     return found
@@ -156,14 +156,8 @@ def faults(run: Records) -> list[str]:
     return [pages.table(rows, head) if rows else "", notes]
 
 
-def settings(run: Records) -> str:
-    """All settings, collapsed."""
-    text = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
-    return f"<details><summary>All settings</summary><pre>{pages.escaped(text)}</pre></details>"
-
-
 def _is_segmentation(run: Records) -> bool:
-    """Whether classes belong to pixels, which are drawn in the palette's colours."""
+    """Whether classes are of pixels, which have the palette's colours."""
     return any(is_of_class(name) for line in run.evaluations for name in line)
 
 
@@ -189,10 +183,10 @@ def main(argv: list[str]) -> int:
     if not folders or any(name.startswith("-") for name in folders):
         print(__doc__, file=sys.stderr)
         return DONE if folders in (["--help"], ["-h"]) else WRONG_USE
-    for folder in folders:
-        try:
+    try:
+        for folder in folders:
             print(f"report: {write(Path(folder))}")
-        except (OSError, ValueError) as error:
-            complain(str(error))
-            return WRONG_USE
+    except (OSError, ValueError) as error:
+        complain(str(error))
+        return WRONG_USE
     return DONE

@@ -58,12 +58,9 @@ def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> li
     """Raises ValueError, naming the tracker, if it cannot be started."""
     found: list[Tracker] = []
     for name in names:
+        module, _, own = name.partition(":")
         try:
-            if name == BUILT_IN:
-                kind = TensorBoard
-            else:
-                module, _, kind = name.partition(":")
-                kind = getattr(importlib.import_module(module), kind)
+            kind = TensorBoard if not own else getattr(importlib.import_module(module), own)
             # A run that keeps nothing here must leave nothing on a server either.
             if name == BUILT_IN or not (settings["dry_run"] or settings["find_lr"]):
                 found.append(kind(run_dir, settings))
