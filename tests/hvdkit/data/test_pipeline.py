@@ -77,7 +77,7 @@ def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
     )
     for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
         time.sleep(0.01)
-        telemetry.step(step, figures, samples=8, losses=[1.0], waited=waited, times={})
+        telemetry.step(step, figures, losses=[1.0], waited=waited, times={})
         printed = capsys.readouterr().out
         assert ("input-bound: rank 0 waited for data 100% of the time" in printed) == (step == 3)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -23,12 +23,12 @@ FIGURES = {"loss": 1.0, "lr": 0.1}
 
 
 def opened(folder, first_step=0) -> telemetry.Telemetry:
-    config = Settings(run_dir=str(folder), num_steps=100, trackers="")
+    config = Settings(run_dir=str(folder), num_steps=100, global_batch_size=8, trackers="")
     return telemetry.Telemetry(config, World(0, 1, 0, 1), first_step=first_step, epoch=50)
 
 
 def log(made: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
-    made.step(step, FIGURES, samples=8, losses=[1.0], waited=waited, times={})
+    made.step(step, FIGURES, losses=[1.0], waited=waited, times={})
 
 
 def lines_of(file) -> list[dict]:

@@ -45,6 +45,7 @@ class Telemetry:
         """
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
+        self._samples = config.global_batch_size  # a step
         self._last_step, self._last_time = first_step, time.monotonic()
         self._epoch, self._score = epoch, ""  # of the newest evaluation, for the status line
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
@@ -85,7 +86,6 @@ class Telemetry:
         step: int,
         figures: Mapping[str, float],
         *,
-        samples: int,
         losses: Sequence[float],
         waited: float,
         times: Mapping[str, float],
@@ -94,7 +94,6 @@ class Telemetry:
 
         Args:
           figures: loss, lr, grad_norm, ... by name.
-          samples: samples a step, over all ranks.
           losses: each rank's own mean loss.
           waited: seconds that this rank waited for its data since the last logged step.
           times: of all ranks, see hvdkit/ranks/stragglers.py.
@@ -102,7 +101,7 @@ class Telemetry:
         if not self._world.is_chief:
             return
         steps, seconds = self._since_last(step)
-        rate, wait = samples * steps / seconds, min(waited / seconds, 1.0)
+        rate, wait = self._samples * steps / seconds, min(waited / seconds, 1.0)
         self._logged += 1
         if self._logged > 1:  # the first interval includes tracing of graphs
             self._rates.append(rate)
@@ -112,13 +111,13 @@ class Telemetry:
         shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
         self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
-        eta = _clock_time((self._num_steps - step) * samples / rate)
+        eta = _clock_time((self._num_steps - step) * self._samples / rate)
         line = (
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
         )
         if logs.can_show_status():
-            epochs = f"epoch {step * samples / self._epoch:.1f}"
+            epochs = f"epoch {step * self._samples / self._epoch:.1f}"
             logs.show_status(f"{line}{self._score}  {epochs}", step, self._num_steps)
         else:
             say(self._world, line)

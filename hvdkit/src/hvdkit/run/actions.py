@@ -83,7 +83,7 @@ class Log:
         logged, self._waited = self._waited, self._feed.waited()
         times, note = self._pace.interval(self._waited - logged)
         more = {"losses": losses, "waited": self._waited - logged, "times": times}
-        self._telemetry.step(step, figures, samples=config.global_batch_size, **more)
+        self._telemetry.step(step, figures, **more)
         if note:
             say(self._run.world, note)
         if config.log_gradients:
