@@ -73,12 +73,18 @@ def test_a_run_starts_trains_and_leaves_its_records(backend, ranks, tiny, tmp_pa
     check_records(tmp_path / "run", ended, backend=backend, ranks=ranks)
 
 
+# At step 5 rank 1 gets SIGTERM; or, with a file MARK, it makes that once step 3 is saved, and waits.
 STOPPED = """
-import os, signal, sys, hvdkit, train
-log = hvdkit.run.actions.Log.__call__
+import os, pathlib, signal, sys, time, hvdkit, train
+log, mark = hvdkit.run.actions.Log.__call__, os.environ.get("MARK")
 def stop(self, step, result):
     log(self, step, result)
-    if step == 5 and self._run.world.rank == 1: os.kill(os.getpid(), signal.SIGTERM)
+    if step != 5 or self._run.world.rank != 1: return
+    if not mark: return os.kill(os.getpid(), signal.SIGTERM)
+    third = pathlib.Path(self._run.config.run_dir, "checkpoints/step-00000003")
+    while not third.exists(): time.sleep(0.01)
+    pathlib.Path(mark).touch()
+    time.sleep(1000)
 hvdkit.run.actions.Log.__call__ = stop
 words = ["train.py", "--flagfile=configs/demo.cfg", *sys.argv[1:]]
 code = hvdkit.main(train.train, train.Settings, words)
@@ -90,11 +96,12 @@ def test_a_killed_and_then_stopped_run_ends_with_the_weights_of_an_uninterrupted
     whole, tiny, tmp_path
 ):
     """SIGTERM to one rank: all agree on a step, save, exit 75. Each time it goes on."""
-    folder = tmp_path / "run"
-    third = folder / "checkpoints" / "step-00000003"
-    train(2, *tiny, *STEADY, backend="gloo", kill_when=third.exists)
-    assert not (folder / "summary.json").exists(), "killed too late"
-    ended = launch(2, ["-c", STOPPED, *tiny, *STEADY])
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    command = ["-c", STOPPED, *tiny, *STEADY]
+    # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds later.
+    ended = launch(2, command, "mpirun", env={"MARK": str(mark)}, kill_when=mark.exists)
+    assert ended.code == -9, last_lines(ended.output)
+    ended = launch(2, command)
     assert "resuming from" in ended.output
     assert re.findall(r"exit-code-(\d+)", ended.output) == ["75", "75"], ended.output
     assert summary(folder)["exit_reason"] == "preempted" and summary(folder)["step"] < 8
