@@ -13,7 +13,7 @@ import keras
 import small_models as models
 import tensorflow as tf
 from keras import layers
-from keras.src.applications import densenet
+from keras.src.applications import densenet, efficientnet_v2
 from small_models import IDS, Block, Called, Cell, Net, Step, between, bn, dense, of_ids, weight
 
 EQUAL = "the same weights on 1 and 2 ranks"
@@ -61,6 +61,13 @@ def named_halves(x, key):
 
 # Of keras.applications, with fewer blocks than the models that have names.
 APPLICATION = {"weights": None, "input_shape": (32, 32, 3), "classes": 3}
+# Shifts that the next batch norm takes away again: they move by rounding alone.
+ZERO_GRADIENT = (
+    *(f"block{i}a_project_bn/beta" for i in range(3, 7)),
+    *(f"block{i}a_expand_bn/moving_mean" for i in range(4, 7)),
+    "top_bn/moving_mean",
+)
+NO_KERNEL = {"weight_decay": 0.0}
 MICRO = {"accumulation_steps": 2, "global_batch_size": 14}
 
 KINDS = {
@@ -73,6 +80,7 @@ KINDS = {
         lambda: between(Net(dense(6), between(bn(), dense(6), Net(bn())))), settings=MICRO
     ),
     "shared layers": Kind(models.shared, inputs=halves, settings=MICRO),
+    "layers in lists and dicts": Kind(models.in_lists),
     "layers made in call": Kind(lambda: Called(models.made_in_call, body=dense())),
     "layers made in training": Kind(
         lambda: Called(models.made_in_training, body=dense(), head=layers.Dense(2)),
@@ -97,26 +105,49 @@ KINDS = {
     "inputs a dict, model of a list": Kind(
         lambda: models.two_inputs(lambda a, b: [a, b]), inputs=named_halves
     ),
+    "inputs a dict, subclassed": Kind(
+        lambda: Called(
+            lambda m, x, t: m.head(m.body(x["left"]) + x["right"]),
+            body=dense(3),
+            head=layers.Dense(2),
+        ),
+        inputs=named_halves,
+    ),
     "outputs a dict": Kind(
         lambda: models.outputs(lambda a, b: {"one": a, "two": b}), settings=MICRO
     ),
+    "outputs nested": Kind(lambda: models.outputs(lambda a, b: {"both": [a, b], "one": a})),
     "another output in training": Kind(
         lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
     ),
+    "outputs of float16": Kind(models.half_precision),
     "layers of float32": Kind(models.mixed_types, near=1e-5),
     "loaded from a file": Kind(models.loaded),
     # Weights and their gradients
+    "embedding alone": Kind(
+        lambda: of_ids(layers.Embedding(IDS, 3)), (4,), ids, settings=NO_KERNEL
+    ),
     "embedding mixed": Kind(
         lambda: of_ids(layers.Embedding(IDS, 3), dense(), bn()),
         (4,),
         ids,
         settings=MICRO,
     ),
+    "embedding, masked": Kind(
+        lambda: of_ids(layers.Embedding(IDS, 3, mask_zero=True), layers.LSTM(3)),
+        (4,),
+        ids,
+    ),
     "embedding shared with the output": Kind(models.tied, (4,), ids, settings=MICRO),
     "constraints": Kind(
         lambda: between(
             dense(kernel_constraint=keras.constraints.NonNeg()),
             dense(kernel_constraint=keras.constraints.MaxNorm(0.5)),
+        )
+    ),
+    "scalar weight": Kind(
+        lambda: between(
+            dense(), Step(lambda s, x, t: x * s.scale, weight("scale", initializer="ones"))
         )
     ),
     "weight without gradient": Kind(
@@ -126,6 +157,7 @@ KINDS = {
         still=("unused",),
     ),
     "frozen model inside": Kind(models.frozen_inside, still=("fixed",)),
+    "low-rank adaptation": Kind(models.adapts_low_rank, still=("base/kernel",)),
     "regularizers": Kind(models.regularized, settings=MICRO),
     "losses added by the model": Kind(
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2)),
@@ -140,7 +172,22 @@ KINDS = {
         ),
         settings=MICRO,
     ),
+    "standardized by adapt": Kind(models.standardized, still=("normalization",)),
+    "lookup": Kind(
+        lambda: of_ids(
+            layers.IntegerLookup(vocabulary=list(range(8))), layers.Embedding(9, 3), dense()
+        ),
+        (4,),
+        ids,
+    ),
     # Layers of Keras
+    "convolution over time": Kind(
+        lambda: between(layers.Conv1D(4, 3, activation="tanh"), bn(), shape=(5, 3)), (5, 3)
+    ),
+    "convolution of volumes": Kind(
+        lambda: between(layers.Conv3D(4, 2, activation="tanh"), bn(), shape=(3, 3, 3, 2)),
+        (3, 3, 3, 2),
+    ),
     "depthwise and separable": Kind(
         lambda: between(
             layers.DepthwiseConv2D(3, depth_multiplier=2, activation="tanh"),
@@ -152,6 +199,9 @@ KINDS = {
         ),
         (5, 5, 3),
     ),
+    "dense over time": Kind(
+        lambda: between(layers.TimeDistributed(dense()), shape=(5, 3)), (5, 3), settings=MICRO
+    ),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),
@@ -160,6 +210,9 @@ KINDS = {
             layers.SimpleRNN(3, return_sequences=True), layers.GRU(3), bn(), shape=(5, 3)
         ),
         (5, 3),
+    ),
+    "recurrent both ways": Kind(
+        lambda: between(layers.Bidirectional(layers.LSTM(3)), shape=(5, 3)), (5, 3), settings=MICRO
     ),
     "attention": Kind(models.transformer, (4, 4), still=("key/bias",), settings=MICRO),
     "layer norms": Kind(
@@ -170,6 +223,10 @@ KINDS = {
             layers.RMSNormalization(),
             layers.UnitNormalization(),
         )
+    ),
+    "group norm": Kind(
+        lambda: between(layers.Conv2D(4, 2), layers.GroupNormalization(2), shape=(5, 5, 3)),
+        (5, 5, 3),
     ),
     "spectral norm": Kind(
         lambda: between(layers.SpectralNormalization(dense()), bn()), settings=MICRO
@@ -182,10 +239,36 @@ KINDS = {
         (32, 32, 3),
         settings={"num_steps": 1},
     ),
+    "EfficientNetV2": Kind(
+        lambda: efficientnet_v2.EfficientNetV2(
+            0.25,
+            0.1,
+            32,
+            dropout_rate=0.0,
+            drop_connect_rate=0.0,
+            include_preprocessing=False,
+            name="efficientnetv2-b0",
+            **APPLICATION,
+        ),
+        (32, 32, 3),
+        still=ZERO_GRADIENT,
+        settings={"num_steps": 2},
+    ),
     # What draws by rank
     "dropout": Kind(lambda: between(dense(8), layers.Dropout(0.4)), end=BY_RANK),
     "dropout, subclassed": Kind(
         lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK, settings=MICRO
+    ),
+    "noise": Kind(
+        lambda: between(dense(8), layers.GaussianNoise(0.3), layers.AlphaDropout(0.2)), end=BY_RANK
+    ),
+    "attention with dropout": Kind(
+        lambda: models.transformer(dropout=0.3), (4, 4), end=BY_RANK, still=("key/bias",)
+    ),
+    "recurrent with dropout": Kind(
+        lambda: between(layers.GRU(6, dropout=0.2, recurrent_dropout=0.3), shape=(5, 3)),
+        (5, 3),
+        end=BY_RANK,
     ),
     "augmentation inside": Kind(
         lambda: between(
@@ -216,13 +299,19 @@ KINDS = {
         lambda: Net(layers.LSTM(3, stateful=True)), (5, 3), end=REFUSED, words=("stateful",)
     ),
     "weight as tf.Variable": Kind(
-        models.raw_variable, end=REFUSED, words=("Variable", "add_weight")
+        lambda: models.raw_variable(True), end=REFUSED, words=("Variable", "add_weight")
+    ),
+    "state as tf.Variable": Kind(
+        lambda: models.raw_variable(False), end=REFUSED, words=("Variable", "add_weight")
     ),
     "layer out of sight": Kind(
         models.hidden_layer, end=REFUSED, words=("called", "kernel", "attributes")
     ),
     "draws without a generator": Kind(
         lambda: between(dense(), Step(models.unseeded)), end=REFUSED, words=("SeedGenerator",)
+    ),
+    "build fails": Kind(
+        lambda: Net(dense(), Step(None, models.fail)), end=REFUSED, words=("no such",)
     ),
     "call fails": Kind(lambda: Net(dense(), Step(models.fail)), end=REFUSED, words=("no such",)),
     "call fails in training": Kind(

@@ -38,9 +38,9 @@ def _orientation_pattern(value: int) -> str:
     """
 
     little = r"II\*\x00\x08\x00{3}\C\C(?:(?:[\x00-\x11]\x01|\C\x00)\C{10})*"
-    little += rf"\x12\x01\x03\x00\C{{4}}\x0{value}\x00"
+    little += rf"\x12\x01\x03\x00\C\C\C\C\x0{value}\x00"
     big = r"MM\x00\*\x00{3}\x08\C\C(?:(?:\x01[\x00-\x11]|\x00\C)\C{10})*"
-    big += rf"\x01\x12\x00\x03\C{{4}}\x00\x0{value}"
+    big += rf"\x01\x12\x00\x03\C\C\C\C\x00\x0{value}"
     return rf"\C*(?:Exif\x00\x00|eXIf)(?:{little}|{big})\C*"
 
 
