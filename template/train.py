@@ -9,7 +9,7 @@ The same command again resumes from the newest checkpoint in --run_dir; --help l
 
 import sys
 
-import hvdkit  # first: it keeps TensorFlow's start quiet, and reads flags before it
+import hvdkit  # before TensorFlow: it quiets its start, and reads the flags first
 
 from settings import Settings
 
@@ -23,22 +23,24 @@ import tensorflow as tf
 def make_step(run: hvdkit.Run):
     """One step: every rank takes gradients of its share of the batch, Horovod sums them."""
 
-    @run.function  # traced at once with the batch's signature, checked on all ranks
+    @run.function  # a tf.function, traced now; the run stops here if ranks trace different ones
     def step(batch):
         with tf.GradientTape() as tape:
-            loss = run.loss(batch)  # this rank's part, times a factor that run.update takes out
+            loss = run.loss(batch)  # this rank's part of the sum over the global batch
+        # Sum, not Average: run.update divides by the global batch, as shares may be uneven.
         tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights, use_generic_names=True)  # alike on all
-        return run.update(gradients)  # unscale, check, clip, poly rate, apply: alike on every rank
+        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
+        return run.update(gradients)  # divide, check, clip, set the rate, apply
 
     return step
 
 
 def train(run: hvdkit.Run) -> None:
-    """The run. It may be called twice: after steps that are not finite a run goes back once."""
-    step = run.make_step(make_step)  # virtual ranks, packing and bfloat16 messages bring their own
+    """The run. Called again if a step is not finite: the run goes back to a checkpoint, once."""
+    # --virtual_ranks, --pack_bytes, --gradient_groups, --compression=bf16: refused with other steps.
+    step = run.make_step(make_step)
     for batch in run.batches():  # from where the run resumes; ends early on a stop signal
-        run.after_step(step(batch))  # sync batch norm, log, save, evaluate
+        run.after_step(step(batch))  # average batch norm's statistics, log, save, evaluate
 
 
 if __name__ == "__main__":

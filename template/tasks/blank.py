@@ -4,7 +4,8 @@
 
 Copy this file to tasks/NAME.py and train it with --task=NAME. Change the data first (`sources`,
 the two `..._example`), then `build_model`, then `loss`, then `sums` and `metrics`. After each part,
-train 20 steps. hvdkit/train/task.py says what every function takes and returns.
+train 20 steps. hvdkit.train.task (in vendor/hvdkit/src) says what every function takes and returns,
+and which others a task may have: an optimizer, a schedule, actions after a step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Task:
     def sources(self) -> tuple[Source, Source]:
         """Training and validation data: arrays in memory as here, or files by a reader.
 
-        hvdkit/data/readers has readers; hvdkit/data/source.py says how to write another.
+        hvdkit.data.readers has readers; hvdkit.data.source says how to write another.
         """
         classes = self.config.num_classes
         return numbers("train", 2000, classes), numbers("val", 400, classes)
@@ -55,7 +56,10 @@ class Task:
         return losses.require_classes(sample["label"], self.config.num_classes)
 
     def build_model(self) -> keras.Model:
-        """Any Keras model. Its last layer gives logits, in float32 at any --precision."""
+        """Any Keras model. Its last layer gives logits, in float32 at any --precision.
+
+        For dropout use SampleDropout, as models.py does: its draws do not depend on the rank.
+        """
         numbers = keras.Input((FEATURES,))
         x = keras.layers.Dense(32, activation="relu")(numbers)
         logits = keras.layers.Dense(self.config.num_classes, dtype=wide())(x)
