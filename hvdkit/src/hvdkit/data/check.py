@@ -57,13 +57,10 @@ def check(
 ) -> tuple[str, str]:
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
-    Args:
-      layout: a key of READERS.
-      classes: number of classes; 0: as the reader says.
-      others: splits read before, by name; this one is added. Their classes must be the same.
+    `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
+    added to `others`, those read before by name, whose classes must be the same.
 
     Returns what was read, in words, and the flag that balances its classes ("": no good sample).
-    Raises ValueError for a number of classes that is needed, or too large.
     """
     try:
         source = reader_of(layout)(root, split, classes)

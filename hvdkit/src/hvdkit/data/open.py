@@ -19,10 +19,7 @@ _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  
 
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
-    """The reader of a --data_format; called with folder, split and number of classes (0: unknown).
-
-    Raises ValueError if it cannot be imported, or called.
-    """
+    """The reader of a --data_format, to call with folder, split and number of classes (or 0)."""
     module, _, attribute = READERS[name].rpartition(".")
     where = f"--data_format={name}: its reader {READERS[name]}"
     try:
@@ -49,14 +46,9 @@ def check_ids(kind: str, classes: int) -> None:
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
-    """The splits of config.data_dir to train on and to score.
+    """The splits of config.data_dir to train on and to score; ValueError where they do not fit.
 
-    Args:
-      default: the format where config.data_format is empty; any other must have its kind of label.
-
-    Raises ValueError, naming flag, folder or file: the format has another kind of label than the
-      task takes, the data do not have that format, the splits' classes differ or are not
-      config.num_classes, or a class of pixels would have the number that means ignored.
+    `default`: the format where config.data_format is empty; any other must have its kind of label.
     """
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)

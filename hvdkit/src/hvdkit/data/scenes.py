@@ -32,10 +32,7 @@ _TRIES = 30  # to find a place for a digit before it is left out
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a demo set is made of; equal settings make equal pixels.
-
-    Raises ValueError for values that make scenes impossible.
-    """
+    """What a demo set is made of; equal settings make equal pixels."""
 
     train: int = 6000  # scenes
     val: int = 400  # scenes
@@ -100,8 +97,6 @@ def make(root: Path, settings: Settings) -> None:
 
     Several processes may call it at once: each writes its own folder, the first to finish renames
     its folder to `root`, and the others remove theirs.
-
-    Raises ValueError when `root` holds a set with other settings, or anything else.
     """
     if _already_made(root, settings):
         return
@@ -124,10 +119,7 @@ def make(root: Path, settings: Settings) -> None:
 
 
 def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
-    """Makes a set unless `root` holds a finished one, with these or other settings.
-
-    Raises ValueError when `root` holds something else.
-    """
+    """Makes a set unless `root` holds a finished one, with these or other settings."""
     if _made_with(root) is None:
         make(root, settings)
 

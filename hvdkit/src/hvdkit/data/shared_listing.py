@@ -43,14 +43,10 @@ def awaited() -> Iterator[None]:
 
 
 def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextManager[None]:
-    """For other ranks, with rank 0's findings: what it did not look for is found here.
-
-    Args:
-      look: whether this rank compares them with its host's disk.
-    """
+    """For other ranks, with rank 0's findings; `look`: compare them with this host's disk."""
 
     def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
-        if key not in findings:
+        if key not in findings:  # rank 0 did not look for it
             return find()
         if look:
             compare(findings[key])

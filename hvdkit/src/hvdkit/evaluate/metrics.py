@@ -97,10 +97,8 @@ def confusion_matrix(
 ) -> tf.Tensor:
     """Counts [num_classes, num_classes] int64, row: label, column: prediction.
 
-    Args:
-      labels, predictions: integers of one shape; a label outside [0, num_classes) is allowed
-        where it is not counted.
-      counted: bool of the same shape: which positions to count.
+    Labels and predictions are integers of one shape; `counted`, a bool of that shape, says which
+    positions count. Elsewhere a label may be outside [0, num_classes).
     """
     counted = tf.reshape(counted, [-1])
     labels, predictions = (
@@ -113,13 +111,10 @@ def confusion_matrix(
 
 
 def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
-    """Whether a label is among the k classes with the highest scores, bool [B].
+    """Whether labels [B] are among the k classes with the highest scores [B, classes]: bool [B].
 
     Among equal scores the class with the higher number comes first, as in scikit-learn's
     top_k_accuracy_score. A sample with a NaN score is no hit.
-
-    Args:
-      labels: integers [B]; scores: float [B, classes].
     """
     classes = tf.range(scores.shape[-1], dtype=labels.dtype)
     own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]

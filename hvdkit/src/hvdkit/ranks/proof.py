@@ -25,10 +25,9 @@ def prove(carrier: messages.Carrier, rank: int, size: int, *, secret: bytes) -> 
     """The key of this run: 32 bytes that all ranks know. Two exchanges of at most 40 bytes a rank.
 
     Each rank draws a nonce, and signs its number (HMAC-SHA256, RFC 2104) with a key that is made
-    of the secret and all nonces. So what an earlier run sent proves nothing.
+    of the secret and all nonces. So what an earlier run sent proves nothing. Where the launch has
+    no secret, anybody can be a rank.
 
-    Args:
-      secret: empty where the launch has none; then anybody can be a rank.
     Where a rank does not hold the secret of the others, the lowest of these names it, and all exit
     with BUG at once: nothing that waits for all ranks would end.
     """

@@ -55,8 +55,7 @@ class Pace:
     def interval(self, waited: float) -> tuple[dict[str, float], str]:
         """Since the last call: figures of all ranks for the log, and a sentence or "".
 
-        Args:
-          waited: seconds that this rank waited for its input.
+        `waited`: seconds that this rank waited for its input.
         """
         times, self._times = np.array(self._times or [(0.0, 0.0)]), []
         if self._world.size == 1:

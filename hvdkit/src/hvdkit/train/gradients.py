@@ -124,10 +124,8 @@ def finish(
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
-    Args:
-      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels, the same on all ranks.
-      clip_norm: largest global norm, 0 for none; all gradients are scaled by
-        min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
+    `l2` adds the gradient of l2 / 2 * sum(w ** 2) over kernels. Above `clip_norm` (0: none) all
+    gradients are scaled by clip_norm / norm (Pascanu et al. 2013, arXiv:1211.5063).
     """
     if l2:
         grads = [

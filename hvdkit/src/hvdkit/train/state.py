@@ -88,9 +88,6 @@ def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
 
     It takes the memory of a second copy of the weights. Batch norm's moving statistics stay.
     Without averages or before the first step nothing happens.
-
-    Raises:
-      ValueError: `trainable` of a layer changed since the optimizer was built.
     """
     if not optimizer.use_ema or not int(optimizer.iterations):
         yield
@@ -140,8 +137,7 @@ def _names_of_optimizer(
 ) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum.
 
-    Args:
-      model_names: names of the model's variables by their id().
+    `model_names`: of the model's variables, by their id().
     """
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}

@@ -96,9 +96,7 @@ class Passes:
     def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
         """Inside the step's tf.function; every rank must call it.
 
-        Args:
-          batch: nested tensors [micro-batches, samples of this rank, ...].
-          votes: float64 [n], this rank's.
+        `batch`: nested tensors [micro-batches, samples of this rank, ...]; `votes`: float64 [n].
         """
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
