@@ -44,10 +44,8 @@ def reader(
 ) -> Reader:
     """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
-    The index is an argument of the graph, so that shapes hold for every sample.
-
-    Args:
-      keyed: whether `transform` takes a key, int32 [2], to draw with.
+    The index is an argument of the graph, so that shapes hold for every sample. `keyed`: whether
+    `transform` takes a key, int32 [2], to draw with.
     """
     parts: set[str] = set()
 

@@ -97,12 +97,9 @@ class Arrays:
 
 
 class Synthetic:
-    """A Source of `count` random samples, to measure speed or to run without data.
+    """A Source of `count` random samples, the same everywhere: for speed, or to run without data.
 
-    Sample i is the same everywhere.
-
-    Args:
-      form: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
+    `form`: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
     """
 
     def __init__(self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]) -> None:

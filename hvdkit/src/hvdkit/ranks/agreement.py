@@ -101,10 +101,7 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
 
 
 def check_code(world: World) -> None:
-    """Raises Stop on all ranks when a host has other files of code than rank 0's, naming one.
-
-    Each rank would train by what it has. One rank a host reads them.
-    """
+    """Raises Stop on all ranks when a host has other files of code; one rank a host reads them."""
     own = {}
     with world.fail_together("reading the project's code"):
         if world.local_rank == 0:
@@ -144,10 +141,7 @@ def check_gradients(
 def check_same_state(
     world: World, named: Mapping[str, keras.Variable | tf.Variable], what: str
 ) -> None:
-    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both.
-
-    `what` stands in the message, and names the exchange.
-    """
+    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both."""
     digests = {name: weights_sha256([variable]) for name, variable in named.items()}
     everyone, ranks = world.compare(digests, f"agreement.state.{what}")
     if ranks:
@@ -189,10 +183,7 @@ class Drift:
         self._checksums = tf.function(self._compare, autograph=False)
 
     def check(self, step: int) -> None:
-        """Raises Stop on all ranks where values differ, naming variables, ranks and hosts.
-
-        Every rank must call it at the same step.
-        """
+        """Raises Stop on all ranks where values differ; every rank calls it at the same step."""
         if self._world.size == 1:
             return
         own, least, most = (part.numpy() for part in self._checksums())

@@ -52,10 +52,8 @@ class World:
     def fail_together(self, what: str) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
-        Every rank must come here with the same `what`: it names the collective.
-
-        Raises:
-          Stop: with WRONG_USE on all ranks, with the lowest failing rank's message.
+        Every rank must come here with the same `what`: it names the collective. Raises Stop with
+        WRONG_USE and the lowest failing rank's message.
         """
         error = None
         try:

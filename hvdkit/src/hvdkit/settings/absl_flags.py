@@ -83,10 +83,7 @@ def check(flag: Given) -> None:
 
 
 def take(program: str, settings: Room, others: Sequence[Given]) -> None:
-    """Makes FLAGS those of this run: all settings, and the other flags that were given.
-
-    Raises ValueError where a flag is required, or a validator of the fork refuses its value.
-    """
+    """Makes FLAGS those of this run, if the fork's validators let them: settings, other flags."""
     for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
         FLAGS[name].unparse()
     words = [f"--{name}={getattr(settings, name)}" for name in _settings]

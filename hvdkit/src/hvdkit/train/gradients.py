@@ -28,13 +28,11 @@ class Reduced(NamedTuple):
 
 
 class MicroBatches:
-    """Forward and backward passes over a step's micro-batches, one after the other.
-
-    `compiled`: what XLA compiles with `jit`, once it is traced.
-    """
+    """Forward and backward passes over a step's micro-batches, one after the other."""
 
     def __init__(self, steps: int, weights: Sequence[tf.Variable], *, jit: bool = False) -> None:
         self._steps, self._weights, self._jit = steps, weights, jit
+        # What XLA compiles with `jit`, once it is traced.
         self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
     def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:

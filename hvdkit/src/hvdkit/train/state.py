@@ -135,10 +135,7 @@ def names_of_model(model: keras.Model) -> list[str]:
 def _names_of_optimizer(
     optimizer: keras.optimizers.Optimizer, model_names: Mapping[int, str]
 ) -> list[str]:
-    """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum.
-
-    `model_names`: of the model's variables, by their id().
-    """
+    """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:
