@@ -46,10 +46,7 @@ def check_ids(kind: str, classes: int) -> None:
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
-    """The splits of config.data_dir to train on and to score; ValueError where they do not fit.
-
-    `default`: the format where config.data_format is empty; any other must have its kind of label.
-    """
+    """The splits to train on and to score; `default`: the format where --data_format is empty."""
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
     # Checked before their number: if the splits differ, no --num_classes is right for both.
@@ -73,7 +70,10 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     kind = kind_of(reader_of(default))
     check_ids(kind, config.num_classes)
     if config.synthetic_data:
-        return _synthetic(config, kind)
+        size, classes = config.image_size, config.num_classes
+        label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
+        form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, classes)}
+        return Synthetic(1024, form)
     name = config.data_format or default
     source = reader_of(name)(Path(config.data_dir), split, config.num_classes)
     if kind_of(source) != kind:
@@ -95,10 +95,3 @@ def _check_number(config: Settings, source: Source, *, split: str, name: str) ->
             f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
             f"{known} classes; give --num_classes={known}"
         )
-
-
-def _synthetic(config: Settings, kind: str) -> Source:
-    size = config.image_size
-    label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
-    form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
-    return Synthetic(1024, form)

@@ -100,10 +100,7 @@ def _write(source: Source, folder: Path, shards: int, *, packed_from: str) -> li
 
 
 def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
-    """Ends each shard with the record that names the pack; adds sizes to the list.
-
-    Called after all are written: the pack's name is the checksum of its content.
-    """
+    """Ends each shard with the record that names the pack, its checksum; adds sizes to the list."""
     last = folder / "mark"
     for number, shard in enumerate(listed):
         with tf.io.TFRecordWriter(os.fsencode(last)) as writer:
@@ -222,10 +219,7 @@ class Smaller:
 
 @contextlib.contextmanager
 def hidden_folder(out: Path, name: str) -> Iterator[Path]:
-    """An empty folder in `out` for what becomes OUT/NAME; removed at the end.
-
-    Leftovers of a killed process are removed at the start; ValueError if one still writes there.
-    """
+    """An empty folder in `out` for what becomes OUT/NAME, of one process; removed at the end."""
     work = out / f".{name}.packing"  # in the same folder: only then a rename is atomic
     work.mkdir(exist_ok=True)
     lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
@@ -254,7 +248,6 @@ def _clear(work: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
     try:
         return _main(argv)

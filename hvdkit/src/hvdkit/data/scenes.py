@@ -141,10 +141,7 @@ def _background(
 
 
 def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A scan scaled up: ink shares, float32 [side, side] in [0, 1], and two masks, bool.
-
-    The masks: the digit, and the ring of pixels that touch it (8 neighbours).
-    """
+    """A scan scaled up: shares of ink [side, side], masks of the digit and of a ring around it."""
     picture = Image.fromarray((shipped.digits()[0][scan] / 16).astype(np.float32))
     ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
     ink = np.pad(np.clip(ink, 0, 1), 1)
@@ -220,7 +217,6 @@ def _already_made(root: Path, settings: Settings) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Makes the demo data set.")
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):

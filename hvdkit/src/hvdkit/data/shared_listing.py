@@ -14,14 +14,11 @@ T = TypeVar("T")
 
 
 def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
-    """What `find()` returns, here or on rank 0.
+    """What `find()` returns, here or on rank 0, as `hvdkit.ranks.encoding` sends it.
 
-    Args:
-      key: what is looked for; its repr() is the same on all ranks that look for the same.
-      find: uses no collective; what it returns is made of what `hvdkit.ranks.encoding` sends, so a
-        tuple may come as a list.
-      look: compares what rank 0 found with this host's disk; called on one rank of each other
-        host. Raises ValueError or OSError where they differ.
+    Ranks that look for the same have a `key` of one repr(). `find` uses no collective. `look`
+    compares what rank 0 found with this host's disk, on one rank of each other host; it raises
+    ValueError or OSError where they differ.
     """
     return _finding(repr(key), find, look)
 

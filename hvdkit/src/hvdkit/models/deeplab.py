@@ -59,7 +59,6 @@ def _pyramid(x):
 
 
 def _conv(x, filters: int, kernel: int, *, name: str, rate: int = 1):
-    """Convolution, batch norm, ReLU."""
     x = layers.Conv2D(
         filters,
         kernel,

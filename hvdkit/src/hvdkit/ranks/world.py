@@ -172,10 +172,7 @@ def unoptimized() -> Iterator[None]:
 
 
 def connect(knobs: Mapping[str, str] | None = None) -> World:
-    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
-
-    Raises Stop where Horovod sees fewer ranks than were started together.
-    """
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
     os.environ.update(knobs or {})
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
@@ -208,8 +205,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
 def set_up(world: World, config: Settings) -> World:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
-    Then ranks prove that they are of one launch: not before, as TensorFlow may carry that. Returns
-    the world with its key.
+    Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
     """
     with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.

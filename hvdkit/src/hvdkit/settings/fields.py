@@ -175,10 +175,7 @@ def of(settings: Any) -> Fields:
 def numbers(
     settings: Room, name: str, must_be: str, *, fits: Callable[[list[float]], bool]
 ) -> list[float]:
-    """The numbers in a setting that is a text with commas between them, if it `fits`.
-
-    Otherwise raises ValueError, whose message ends with `must_be`.
-    """
+    """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
         found = [float(part) for part in text.split(",")]
@@ -210,10 +207,7 @@ def value(field: dataclasses.Field, text: str) -> Any:
 
 
 def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
-    """The flag under its own name and with a value, which a switch may leave out.
-
-    `switches`: all flags there are, by name: whether it is on or off and takes no value.
-    """
+    """The flag under its own name and with a value; `switches`: whether each flag needs none."""
     name, value = flag.name, flag.value
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):

@@ -40,8 +40,7 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     that is named in a flagfile in the project, then beside that flagfile. Where the command line
     names none, the project's configs/default.cfg is read, if it is there.
 
-    `words`: the command line without the program's name. `switches`: names of flags that take no
-    value; any other may have it as the next word.
+    `switches` are flags that take no value; any other may have it as the next word.
     """
     flags, rest = [], list(words)
     while rest:

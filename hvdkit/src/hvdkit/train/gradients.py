@@ -156,8 +156,7 @@ class LossScale(tf.Module):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740); else 1.
 
     The scale halves when a step's reduced gradients are not finite and doubles after
-    `GROWTH_STEPS` sound steps, alike on all ranks. `skipped_in_a_row` counts the steps that were
-    not finite since the last sound one.
+    `GROWTH_STEPS` sound steps, alike on all ranks.
     """
 
     GROWTH_STEPS = 1000

@@ -103,10 +103,7 @@ def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Var
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
-    """Raises ValueError where XLA cannot compile a traced function, or would leave a part out.
-
-    Nothing runs. XLA by itself would fail in the first step only.
-    """
+    """Raises ValueError where XLA cannot compile a traced function, or would leave a part out."""
     platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     for function in functions:
         found = nodes(function.graph)

@@ -278,7 +278,6 @@ def actions(found: Any) -> list[Any]:
 
 
 def notes(found: Any) -> list[str]:
-    """What the task's `notes` returned: sentences."""
     if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
         raise ValueError(f"the task's notes must return a list of texts, not {_describe(found)}")
     return list(found)
