@@ -280,15 +280,14 @@ def same_batch(feed: type) -> type:
 
 def bare(flags: list[str]) -> None:
     """The plainest loop: forward, backward, DistributedGradientTape, Keras's SGD; no checks."""
-    import horovod.tensorflow as hvd
     import keras
     import numpy as np
     import tensorflow as tf
 
+    import peers
     from hvdkit import settings as settings_lib
     from hvdkit.observe import speed
     from hvdkit.ranks import world as world_lib
-    from hvdkit.ranks.world import raw
     from tasks import classification
 
     world = world_lib.connect()
@@ -298,26 +297,11 @@ def bare(flags: list[str]) -> None:
     model = classification.Task(config).build_model()
     optimizer = keras.optimizers.SGD(config.base_lr, momentum=config.momentum)
     optimizer.build(model.trainable_variables)
-    values = [raw(v) for v in model.trainable_variables]
-    hvd.broadcast_variables([raw(v) for v in [*model.variables, *optimizer.variables]], 0)
-    scale = LOSS_SCALE if config.precision == "float16" else 1.0
+    step = peers.bare_step(model, optimizer, LOSS_SCALE if config.precision == "float16" else 1.0)
     samples = config.global_batch_size // world.size
     size = [samples, config.image_size, config.image_size, 3]
     image = tf.cast(tf.random.uniform(size, 0, 256, tf.int32), tf.uint8)
     label = tf.random.uniform([samples], 0, config.num_classes, tf.int32)
-
-    @tf.function(autograph=False)
-    def step(image: tf.Tensor, label: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            logits = model({"image": image}, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
-            loss = tf.reduce_mean(losses)
-            scaled = loss * scale
-        grads = hvd.DistributedGradientTape(tape).gradient(scaled, values)
-        if scale != 1:
-            grads = [g / scale for g in grads]
-        optimizer.apply(grads, model.trainable_variables)
-        return loss
 
     ends, clocks = speed.window_ends(0, config.num_steps), []
     for number in range(1, config.num_steps + 1):

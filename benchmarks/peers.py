@@ -12,8 +12,7 @@ All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
 thread a rank. Whole steps are timed, from one beginning to the next. "input" means that batches
 come from this project's input pipeline (random pictures, cropped and mirrored); otherwise every
-step gets the same batch. "bare" is a tf.function with hvd.DistributedGradientTape and Keras's SGD,
-without checks.
+step gets the same batch. "bare" is `bare_step`.
 """
 
 from __future__ import annotations
@@ -65,14 +64,13 @@ def main() -> None:
     for number in range(args.rounds):
         # There and back, so that a slow drift affects both sides of a ratio.
         for way in ways if number % 2 == 0 else reversed(ways):
-            python = str(torch) if way == "ddp" else sys.executable
-            found = statistics.median(run(way, python, args.windows))
+            found = statistics.median(run(way, torch, args.windows))
             print(f"round {number + 1}: {way}: {found * 1e3:.1f} ms a step", file=sys.stderr)
             seconds[way].append(found)
     table(seconds)
 
 
-def run(way: str, python: str, windows: int) -> list[float]:
+def run(way: str, torch: Path, windows: int) -> list[float]:
     """Seconds a step of each window, as rank 0 saw them, in processes of their own."""
     from ranks import last_lines, launch  # not in `worker`: PyTorch's Python has no hvdkit
 
@@ -83,8 +81,10 @@ def run(way: str, python: str, windows: int) -> list[float]:
         numbers = [port.getsockname()[1] for port in ports]
         held.close()
         command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
+        if way == "ddp":  # `launch` starts this Python, which becomes PyTorch's
+            command = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", torch, *command]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        ended = launch(RANKS, command, launcher, timeout=TIMEOUT, env=hidden, python=python)
+        ended = launch(RANKS, command, launcher, timeout=TIMEOUT, env=hidden)
     found = re.search(rf"{MARK}(\[[^]]*\])", ended.output)
     if ended.code or not found:
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
@@ -132,32 +132,43 @@ class Clock:
         print(MARK + json.dumps([(b - a) / WINDOW for a, b in pairwise(edges)]), flush=True)
 
 
-def bare(clock: Clock, with_input: bool) -> None:
+def bare_step(model, optimizer, scale: float = 1.0):
+    """The plainest step, of (image, label), without checks; all ranks begin with one's weights."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    hvd.init()
-    _one_thread()
-    model, optimizer, loss_of = _keras_parts()
     values = [v.value for v in model.trainable_variables]
     hvd.broadcast_variables([v.value for v in [*model.variables, *optimizer.variables]], 0)
 
     @tf.function(autograph=False)
     def step(image, label):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(loss_of(model({"image": image}, training=True), label))
-        grads = hvd.DistributedGradientTape(tape).gradient(loss, values)
+            logits = model({"image": image}, training=True)
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits))
+            scaled = loss * scale
+        grads = hvd.DistributedGradientTape(tape).gradient(scaled, values)
+        if scale != 1:
+            grads = [g / scale for g in grads]
         optimizer.apply(grads, model.trainable_variables)
         return loss
 
+    return step
+
+
+def bare(clock: Clock, with_input: bool) -> None:
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    _one_thread()
+    step = bare_step(*_keras_parts())
     feed = _feed(clock.steps, hvd.rank(), hvd.size()) if with_input else None
     same = _batch(hvd.rank())
 
     def fed():
         if not feed:
             return step(*same)
-        batch = tf.nest.map_structure(lambda t: t[0], feed.next())
-        return step(batch["inputs"]["image"], batch["targets"])
+        batch = feed.next()
+        return step(batch["inputs"]["image"][0], batch["targets"][0])
 
     clock.run(fed, hvd.rank())
 
@@ -201,11 +212,12 @@ def mwms(clock: Clock, ports: list[str]) -> None:
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     with strategy.scope():
-        model, optimizer, loss_of = _keras_parts()
+        model, optimizer = _keras_parts()
 
     def replica(image, label):
         with tf.GradientTape() as tape:
-            losses = loss_of(model({"image": image}, training=True), label)
+            logits = model({"image": image}, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
             loss = tf.reduce_sum(losses) / (BATCH * size)
         values = [v.value for v in model.trainable_variables]
         optimizer.apply(tape.gradient(loss, values), model.trainable_variables)  # sums them first
@@ -260,18 +272,15 @@ def _one_thread() -> None:
 
 
 def _keras_parts():
-    """Model, optimizer with its slots, loss(logits, labels)."""
+    """Model, and optimizer with its slots."""
     import keras
-    import tensorflow as tf
 
     from hvdkit.models.resnet import resnet50
 
     model = resnet50(SIZE, CLASSES, dropout=0.0)
     optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer.build(model.trainable_variables)
-
-    loss = tf.nn.sparse_softmax_cross_entropy_with_logits
-    return model, optimizer, lambda logits, labels: loss(labels=labels, logits=logits)
+    return model, optimizer
 
 
 def _batch(rank: int):

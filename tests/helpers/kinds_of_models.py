@@ -128,15 +128,10 @@ KINDS = {
         lambda: of_ids(layers.Embedding(IDS, 3)), (4,), ids, settings=NO_KERNEL
     ),
     "embedding mixed": Kind(
-        lambda: of_ids(layers.Embedding(IDS, 3), dense(), bn()),
-        (4,),
-        ids,
-        settings=MICRO,
+        lambda: of_ids(layers.Embedding(IDS, 3), dense(), bn()), (4,), ids, settings=MICRO
     ),
     "embedding, masked": Kind(
-        lambda: of_ids(layers.Embedding(IDS, 3, mask_zero=True), layers.LSTM(3)),
-        (4,),
-        ids,
+        lambda: of_ids(layers.Embedding(IDS, 3, mask_zero=True), layers.LSTM(3)), (4,), ids
     ),
     "embedding shared with the output": Kind(models.tied, (4,), ids, settings=MICRO),
     "constraints": Kind(

@@ -9,6 +9,7 @@ import pytest
 from hosts import ROOT
 
 sys.path.append(str(ROOT / "launch"))
+import published
 import scaling
 from scaling import Cluster, Horovod, Job, allreduce
 
@@ -90,7 +91,7 @@ def test_a_wrong_value_is_refused_in_one_sentence(word: str, said: str):
 
 
 def test_published_figures_are_predicted_from_other_sources():
-    rows = scaling.rows()
-    points = scaling.errors(rows)
+    rows = published.rows()
+    points = published.errors(rows)
     assert len(rows) == 23 and np.median(np.abs(points)) <= 5
     assert f"median error {np.median(np.abs(points)):.1f} points" in run("--published").stdout

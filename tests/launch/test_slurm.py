@@ -146,10 +146,7 @@ def test_ranks_that_slurm_has_bound_stay_where_they_are(slurm: Slurm, tmp_path: 
     ["LAUNCH=srun", pytest.param("LAUNCH=ssh,LAUNCH_FLAGS=-p 2222", marks=pytest.mark.slow)],
 )
 def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
-    slurm: Slurm,
-    hosts: Hosts,
-    tmp_path: Path,
-    launch: str,
+    slurm: Slurm, hosts: Hosts, tmp_path: Path, launch: str
 ):
     job = stand_in(slurm, tmp_path, "--steps=1000", env=f"ALL,{launch},MAX_RESTARTS=1")
     job.near_its_limit()

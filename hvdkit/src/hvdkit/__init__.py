@@ -24,9 +24,6 @@ def check_flags(kind: type[Settings], argv: Sequence[str] = sys.argv) -> None:
     """Refuses wrong flags before TensorFlow's long import, which it then does quietly.
 
     Until the run starts, Ctrl-C ends the process without a trace.
-
-    Args:
-      kind: the fork's `Settings`.
     """
     from hvdkit import settings
     from hvdkit.ranks import interrupt

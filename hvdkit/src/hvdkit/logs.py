@@ -47,10 +47,7 @@ _handler = _Lines()
 
 
 def use() -> None:
-    """Makes absl's logger write such lines; what others log with Python's logging stays as it is.
-
-    absl's INFO lines are shown unless --verbosity says otherwise.
-    """
+    """Makes absl's logger write such lines; what others log by Python's logging stays as it is."""
     logger = logging.get_absl_logger()
     if _handler in logger.handlers:
         return

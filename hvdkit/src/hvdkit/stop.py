@@ -16,12 +16,7 @@ _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_ST
 
 
 class GoBack(Exception):
-    """The run goes on from an earlier checkpoint, and leaves out the batches since: on all ranks.
-
-    Attributes:
-      path: of the checkpoint.
-      last: step up to which its batches are left out.
-    """
+    """All ranks go on from the checkpoint at `path`, and leave out the batches to step `last`."""
 
     def __init__(self, path: str, last: int) -> None:
         super().__init__(path, last)

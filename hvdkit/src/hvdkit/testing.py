@@ -11,6 +11,7 @@ def test_it_learns_one_batch():
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -206,10 +207,7 @@ def _wait(process: subprocess.Popen, timeout: float, kill_when: Callable[[], boo
 
 def kill_session(session: int) -> None:
     """Kills whatever is left of a launch, also ranks that have process groups of their own."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = entry.read_text().rsplit(")", 1)[1].split()
-            if int(fields[3]) == session:
-                os.kill(int(entry.parent.name), signal.SIGKILL)
-        except (OSError, ProcessLookupError):
-            continue  # it ended by itself
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended by itself
+            if os.getsid(int(entry.name)) == session:
+                os.kill(int(entry.name), signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_as_many_examples_at_once_as_there_are_workers(workers: int):
     feed.next()
     assert busy.most == workers
     # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
-    assert feed.waited() > 20 * 0.02 / workers * 0.8
+    assert feed.waited > 20 * 0.02 / workers * 0.8
 
     busy = Busy()
     feed = EvaluationFeed(SOURCE, reader(SOURCE, busy, keyed=False), 8, workers=workers)

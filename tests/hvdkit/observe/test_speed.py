@@ -136,7 +136,7 @@ FLOPS = {"forward_a_sample": 2, "training_a_sample": 6}
 
 def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
     """On a clock that is set by hand: 2 s for data, 5 in the call, 1 for its end, 2 others."""
-    now = data = 0.0
+    now = 0.0
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now)
     monkeypatch.setattr(benchmark, "reduction_alone", lambda run, step: 0.5)
     monkeypatch.setattr(benchmark, "count_operations", lambda run, spec: FLOPS)
@@ -150,7 +150,7 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
         world=world,
         context=types.SimpleNamespace(config=config, world=world, model=model),
         start=types.SimpleNamespace(step=0),
-        feed=types.SimpleNamespace(waited=lambda: data, spec={"inputs": tf.TensorSpec([1, 8, 3])}),
+        feed=types.SimpleNamespace(waited=0.0, spec={"inputs": tf.TensorSpec([1, 8, 3])}),
         health=types.SimpleNamespace(waited=0.0),
         seconds_in_steps=0.0,
         traced_step=None,
@@ -158,7 +158,7 @@ def test_shares_of_a_step(monkeypatch, tmp_path, capsys):
     measured = benchmark.Benchmark(run)
     for step in range(1, 28):
         now += 2
-        data += 2
+        run.feed.waited += 2
         now += 5
         run.seconds_in_steps += 5
         now += 1

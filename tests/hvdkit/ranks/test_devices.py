@@ -35,8 +35,7 @@ def nvidia_smi(folder: Path, lines: str, end: str = "") -> str:
 
 @without_gpu
 @pytest.mark.parametrize(
-    "hidden, counted",
-    [(None, 2), ("1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0)],
+    "hidden, counted", [(None, 2), ("1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0)]
 )
 def test_gpus_that_this_process_may_use(tmp_path, monkeypatch, hidden, counted):
     monkeypatch.setenv("PATH", nvidia_smi(tmp_path, TWO))

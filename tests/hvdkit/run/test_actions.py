@@ -10,14 +10,7 @@ import keras
 import pytest
 
 from hvdkit.ranks.world import World
-from hvdkit.run.actions import (
-    CheckDrift,
-    Evaluate,
-    Log,
-    Save,
-    Sync,
-    evaluation_due,
-)
+from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.settings import Settings
 
 

@@ -34,11 +34,7 @@ _TEXT = 18  # pixels: height of the text
 
 
 def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """The first `count` examples of a run on one rank, as arrays, and the names of the classes.
-
-    Raises:
-      ValueError: the task or its data cannot be opened, or a sample cannot be read.
-    """
+    """The first `count` examples of a run on one rank, as arrays, and the names of the classes."""
     world_lib.set_numbers(config)
     with task_checks.user_code_errors("opening the data"):
         task = tasks.load(config)
@@ -62,7 +58,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
-    """uint8 [height, width, 3]. Raises ValueError if there is nothing to show."""
+    """All tiles in rows, uint8 [height, width, 3]."""
     tiles = [tile(example, names) for example in examples]
     height, width = np.max([part.shape[:2] for part in tiles], axis=0)
     columns = max(1, min(_COLUMNS * _SIDE // width, len(tiles)))

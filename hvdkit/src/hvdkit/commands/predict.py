@@ -93,13 +93,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
 
 
 def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
-    """The files to predict on, by the name of their output; for folders, all files in them.
-
-    Args:
-      out: may lie in one of the folders; earlier predictions there are left out.
-    Raises:
-      ValueError: there is none, or a name does not exist.
-    """
+    """The files to predict on by the name of their output; of folders all but what is in `out`."""
     found: dict[str, Path] = {}
     written = tuple(f"{os.path.realpath(out / name)}/" for name in WRITTEN)
     for path in named:
@@ -119,13 +113,7 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
 
 
 def load(file: Path) -> np.ndarray:
-    """The picture as viewers show it, uint8 [H, W, 3].
-
-    PNG and JPEG are decoded as in training and evaluation.
-
-    Raises:
-      ValueError, OSError: naming the file and what is wrong with it.
-    """
+    """The picture as viewers show it, uint8 [H, W, 3]; PNG and JPEG are decoded as in training."""
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is no regular file")
     data = file.read_bytes()
@@ -147,11 +135,7 @@ def load(file: Path) -> np.ndarray:
 
 
 def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
-    """Writes a picture's predictions as pictures; returns its row of the table, if it has one.
-
-    Args:
-      outputs: logits [classes], or [height, width, classes].
-    """
+    """Writes pictures of logits [height, width, classes]; returns the row of those of a class."""
     if outputs.ndim == 1:
         chances = tf.nn.softmax(outputs.astype(np.float64)).numpy()
         first = np.argsort(-chances, kind="stable")[:5]

@@ -66,10 +66,7 @@ class Cut(NamedTuple):
 def training_pair(
     sample: dict[str, tf.Tensor], key: tf.Tensor, how: Augmentation
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Augments a sample's image and label; key: int32 [2].
-
-    Returns uint8 [*how.size, 3] and uint8 [*how.size, 1].
-    """
+    """Augments a sample's image and label: uint8 [*how.size, 3] and uint8 [*how.size, 1]."""
     of_window, of_colour = tf.split(image_ops.uniform(key, 7), [4, 3])
     where = _drawn(tf.shape(sample["label"])[:2], of_window, how)
     image = image_ops.resize_float(image_ops.cut(sample, where.box), where.size)
@@ -87,10 +84,7 @@ def training_pair(
 
 
 def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
-    """The centre of a pair, cropped or padded to `how.size`, with no draws.
-
-    Shapes and dtypes as of `training_pair`.
-    """
+    """The centre of a pair, cropped or padded to `how.size`, with no draws."""
     shape, size = tf.shape(sample["label"])[:2], tf.constant(how.size)
     where = _cut((shape - size) // 2, size, tf.constant(False), shape=shape, how=how)
     image = tf.pad(image_ops.cut(sample, where.box), where.beside, constant_values=how.fill)

@@ -57,13 +57,10 @@ def check(
 ) -> tuple[str, str]:
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
-    Args:
-      layout: a key of READERS.
-      classes: number of classes; 0: as the reader says.
-      others: splits read before, by name; this one is added. Their classes must be the same.
+    `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
+    added to `others`, those read before by name, whose classes must be the same.
 
     Returns what was read, in words, and the flag that balances its classes ("": no good sample).
-    Raises ValueError for a number of classes that is needed, or too large.
     """
     try:
         source = reader_of(layout)(root, split, classes)
@@ -220,13 +217,7 @@ def _layout(root: Path) -> str:
     )
 
 
-def _splits(root: Path, layout: str) -> list[str]:
-    packed = root.glob(*_SIGNS["records"]) if layout == "records" else ()
-    return sorted(path.parent.name for path in packed) or ["train", "val"]
-
-
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     of_project()  # it may add readers
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
@@ -247,7 +238,9 @@ def main(argv: list[str]) -> int:
         layout = args.data_format or _layout(args.data_dir)
     except ValueError as error:
         parser.error(str(error))
-    splits, others = args.split or _splits(args.data_dir, layout), {}
+    packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
+    splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
+    others: dict[str, Source] = {}
     trained = "train" if "train" in splits else splits[0]
     for split in splits:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose

@@ -19,10 +19,7 @@ _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  
 
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
-    """The reader of a --data_format; called with folder, split and number of classes (0: unknown).
-
-    Raises ValueError if it cannot be imported, or called.
-    """
+    """The reader of a --data_format, to call with folder, split and number of classes (or 0)."""
     module, _, attribute = READERS[name].rpartition(".")
     where = f"--data_format={name}: its reader {READERS[name]}"
     try:
@@ -49,15 +46,7 @@ def check_ids(kind: str, classes: int) -> None:
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
-    """The splits of config.data_dir to train on and to score.
-
-    Args:
-      default: the format where config.data_format is empty; any other must have its kind of label.
-
-    Raises ValueError, naming flag, folder or file: the format has another kind of label than the
-      task takes, the data do not have that format, the splits' classes differ or are not
-      config.num_classes, or a class of pixels would have the number that means ignored.
-    """
+    """The splits to train on and to score; `default`: the format where --data_format is empty."""
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
     # Checked before their number: if the splits differ, no --num_classes is right for both.
@@ -81,7 +70,10 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     kind = kind_of(reader_of(default))
     check_ids(kind, config.num_classes)
     if config.synthetic_data:
-        return _synthetic(config, kind)
+        size, classes = config.image_size, config.num_classes
+        label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
+        form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, classes)}
+        return Synthetic(1024, form)
     name = config.data_format or default
     source = reader_of(name)(Path(config.data_dir), split, config.num_classes)
     if kind_of(source) != kind:
@@ -103,10 +95,3 @@ def _check_number(config: Settings, source: Source, *, split: str, name: str) ->
             f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
             f"{known} classes; give --num_classes={known}"
         )
-
-
-def _synthetic(config: Settings, kind: str) -> Source:
-    size = config.image_size
-    label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
-    form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
-    return Synthetic(1024, form)

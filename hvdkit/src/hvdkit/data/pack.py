@@ -46,13 +46,8 @@ class _Packed(NamedTuple):
 def pack(source: Source, out: Path, split: str, *, shards: int = 16, packed_from: str = "") -> Path:
     """Writes OUT/SPLIT, whole or not at all; reads all of it back before renaming it into place.
 
-    Args:
-      packed_from: a description for people, kept in pack.json.
-
-    Returns: the folder.
-    Raises ValueError: SPLIT is no valid name of a folder, OUT/SPLIT exists or is being packed, a
-      sample cannot be read, or what is read back differs; OSError or tf.errors.OpError: writing
-      failed.
+    `packed_from`: a description for people, kept in pack.json. Returns the folder. Raises
+    ValueError, or OSError or tf.errors.OpError where writing failed.
     """
     if shards < 1:
         raise ValueError(f"--shards={shards}: give at least 1")
@@ -105,10 +100,7 @@ def _write(source: Source, folder: Path, shards: int, *, packed_from: str) -> li
 
 
 def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
-    """Ends each shard with the record that names the pack; adds sizes to the list.
-
-    Called after all are written: the pack's name is the checksum of its content.
-    """
+    """Ends each shard with the record that names the pack, its checksum; adds sizes to the list."""
     last = folder / "mark"
     for number, shard in enumerate(listed):
         with tf.io.TFRecordWriter(os.fsencode(last)) as writer:
@@ -185,8 +177,6 @@ class Smaller:
 
     Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
     of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids.
-
-    Raises ValueError for an invalid side or quality.
     """
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:
@@ -224,18 +214,12 @@ class Smaller:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def fingerprint(self) -> str:
-        """SHA-256 over the source's and the settings."""
         return digest([(self._source.fingerprint(), self._side), ("", self._quality)])
 
 
 @contextlib.contextmanager
 def hidden_folder(out: Path, name: str) -> Iterator[Path]:
-    """An empty folder in `out` for what becomes OUT/NAME; removed at the end.
-
-    Leftovers of a killed process are removed at the start.
-
-    Raises ValueError if another process is writing OUT/NAME.
-    """
+    """An empty folder in `out` for what becomes OUT/NAME, of one process; removed at the end."""
     work = out / f".{name}.packing"  # in the same folder: only then a rename is atomic
     work.mkdir(exist_ok=True)
     lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
@@ -264,7 +248,6 @@ def _clear(work: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
     try:
         return _main(argv)

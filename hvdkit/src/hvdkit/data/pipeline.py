@@ -44,10 +44,8 @@ def reader(
 ) -> Reader:
     """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
-    The index is an argument of the graph, so that shapes hold for every sample.
-
-    Args:
-      keyed: whether `transform` takes a key, int32 [2], to draw with.
+    The index is an argument of the graph, so that shapes hold for every sample. `keyed`: whether
+    `transform` takes a key, int32 [2], to draw with.
     """
     parts: set[str] = set()
 
@@ -72,11 +70,8 @@ class TrainingFeed:
     what is wrong, so that this rank still takes part in the step and can tell the others.
 
     Use it in a `with`, which stops reading ahead: TensorFlow crashes if its threads still read when
-    the process ends.
-
-    Args:
-      workers: threads of this rank that read and augment, one example each at a time.
-      device: name of the GPU that batches are copied to; empty: the host.
+    the process ends. `workers` threads read and augment an example each; batches are copied to the
+    GPU `device`, if it has a name.
     """
 
     def __init__(
@@ -92,7 +87,7 @@ class TrainingFeed:
     ) -> None:
         self.error: str | None = None
         self._source, self._order, self._step = source, order, first_step
-        self._waited = 0.0
+        self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
 
         @as_written
         def fold(batch: Example) -> Example:
@@ -130,16 +125,12 @@ class TrainingFeed:
             try:
                 batch = next(self._batches)
                 self._step += 1
-                self._waited += time.perf_counter() - start
+                self.waited += time.perf_counter() - start
                 return batch
             except _READ_ERRORS as error:
                 ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
                 self.error = explain(self._source, ids.numpy().tolist(), error)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
-
-    def waited(self) -> float:
-        """Seconds spent in `next` so far; the device may have been busy with earlier steps."""
-        return self._waited
 
 
 class EvaluationFeed:

@@ -77,10 +77,7 @@ class Sampler:
         return self.order(positions), tf.gather(keys, positions - first)
 
     def local_positions(self, step: tf.Tensor) -> tf.Tensor:
-        """Positions, counted over the whole run, of this rank's samples at `step`.
-
-        Returns int64 [micro_batches * local_micro_size], one micro-batch after the other.
-        """
+        """Positions, counted over the whole run, of this rank's samples at `step`: int64 [n]."""
         micro = self.global_batch_size // self.micro_batches
         first, last = self._part()
         starts = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
@@ -107,8 +104,6 @@ class Sampler:
 
         Epochs and seeds have unrelated permutations, drawn at random from at least 2**24: an order
         may repeat by chance after thousands of epochs.
-
-        Returns int64 [n].
         """
         epochs, offsets = positions // self.num_samples, positions % self.num_samples
         first, count = epochs[0], epochs[-1] - epochs[0] + 1

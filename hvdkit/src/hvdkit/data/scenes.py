@@ -32,10 +32,7 @@ _TRIES = 30  # to find a place for a digit before it is left out
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a demo set is made of; equal settings make equal pixels.
-
-    Raises ValueError for values that make scenes impossible.
-    """
+    """What a demo set is made of; equal settings make equal pixels."""
 
     train: int = 6000  # scenes
     val: int = 400  # scenes
@@ -100,8 +97,6 @@ def make(root: Path, settings: Settings) -> None:
 
     Several processes may call it at once: each writes its own folder, the first to finish renames
     its folder to `root`, and the others remove theirs.
-
-    Raises ValueError when `root` holds a set with other settings, or anything else.
     """
     if _already_made(root, settings):
         return
@@ -124,10 +119,7 @@ def make(root: Path, settings: Settings) -> None:
 
 
 def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
-    """Makes a set unless `root` holds a finished one, with these or other settings.
-
-    Raises ValueError when `root` holds something else.
-    """
+    """Makes a set unless `root` holds a finished one, with these or other settings."""
     if _made_with(root) is None:
         make(root, settings)
 
@@ -149,10 +141,7 @@ def _background(
 
 
 def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A scan scaled up: ink shares, float32 [side, side] in [0, 1], and two masks, bool.
-
-    The masks: the digit, and the ring of pixels that touch it (8 neighbours).
-    """
+    """A scan scaled up: shares of ink [side, side], masks of the digit and of a ring around it."""
     picture = Image.fromarray((shipped.digits()[0][scan] / 16).astype(np.float32))
     ink = np.asarray(picture.resize((side - 2, side - 2), Image.Resampling.BICUBIC))
     ink = np.pad(np.clip(ink, 0, 1), 1)
@@ -228,7 +217,6 @@ def _already_made(root: Path, settings: Settings) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
     parser = argparse.ArgumentParser(description="Makes the demo data set.")
     parser.add_argument("root", type=Path)
     for name in ("train", "val", "size", "seed"):

@@ -14,14 +14,11 @@ T = TypeVar("T")
 
 
 def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
-    """What `find()` returns, here or on rank 0.
+    """What `find()` returns, here or on rank 0, as `hvdkit.ranks.encoding` sends it.
 
-    Args:
-      key: what is looked for; its repr() is the same on all ranks that look for the same.
-      find: uses no collective; what it returns is made of what `hvdkit.ranks.encoding` sends, so a
-        tuple may come as a list.
-      look: compares what rank 0 found with this host's disk; called on one rank of each other
-        host. Raises ValueError or OSError where they differ.
+    Ranks that look for the same have a `key` of one repr(). `find` uses no collective. `look`
+    compares what rank 0 found with this host's disk, on one rank of each other host; it raises
+    ValueError or OSError where they differ.
     """
     return _finding(repr(key), find, look)
 
@@ -43,14 +40,10 @@ def awaited() -> Iterator[None]:
 
 
 def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextManager[None]:
-    """For other ranks, with rank 0's findings: what it did not look for is found here.
-
-    Args:
-      look: whether this rank compares them with its host's disk.
-    """
+    """For other ranks, with rank 0's findings; `look`: compare them with this host's disk."""
 
     def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
-        if key not in findings:
+        if key not in findings:  # rank 0 did not look for it
             return find()
         if look:
             compare(findings[key])

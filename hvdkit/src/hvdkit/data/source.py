@@ -19,7 +19,6 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Reads the sample `index` (int64 scalar) with TensorFlow ops only.
@@ -32,18 +31,15 @@ class Source(Protocol):
         It is traced once and runs on several threads of `tf.data`: no Python state, no
         `tf.py_function`. A bad sample raises `tf.errors.OpError` when it runs.
         """
-        ...
 
     def explain(self, index: int) -> str | None:
         """What is wrong with a sample: file, value and how to fix it; None if it is fine.
 
         Plain Python; it may be slow and thorough, because it is called only after a read failed.
         """
-        ...
 
     def fingerprint(self) -> str:
         """SHA-256 (64 hex digits) of the listing; ranks compare it: all must see the same data."""
-        ...
 
 
 def unshared_classes(one: Source, other: Source) -> list[str]:
@@ -101,12 +97,9 @@ class Arrays:
 
 
 class Synthetic:
-    """A Source of `count` random samples, to measure speed or to run without data.
+    """A Source of `count` random samples, the same everywhere: for speed, or to run without data.
 
-    Sample i is the same everywhere.
-
-    Args:
-      form: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
+    `form`: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
     """
 
     def __init__(self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]) -> None:

@@ -70,11 +70,7 @@ class Evaluator:
         self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
-        """Evaluates one example, so that mistakes show before the first training step.
-
-        Raises:
-          Stop: on all ranks, with a sentence about what the task's functions return.
-        """
+        """Evaluates one example, so that mistakes show before the first training step."""
         with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
             where = task_checks.user_code_errors("evaluating one sample")
@@ -90,11 +86,7 @@ class Evaluator:
                     self._drawn(batch, outputs)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        """Every rank must call it. Returns None if a rank got a stop signal.
-
-        Raises:
-          Stop: on all ranks, when a sample cannot be read or evaluated, or none counts.
-        """
+        """Every rank must call it. Returns None if a rank got a stop signal."""
         with unchanged(self._model):
             return self._evaluate(stop_asked)
 
@@ -143,11 +135,7 @@ class Evaluator:
         return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
 
     def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """Outputs and sums of this rank's batch number `place`.
-
-        Raises:
-          ValueError: it cannot be evaluated; the message names its samples and their shapes.
-        """
+        """Outputs and sums of this rank's batch number `place`; a ValueError names its samples."""
         if self._seeds:
             number = place * self._world.size + self._world.rank
             self._seeds.assign(self._at, tf.constant(number, tf.int64))

@@ -45,8 +45,7 @@ class RankSums:
 class ExactSums(RankSums):
     """Adds floats without rounding, as integers: the same bits in any order.
 
-    Every float64 is a multiple of 2**-1074, so Python's integers hold the sum. This costs about a
-    microsecond for each float of a batch's sums, of which there are few.
+    Every float64 is a multiple of 2**-1074: Python's integers hold the sum, a microsecond each.
     """
 
     def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
@@ -97,10 +96,8 @@ def confusion_matrix(
 ) -> tf.Tensor:
     """Counts [num_classes, num_classes] int64, row: label, column: prediction.
 
-    Args:
-      labels, predictions: integers of one shape; a label outside [0, num_classes) is allowed
-        where it is not counted.
-      counted: bool of the same shape: which positions to count.
+    Labels and predictions are integers of one shape; `counted`, a bool of that shape, says which
+    positions count. Elsewhere a label may be outside [0, num_classes).
     """
     counted = tf.reshape(counted, [-1])
     labels, predictions = (
@@ -113,13 +110,10 @@ def confusion_matrix(
 
 
 def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
-    """Whether a label is among the k classes with the highest scores, bool [B].
+    """Whether labels [B] are among the k classes with the highest scores [B, classes]: bool [B].
 
     Among equal scores the class with the higher number comes first, as in scikit-learn's
     top_k_accuracy_score. A sample with a NaN score is no hit.
-
-    Args:
-      labels: integers [B]; scores: float [B, classes].
     """
     classes = tf.range(scores.shape[-1], dtype=labels.dtype)
     own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]

@@ -86,7 +86,6 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
     Windows form a grid, so the mean along a row and then down gives each the same weight, and only
     one row of windows is in memory at a time.
     """
-
     along = functools.partial(
         _mean_along, window=window, like=logits.get_concrete_function().structured_outputs
     )

@@ -26,9 +26,6 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     Multi-grid and pyramid are those of Chen et al. 2017 (arXiv:1706.05587, sections 3.2 and 3.3).
     Dropout is where the authors' code has it: after the pyramid. Sizes are even here and upsampling
     takes pixel centres at one half; the papers' sizes are odd (513) and their corners are aligned.
-
-    Raises:
-      ValueError: `size`, of a training crop, is not a multiple of 16.
     """
     if size % STRIDE:
         raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}")
@@ -62,7 +59,6 @@ def _pyramid(x):
 
 
 def _conv(x, filters: int, kernel: int, *, name: str, rate: int = 1):
-    """Convolution, batch norm, ReLU."""
     x = layers.Conv2D(
         filters,
         kernel,

@@ -51,9 +51,8 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
 def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     """keras.applications' ResNet-50, from random weights: He et al. 2015 with biases.
 
-    Blocks that halve the size do so in their first 1x1 convolution; its names
-    differ from `resnet50`'s and it has 26,560 more parameters: weights of one do not fit the
-    other.
+    Blocks that halve the size do so in their first 1x1 convolution; its names differ from
+    `resnet50`'s and it has 26,560 more parameters: weights of one do not fit the other.
     """
     if size < 32:
         raise ValueError(f"--image_size={size}: resnet50_keras needs at least 32")
@@ -63,22 +62,6 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     model = _model(image, body.output, num_classes, dropout=dropout, name="resnet50_keras")
     model.backbone = body.layers[-1].name  # the last layer that --backbone_weights fills
     return model
-
-
-@keras.saving.register_keras_serializable(package="hvdkit")
-class PadChannels(layers.Layer):
-    """Adds channels of zeros: [..., n] -> [..., channels]."""
-
-    def __init__(self, channels: int, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.channels = channels
-
-    def call(self, x):
-        missing = self.channels - x.shape[-1]
-        return keras.ops.pad(x, [[0, 0]] * (len(x.shape) - 1) + [[0, missing]])
-
-    def get_config(self) -> dict:
-        return super().get_config() | {"channels": self.channels}
 
 
 def _conv(x, filters: int, *, strides: int = 1, relu: bool = True):
@@ -99,7 +82,8 @@ def _block(x, filters: int, strides: int):
 def _shortcut(x, filters: int, strides: int):
     if strides > 1:
         x = layers.MaxPooling2D(1, strides, "same")(x)
-    return x if x.shape[-1] == filters else PadChannels(filters)(x)
+    missing = filters - x.shape[-1]
+    return keras.ops.pad(x, [[0, 0]] * 3 + [[0, missing]]) if missing else x
 
 
 def _bottleneck(x, filters: int, strides: int, *, name: str):

@@ -116,10 +116,7 @@ class NotCounted(Exception):
 def forward_flops(model: keras.Model, inputs: Any) -> int:
     """Operations of model(inputs, training=True), which is traced but not run.
 
-    Args:
-      inputs: nested tf.TensorSpec of a batch, of fixed shapes.
-    Raises:
-      NotCounted: it has a loop, for example a recurrent layer's, or a shape that is not fixed.
+    Raises NotCounted for a loop, as of a recurrent layer, or a shape that is not fixed.
     """
     traced = tf.function(lambda x: model(x, training=True), autograph=False)
     return graph_flops(traced.get_concrete_function(inputs).graph)
@@ -226,12 +223,7 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Peak operations a second, and their type; None if unknown.
-
-    Args:
-      device: its name in the driver; a part of a GPU (MIG) has no known peak.
-      precision: --precision.
-    """
+    """Peak operations a second, and their type; None if unknown, as of a part of a GPU (MIG)."""
     found = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
     if len(found) != 1 or "MIG" in device or precision == "float64":
         return None

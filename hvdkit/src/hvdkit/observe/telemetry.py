@@ -38,11 +38,7 @@ class Telemetry:
     """
 
     def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
-        """Raises OSError or ValueError, on rank 0, when the records cannot be opened.
-
-        Args:
-          epoch: samples of the training set.
-        """
+        """`epoch`: samples of the training set."""
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._samples = config.global_batch_size  # a step
@@ -90,13 +86,10 @@ class Telemetry:
         waited: float,
         times: Mapping[str, float],
     ) -> None:
-        """A logged step.
+        """A logged step: its figures (loss, lr, ...), and each rank's own mean loss.
 
-        Args:
-          figures: loss, lr, grad_norm, ... by name.
-          losses: each rank's own mean loss.
-          waited: seconds that this rank waited for its data since the last logged step.
-          times: of all ranks, see hvdkit/ranks/stragglers.py.
+        `waited`: seconds of this rank for its data, since the last logged step; `times`: of all
+        ranks, see hvdkit/ranks/stragglers.py.
         """
         if not self._world.is_chief:
             return

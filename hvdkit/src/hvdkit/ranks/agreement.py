@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
-from hvdkit.ranks.world import World, hostname, raw, say
+from hvdkit.ranks.world import World, hostname, raw, say, weights_sha256
 from hvdkit.settings import Settings, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
 
@@ -48,10 +48,8 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     """Raises Stop on all ranks when they were given different settings, naming the first.
 
     Another seed would be trained silently, another number of steps would wait for ever. Paths may
-    differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes.
-
-    Args:
-      others: flags that are no settings of a run, by name.
+    differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes. `others`:
+    flags that are no settings of a run, by name.
     """
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
     own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
@@ -80,9 +78,7 @@ def check_optimizer(world: World, own: Mapping[str, str]) -> None:
 def fingerprint(world: World, config: Settings) -> dict[str, str]:
     """What the run's bits depend on besides its settings; call it after the device was chosen.
 
-    Raises:
-      Stop: on all ranks, when packages differ; and when anything does, and virtual ranks promise
-        the same bits on each of them.
+    Raises Stop on all ranks where packages differ, and with virtual ranks where anything does.
     """
     everyone, odd = world.compare(fingerprints.here(), "agreement.fingerprint")
     hosts = world.gather_objects(hostname(), "agreement.hosts") if odd else []
@@ -105,10 +101,7 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
 
 
 def check_code(world: World) -> None:
-    """Raises Stop on all ranks when a host has other files of code than rank 0's, naming one.
-
-    Each rank would train by what it has. One rank a host reads them.
-    """
+    """Raises Stop on all ranks when a host has other files of code; one rank a host reads them."""
     own = {}
     with world.fail_together("reading the project's code"):
         if world.local_rank == 0:
@@ -133,11 +126,7 @@ def check_code(world: World) -> None:
 def check_gradients(
     world: World, variables: Sequence[keras.Variable], connected: Sequence[bool]
 ) -> None:
-    """Raises Stop on all ranks when a variable has a gradient on some of them only.
-
-    Args:
-      connected: for each variable, whether the loss depends on it on this rank.
-    """
+    """Raises Stop on all ranks when a variable has a gradient, is `connected`, on some only."""
     everyone = world.gather_alike(list(connected), "agreement.gradients")
     for variable, flags in zip(variables, zip(*everyone)):
         without = [rank for rank, there in enumerate(flags) if not there]
@@ -152,13 +141,8 @@ def check_gradients(
 def check_same_state(
     world: World, named: Mapping[str, keras.Variable | tf.Variable], what: str
 ) -> None:
-    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both.
-
-    Args:
-      named: the same names on every rank.
-      what: stands in the message, and names the exchange.
-    """
-    digests = {name: _digest(raw(variable)) for name, variable in named.items()}
+    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both."""
+    digests = {name: weights_sha256([variable]) for name, variable in named.items()}
     everyone, ranks = world.compare(digests, f"agreement.state.{what}")
     if ranks:
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
@@ -199,10 +183,7 @@ class Drift:
         self._checksums = tf.function(self._compare, autograph=False)
 
     def check(self, step: int) -> None:
-        """Raises Stop on all ranks where values differ, naming variables, ranks and hosts.
-
-        Every rank must call it at the same step.
-        """
+        """Raises Stop on all ranks where values differ; every rank calls it at the same step."""
         if self._world.size == 1:
             return
         own, least, most = (part.numpy() for part in self._checksums())
@@ -257,8 +238,3 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
 def _shape(shape: tf.compat.v1.TensorShapeProto) -> str:
     sizes = ["?" if d.size < 0 else str(d.size) for d in shape.dim]
     return f"[{', '.join(sizes)}]"
-
-
-def _digest(variable: tf.Variable) -> str:
-    value = np.ascontiguousarray(variable.numpy())
-    return hashlib.blake2b(value.tobytes(), digest_size=16).hexdigest()

@@ -11,11 +11,7 @@ import tensorflow as tf
 
 
 def choose(device: str, local_rank: int, threads: int) -> None:
-    """Gives this process one GPU, or so many threads of CPUs (--device).
-
-    Raises:
-      ValueError: the host has too few GPUs, or GPUs that TensorFlow does not see.
-    """
+    """Gives this process one GPU, or so many threads of CPUs (--device)."""
     gpus = tf.config.list_physical_devices("GPU")
     if device == "cpu":
         tf.config.set_visible_devices([], "GPU")
@@ -52,11 +48,7 @@ def cores(ranks: int) -> int:
 
 
 def why_no_gpu(device: str) -> str:
-    """Where TensorFlow sees no GPU: why the run cannot go on without, "" where it can.
-
-    Args:
-      device: --device, auto or gpu.
-    """
+    """Where TensorFlow sees no GPU: why --device cannot go on without, "" where it can."""
     host = os.uname().nodename
     try:
         count = _granted()

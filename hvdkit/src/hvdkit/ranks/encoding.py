@@ -42,11 +42,7 @@ def sendable(name: str) -> Callable[[T], T]:
 
 
 def pack(value: Any, name: str) -> np.ndarray:
-    """A message, uint8 [n]: length of the JSON, JSON, arrays in the order in which it names them.
-
-    Raises:
-      TypeError: part of it is of another type than those above; names the exchange `name`.
-    """
+    """A message, uint8 [n]: length of the JSON, JSON, arrays in the order that it names them in."""
     arrays: list[np.ndarray] = []
     try:
         text = json.dumps(_plain(value, arrays)).encode()

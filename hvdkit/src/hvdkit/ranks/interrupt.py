@@ -32,16 +32,12 @@ class StopSignal:
 
     Rank 0 answers SIGINT and SIGTERM with a line on standard error; not SIGUSR1, which hosts.sh
     and Slurm report themselves, and not SIGHUP, after which nobody is there.
-
-    Attributes:
-      asked: whether a stop was asked for.
-      number: the first signal that asked, or None.
     """
 
     def __init__(self, rank: int) -> None:
         """Listens from here on. To be called in the main thread."""
         self.asked = False
-        self.number: int | None = None
+        self.number: int | None = None  # the first signal that asked
         self._speaks = rank == 0
         self._pressed: float | None = None  # when the first SIGINT came
         reader, writer = os.pipe()

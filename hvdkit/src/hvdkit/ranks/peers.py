@@ -64,9 +64,8 @@ class Peers:
     def __init__(self, world: World, stall_seconds: int) -> None:
         """Opens this rank's port and starts to watch the neighbour.
 
-        Args:
-          stall_seconds: how long a rank may stay at one place before this process ends, and a
-            neighbour be silent, if that is less than _SILENT; 0: for ever.
+        `stall_seconds`: how long a rank may stay at one place before this process ends, and a
+        neighbour be silent, if that is less than _SILENT; 0: for ever.
         """
         self._rank, self._asking = world.rank, False
         self._main = threading.main_thread().ident

@@ -25,12 +25,9 @@ def prove(carrier: messages.Carrier, rank: int, size: int, *, secret: bytes) -> 
     """The key of this run: 32 bytes that all ranks know. Two exchanges of at most 40 bytes a rank.
 
     Each rank draws a nonce, and signs its number (HMAC-SHA256, RFC 2104) with a key that is made
-    of the secret and all nonces. So what an earlier run sent proves nothing.
-
-    Args:
-      secret: empty where the launch has none; then anybody can be a rank.
-    Where a rank does not hold the secret of the others, the lowest of these names it, and all exit
-    with BUG at once: nothing that waits for all ranks would end.
+    of the secret and all nonces. So what an earlier run sent proves nothing. Without a secret
+    anybody can be a rank. Where a rank does not hold that of the others, the lowest of these names
+    it, and all exit with BUG at once: nothing that waits for all ranks would end.
     """
     own = np.frombuffer(os.urandom(16), np.uint8)
     nonces = carrier.gather(own, size) if size > 1 else [own]

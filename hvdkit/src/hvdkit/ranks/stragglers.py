@@ -53,11 +53,7 @@ class Pace:
         self._reduced = reduced
 
     def interval(self, waited: float) -> tuple[dict[str, float], str]:
-        """Since the last call: figures of all ranks for the log, and a sentence or "".
-
-        Args:
-          waited: seconds that this rank waited for its input.
-        """
+        """All ranks' figures since the last call, and a note; `waited`: this one's for input."""
         times, self._times = np.array(self._times or [(0.0, 0.0)]), []
         if self._world.size == 1:
             return {}, ""

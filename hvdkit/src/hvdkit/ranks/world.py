@@ -52,10 +52,8 @@ class World:
     def fail_together(self, what: str) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
-        Every rank must come here with the same `what`: it names the collective.
-
-        Raises:
-          Stop: with WRONG_USE on all ranks, with the lowest failing rank's message.
+        Every rank must come here with the same `what`: it names the collective. Raises Stop with
+        WRONG_USE and the lowest failing rank's message.
         """
         error = None
         try:
@@ -90,11 +88,8 @@ class World:
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank: for few and small ones.
 
-        Args:
-          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists.
-        Raises:
-          TypeError: it is of another type.
-          Stop: on all ranks, when a rank's is too large or malformed; names the rank.
+        Of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists. Raises Stop on all
+        ranks where one's is too large or malformed.
         """
         message = encoding.pack(value, name)
         if self.size == 1:
@@ -129,14 +124,7 @@ class World:
         return everyone.numpy()
 
     def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
-        """Rank `root`'s `value` on every rank; what is large goes in parts.
-
-        Args:
-          value: of the types that `hvdkit.ranks.encoding` sends; tuples arrive as lists.
-        Raises:
-          TypeError: it is of another type.
-          Stop: when it is malformed; names the rank.
-        """
+        """Rank `root`'s `value` on every rank, of types as of `gather_objects`; it may be large."""
         own = self.rank == root
         message = encoding.pack(value, name) if own else np.empty(0, np.uint8)
         (length,) = self.barrier_max(name, message.size)
@@ -184,11 +172,7 @@ def unoptimized() -> Iterator[None]:
 
 
 def connect(knobs: Mapping[str, str] | None = None) -> World:
-    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
-
-    Raises:
-      Stop: Horovod would see, or sees, fewer ranks than were started together.
-    """
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
     os.environ.update(knobs or {})
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
@@ -222,11 +206,6 @@ def set_up(world: World, config: Settings) -> World:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
     Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
-
-    Returns:
-      The world with its key.
-    Raises:
-      Stop: on all ranks, when a host has more ranks than GPUs, or TensorFlow sees none of them.
     """
     with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.

@@ -80,7 +80,7 @@ class Log:
         if "keras_loss" in result:  # what the model adds to the task's loss
             figures["keras_loss"] = float(result["keras_loss"])
         losses = health.losses(self._run.world, config.virtual_ranks, result)
-        logged, self._waited = self._waited, self._feed.waited()
+        logged, self._waited = self._waited, self._feed.waited
         times, note = self._pace.interval(self._waited - logged)
         more = {"losses": losses, "waited": self._waited - logged, "times": times}
         self._telemetry.step(step, figures, **more)

@@ -71,7 +71,7 @@ class Benchmark:
 
     def __call__(self, step: int, result: Result) -> None:
         in_step = self._loop.seconds_in_steps + self._loop.health.waited
-        self._clocks.append(_Clocks(time.perf_counter(), self._loop.feed.waited(), in_step))
+        self._clocks.append(_Clocks(time.perf_counter(), self._loop.feed.waited, in_step))
         if step != self._ends[-1]:
             return
         world = self._run.world

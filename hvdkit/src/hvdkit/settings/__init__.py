@@ -16,14 +16,5 @@ from hvdkit.settings.data import add_reader
 from hvdkit.settings.fields import setting
 from hvdkit.settings.parse import check, from_command_line, load, of_project, parse, write
 
-__all__ = [
-    "Settings",
-    "add_reader",
-    "check",
-    "from_command_line",
-    "load",
-    "of_project",
-    "parse",
-    "setting",
-    "write",
-]
+__all__ = ["Settings", "add_reader", "check", "from_command_line", "load", "of_project"]
+__all__ += ["parse", "setting", "write"]

@@ -37,11 +37,7 @@ _settings: dict[str, flags.Flag] = {}  # what `define` made
 
 
 def define(kind: type[Room]) -> None:
-    """Defines each setting on FLAGS, in the module of its room; it may be called again.
-
-    Raises:
-      ValueError: something else has defined a flag of this name.
-    """
+    """Defines each setting on FLAGS, in the module of its room; it may be called again."""
     for name in [name for name in _settings if FLAGS[name] is _settings[name]]:
         delattr(FLAGS, name)
     _settings.clear()
@@ -87,11 +83,7 @@ def check(flag: Given) -> None:
 
 
 def take(program: str, settings: Room, others: Sequence[Given]) -> None:
-    """Makes FLAGS those of this run: all settings, and the other flags that were given.
-
-    Raises:
-      ValueError: a flag is required, or a validator of the fork refuses its value.
-    """
+    """Makes FLAGS those of this run, if the fork's validators let them: settings, other flags."""
     for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
         FLAGS[name].unparse()
     words = [f"--{name}={getattr(settings, name)}" for name in _settings]

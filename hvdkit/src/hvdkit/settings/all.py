@@ -44,11 +44,7 @@ class Settings(
             )
 
     def for_ranks(self, size: int) -> Self:
-        """The settings for a run of `size` ranks: --batch_per_rank becomes the global batch size.
-
-        Raises:
-          ValueError: the settings cannot work on so many ranks.
-        """
+        """The settings of a run on `size` ranks: --batch_per_rank becomes the global batch size."""
         flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
         if 0 < virtual < size:
             raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")

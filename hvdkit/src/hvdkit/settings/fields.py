@@ -166,11 +166,7 @@ def kind(field: dataclasses.Field) -> str:
 
 
 def of(settings: Any) -> Fields:
-    """The fields of a class of settings or of an instance, by name.
-
-    Raises:
-      ValueError: a field of the class cannot be a setting; names class and field.
-    """
+    """The fields of a class of settings or of an instance, by name; ValueError for its `_fault`."""
     if settings._fault:
         raise ValueError(settings._fault)
     return {field.name: field for field in dataclasses.fields(settings)}
@@ -179,11 +175,7 @@ def of(settings: Any) -> Fields:
 def numbers(
     settings: Room, name: str, must_be: str, *, fits: Callable[[list[float]], bool]
 ) -> list[float]:
-    """The numbers in a setting that is a text with commas between them.
-
-    Raises:
-      ValueError: it is no such text, or `fits` is false; the message ends with `must_be`.
-    """
+    """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
         found = [float(part) for part in text.split(",")]
@@ -202,11 +194,7 @@ def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
 
 
 def value(field: dataclasses.Field, text: str) -> Any:
-    """The value that `text` stands for, in the field's type.
-
-    Raises:
-      ValueError: it is not of that type or beyond the field's limits; the message names both.
-    """
+    """The value that `text` stands for, in the field's type and limits; else ValueError."""
     try:
         found = PARSERS[kind(field)].parse(text)
     except (ValueError, TypeError):
@@ -219,13 +207,7 @@ def value(field: dataclasses.Field, text: str) -> Any:
 
 
 def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
-    """The flag under its own name and with a value, which a switch may leave out.
-
-    Args:
-      switches: all flags there are, by name: whether it is on or off and takes no value.
-    Raises:
-      ValueError: there is no such flag (the message names the nearest), or its value is missing.
-    """
+    """The flag under its own name and with a value; `switches`: whether each flag needs none."""
     name, value = flag.name, flag.value
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):

@@ -40,11 +40,7 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     that is named in a flagfile in the project, then beside that flagfile. Where the command line
     names none, the project's configs/default.cfg is read, if it is there.
 
-    Args:
-      words: the command line without the program's name.
-      switches: names of flags that take no value; any other may have it as the next word.
-    Raises:
-      ValueError: what is no flag, a flagfile that cannot be read or that comes back to itself.
+    `switches` are flags that take no value; any other may have it as the next word.
     """
     flags, rest = [], list(words)
     while rest:

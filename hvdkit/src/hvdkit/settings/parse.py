@@ -54,11 +54,7 @@ def check(argv: Sequence[str], kind: type[Settings]) -> None:
 def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) -> Settings:
     """As `parse`; then absl's FLAGS hold the settings, and the other flags that were given.
 
-    Args:
-      past: flagfile of a run that was trained: flags in it that no longer exist become a note.
-    Raises:
-      ValueError: also for a flag that neither the settings nor the fork's code defines.
-      SystemExit: code 0, after printing flags, for --helpfull too.
+    `past`: flagfile of a run that was trained: flags in it that no longer exist become a note.
     """
     absl_flags.define(kind)
     full = "--helpfull" in argv
@@ -77,12 +73,9 @@ def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) ->
 
 
 def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
-    """Settings from `argv` (argv[0] is the program's name).
+    """Settings from `argv` (argv[0] is the program's name); --help prints all and ends with 0.
 
-    Raises:
-      ValueError: an unknown flag, a bad value or a combination that cannot work; the message
-        names the flag and what it takes, and the flagfile and line that it stands in.
-      SystemExit: code 0, after printing the flags, for --help.
+    A ValueError names the flag and what it takes, and the flagfile and line that it stands in.
     """
     return _read(argv, kind)[0]
 
@@ -137,11 +130,7 @@ def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
 
 
 def write(settings: Settings, path: Path) -> None:
-    """Writes the settings as a flagfile that reads back to the same, from any working folder.
-
-    Raises:
-      ValueError: a text that a line of a flagfile cannot hold.
-    """
+    """Writes the settings as a flagfile that reads back to the same, from any working folder."""
     lines = ["# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"]
     unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
     for name, field in fields.of(settings).items():

@@ -17,10 +17,7 @@ def use(path: Path) -> None:
 
 
 def folder() -> Path:
-    """The nearest folder with train.py and tasks/, from the script's or working folder upward.
-
-    Where there is none, the working folder.
-    """
+    """The nearest fork from the script's or working folder upward; else the working folder."""
     if not _folder:
         script = getattr(sys.modules["__main__"], "__file__", None)
         starts = [Path(script).resolve().parent] if script else []

@@ -41,14 +41,11 @@ def make_sync(
     One allreduce carries the statistics of all layers.
 
     Args:
-      model: built, and synchronized for full.
       mode: mean: mean over ranks of the moving means and of the moving variances.
         moments: means weighted by share of the batch; the variance between the ranks' means is
         added to the variances (law of total variance). full and none: nothing to do.
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
       virtual_ranks: with any, the step itself averages them.
-    Raises:
-      ValueError: a batch norm would synchronize by Keras's own means; the message names it.
     """
     for layer in _batch_norms(model):
         if mode != "full" and layer.synchronized and hvd.size() > 1:
@@ -86,10 +83,7 @@ def make_sync(
 def synchronize(model: keras.Model) -> keras.Model:
     """Makes every batch norm of a built model, at any depth, a `SyncBatchNormalization`, in place.
 
-    Subclassed models, wrappers and shared layers thus keep their layers. Returns the model.
-
-    Raises:
-      ValueError: a layer is of a class derived from Keras's batch norm; the message names it.
+    Subclassed models, wrappers and shared layers thus keep their layers.
     """
     plain = [x for x in _batch_norms(model) if not isinstance(x, SyncBatchNormalization)]
     own = [x for x in plain if type(x) is not keras.layers.BatchNormalization]
@@ -121,9 +115,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
         The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
         of the raw inputs in float32 would cancel.
-
-        Raises:
-          ValueError: the layer is called in a branch or a loop of the graph.
         """
         mean, variance = super()._moments(inputs, mask)
         if hvd.size() == 1:

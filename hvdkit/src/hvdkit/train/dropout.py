@@ -43,10 +43,7 @@ def drawing_layers(model: keras.Model) -> list[str]:
 
 
 class Seeds:
-    """The states of a model's seed generators, drawn anew for every virtual rank and step.
-
-    They are the same on any number of real ranks and after any interruption.
-    """
+    """The states of a model's seed generators, drawn anew for every virtual rank and step."""
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
         layers = model._flatten_layers()

@@ -29,11 +29,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def judge(
-    flat: tf.Tensor,
-    addends: int,
-    *,
-    scale: tf.Tensor | float = 1.0,
-    most: float = LARGEST_GRADIENT,
+    flat: tf.Tensor, addends: int, *, scale: tf.Tensor | float = 1.0, most: float = LARGEST_GRADIENT
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Whether all elements are finite, all / `scale` fit, and the largest keeps 4 bits.
 

@@ -28,13 +28,11 @@ class Reduced(NamedTuple):
 
 
 class MicroBatches:
-    """Forward and backward passes over a step's micro-batches, one after the other.
-
-    `compiled`: what XLA compiles with `jit`, once it is traced.
-    """
+    """Forward and backward passes over a step's micro-batches, one after the other."""
 
     def __init__(self, steps: int, weights: Sequence[tf.Variable], *, jit: bool = False) -> None:
         self._steps, self._weights, self._jit = steps, weights, jit
+        # What XLA compiles with `jit`, once it is traced.
         self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
     def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -124,10 +122,8 @@ def finish(
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
-    Args:
-      l2: adds the gradient of l2 / 2 * sum(w ** 2) over kernels, the same on all ranks.
-      clip_norm: largest global norm, 0 for none; all gradients are scaled by
-        min(1, clip_norm / norm) (Pascanu et al. 2013, arXiv:1211.5063).
+    `l2` adds the gradient of l2 / 2 * sum(w ** 2) over kernels. Above `clip_norm` (0: none) all
+    gradients are scaled by clip_norm / norm (Pascanu et al. 2013, arXiv:1211.5063).
     """
     if l2:
         grads = [
@@ -160,8 +156,7 @@ class LossScale(tf.Module):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740); else 1.
 
     The scale halves when a step's reduced gradients are not finite and doubles after
-    `GROWTH_STEPS` sound steps, alike on all ranks. `skipped_in_a_row` counts the steps that were
-    not finite since the last sound one.
+    `GROWTH_STEPS` sound steps, alike on all ranks.
     """
 
     GROWTH_STEPS = 1000

@@ -63,10 +63,7 @@ def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], 
     """Raises ValueError where a traced step uses variables that nobody trains or saves.
 
     Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
-
-    Args:
-      known: all that a checkpoint holds. Frozen models that are attributes of the task (a teacher,
-        a perceptual loss) are allowed too.
+    Allowed are `known`, all that a checkpoint holds, and frozen models of the task (a teacher).
     """
     layers = [x for x in vars(task).values() if isinstance(x, keras.Layer)]
     frozen = [v for layer in layers if not layer.trainable_variables for v in layer.variables]
@@ -106,10 +103,7 @@ def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Var
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
-    """Raises ValueError where XLA cannot compile a traced function, or would leave a part out.
-
-    Nothing runs. XLA by itself would fail in the first step only.
-    """
+    """Raises ValueError where XLA cannot compile a traced function, or would leave a part out."""
     platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     for function in functions:
         found = nodes(function.graph)

@@ -91,12 +91,7 @@ def build(
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
     The step sets its learning rate. With --ema_decay its variables include a moving average of the
-    weights (state.py). docs/optimizer-and-schedule.md has the formulas.
-
-    Args:
-      own: a task's `optimizer`, in place of --optimizer.
-    Raises:
-      ValueError: the settings, the model's weights and the task's optimizer do not fit.
+    weights (state.py). `own`: a task's `optimizer`, in place of --optimizer.
     """
     variables = model.trainable_variables
     _check_weights(config, variables)

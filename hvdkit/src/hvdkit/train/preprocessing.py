@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# The modes of keras.applications.imagenet_utils.preprocess_input, which its ImageNet means and
-# deviations are taken from; a checkpoint holds a mode's place in this row.
+# The modes of keras.applications.imagenet_utils.preprocess_input, with its means and deviations;
+# a checkpoint holds a mode's place in this row.
 MODES = ("tf", "caffe", "torch")
 MEANING = {
     "tf": "RGB in [-1, 1]",

@@ -88,9 +88,6 @@ def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
 
     It takes the memory of a second copy of the weights. Batch norm's moving statistics stay.
     Without averages or before the first step nothing happens.
-
-    Raises:
-      ValueError: `trainable` of a layer changed since the optimizer was built.
     """
     if not optimizer.use_ema or not int(optimizer.iterations):
         yield
@@ -138,11 +135,7 @@ def names_of_model(model: keras.Model) -> list[str]:
 def _names_of_optimizer(
     optimizer: keras.optimizers.Optimizer, model_names: Mapping[int, str]
 ) -> list[str]:
-    """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum.
-
-    Args:
-      model_names: names of the model's variables by their id().
-    """
+    """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:

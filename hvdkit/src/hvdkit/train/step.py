@@ -71,11 +71,7 @@ class Step:
     def __init__(
         self, settings: Settings, world: World, task: Task, *, state: State, spec: Any
     ) -> None:
-        """`spec`: of a batch, nested tensors [micro-batches, samples, ...].
-
-        Raises:
-          Stop: on all ranks, when the task's schedule cannot be made.
-        """
+        """`spec`: of a batch, nested tensors [micro-batches, samples, ...]."""
         self._settings, self._world, self._task = settings, world, task
         self._state, self._spec = state, spec
         self._variables = state.model.trainable_variables
@@ -183,11 +179,7 @@ class Step:
     # ---- the step as one graph --------------------------------------------------------------
 
     def trace(self, function: Callable[[Example], Result]) -> Callable[..., Result]:
-        """`function` as one graph of (batch, votes), traced once; every rank must call it.
-
-        Raises:
-          Stop: on all ranks, when the step cannot be made, or its collectives differ.
-        """
+        """`function` as one graph of (batch, votes), traced once and compared over all ranks."""
         signature = [self._spec, tf.TensorSpec([agreement.NUM_VOTES], tf.float64)]
 
         @tf.function(input_signature=signature, autograph=False)
@@ -272,11 +264,10 @@ class Step:
         graph_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
         optimizers.check_trainable(self._state.optimizer, self._state.model)
         graph_checks.check_state(graph, self._state.variables.values(), self._task)
-        graph_checks.check_draws(
-            graph,
-            "the step",
-            "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
+        instead = (
+            "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )
+        graph_checks.check_draws(graph, "the step", instead)
         graph_checks.check_compiles(self._micro_batches.compiled)
 
     def _step(self, caller: str) -> _Traced:

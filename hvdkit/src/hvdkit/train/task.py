@@ -136,12 +136,7 @@ class Task(Protocol):
 
 
 def load(config: Settings) -> Task:
-    """The task that --task names.
-
-    Raises:
-      ValueError: there is no such task, its `Task` lacks something, or a setting is given that it
-        does not read.
-    """
+    """The task that --task names; ValueError where its class lacks something."""
     names = available()
     if config.task not in names:
         raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")

@@ -1,4 +1,4 @@
-"""A task's mistakes as one sentence before the first step, not a traceback after it."""
+"""A task's mistakes as one sentence, a ValueError, before the first step; no traceback after it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import Reader, reason_of
-from hvdkit.data.pipeline import reader as make_reader
+from hvdkit.data import pipeline
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
 from hvdkit.logs import join
@@ -37,16 +36,14 @@ def user_code_errors(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Stop:
-        raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if project.is_own(f.filename)]  # the first is this function
         by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
-        if isinstance(error, (ValueError, OSError)) and by_itself:
+        if isinstance(error, Stop) or (isinstance(error, (ValueError, OSError)) and by_itself):
             raise
         is_op = isinstance(error, tf.errors.OpError)
-        reason = _sentence(reason_of(error) if is_op else str(error))
+        reason = _sentence(pipeline.reason_of(error) if is_op else str(error))
         if not (is_op and Path(own[-1].filename) in _RUNS_GRAPHS):  # a graph's ops have no line
             place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
             reason = f"{place}: {type(error).__name__}: {reason}"
@@ -60,15 +57,11 @@ def _sentence(message: str, most: int = 400) -> str:
     return message if len(message) <= most else message[:most] + " ..."
 
 
-def reader(task: Task, source: Source, training: bool) -> Reader:
-    """How a feed gets examples from the source.
-
-    Raises:
-      ValueError: the task does not make an example of a sample.
-    """
+def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
+    """How a feed gets examples from the source."""
     name = "training_example" if training else "evaluation_example"
     with user_code_errors(name):
-        made = make_reader(source, getattr(task, name), keyed=training)
+        made = pipeline.reader(source, getattr(task, name), keyed=training)
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         found = sorted(example) if isinstance(example, Mapping) else type(example).__name__
@@ -96,17 +89,16 @@ def reader(task: Task, source: Source, training: bool) -> Reader:
     return made
 
 
-def read_example(made: Reader, source: Source, training: bool) -> Example:
+def read_example(made: pipeline.Reader, source: Source, training: bool) -> Example:
     """The source's first sample as an example, its tensors with a batch dimension of 1."""
-    key = [tf.zeros([2], tf.int32)] * training
     name = "training_example" if training else "evaluation_example"
     with user_code_errors(name), unoptimized():
         try:
-            example = made.read(tf.constant(0, tf.int64), *key)
+            example = made.read(tf.constant(0, tf.int64), *[tf.zeros([2], tf.int32)] * training)
             if made.parts >= {"file", "image"}:
                 check_file(source.read(tf.constant(0, tf.int64)))
         except tf.errors.OpError as error:
-            raise ValueError(source.explain(0) or reason_of(error)) from None
+            raise ValueError(source.explain(0) or pipeline.reason_of(error)) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
@@ -126,12 +118,7 @@ def _holds_list(nested: Any) -> bool:
 
 
 def build(model: Any, example: Example) -> None:
-    """Makes all variables of the model, also those that only its first calls would make.
-
-    Raises:
-      ValueError: it is no Keras model or trains itself, cannot be called with the example's
-        inputs, has nothing to train, or keeps a state for each place in a batch.
-    """
+    """Makes all variables of the model, also those that only its first calls would make."""
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
     for name in ("train_step", "compute_loss"):
@@ -141,8 +128,7 @@ def build(model: Any, example: Example) -> None:
                 "what it does into the task's loss"
             )
     inputs = example["inputs"]
-    functional = hasattr(model, "_inputs_struct")  # built, and knows its inputs
-    if functional:
+    if hasattr(model, "_inputs_struct"):  # functional: built, and knows its inputs
         _check_input_names(model, inputs)
     else:
         with user_code_errors("the model, called with the inputs of training_example,"):
@@ -191,11 +177,7 @@ def loss(
 
 
 def losses_and_weights(pair: Any, samples: int | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """A loss and a weight for each of `samples` examples, in float32 at least.
-
-    Raises:
-      ValueError: it is not a pair of float tensors of one shape, samples first.
-    """
+    """A loss and a weight for each of `samples` examples, in float32 at least."""
     what = "the task's loss"
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
@@ -243,11 +225,7 @@ def _check_independent(task: Task, outputs: Any, targets: Any, *, shape: tf.Tens
 
 
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
-    """The task's `sums` as int64 and float64: totals outgrow smaller types.
-
-    Raises:
-      ValueError: they are not numbers by name, or have the names of the loss's own sums.
-    """
+    """The task's `sums` as int64 and float64: totals outgrow smaller types."""
     with user_code_errors("the task's sums"):
         found = dict(task.sums(outputs, targets))
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
@@ -268,14 +246,9 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
 
 
 def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The task's figures from its sums, with its main metric among them.
-
-    Raises:
-      ValueError: they are not figures by name, or the main metric is missing.
-    """
+    """The task's figures from its sums, with its main metric among them."""
     with user_code_errors("the task's metrics"):
-        figures = task.metrics(sums)
-        figures = {str(name): float(value) for name, value in figures.items()}
+        figures = {str(name): float(value) for name, value in task.metrics(sums).items()}
     if "loss" in figures:
         raise ValueError("the task's metrics return 'loss', the run's own: choose another name")
     if task.main_metric == "loss":
@@ -290,7 +263,7 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def actions(found: Any) -> list[Any]:
-    """What the task's `actions` returned. Raises ValueError where one is no Action (actions.py)."""
+    """What the task's `actions` returned: Actions, see hvdkit/run/actions.py."""
 
     def is_action(x: Any) -> bool:
         return callable(x) and hasattr(x, "due") and isinstance(getattr(x, "settles", 0), bool)
@@ -305,14 +278,13 @@ def actions(found: Any) -> list[Any]:
 
 
 def notes(found: Any) -> list[str]:
-    """What the task's `notes` returned. Raises ValueError where it is no list of sentences."""
     if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
         raise ValueError(f"the task's notes must return a list of texts, not {_describe(found)}")
     return list(found)
 
 
 def pictures(drawn: Any) -> np.ndarray:
-    """What `draw` returned. Raises ValueError where it is not uint8 [n, height, width, 3]."""
+    """What `draw` returned: uint8 [n, height, width, 3]."""
     fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
     if fine and drawn.ndim == 4 and drawn.shape[-1] == 3:
         return drawn

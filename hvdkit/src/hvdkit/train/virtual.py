@@ -94,12 +94,7 @@ class Passes:
         self._connected: list[dict[int, tf.DType]] = []
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
-        """Inside the step's tf.function; every rank must call it.
-
-        Args:
-          batch: nested tensors [micro-batches, samples of this rank, ...].
-          votes: float64 [n], this rank's.
-        """
+        """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         total = None
@@ -187,10 +182,7 @@ class Passes:
         return _Sums(tf.where(own, row, tf.zeros_like(row)), packed, state)
 
     def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The forward pass; keeps which variables it changes.
-
-        Raises ValueError for a change that cannot be made by one virtual rank after the other.
-        """
+        """The forward pass; keeps which variables it changes, if virtual ranks can combine them."""
         found = self._forward(micro)
         changed = {id(v) for v in assigned_handles(tf.compat.v1.get_default_graph())}
         trained = [v.path for v in self._variables if id(raw(v).handle) in changed]

@@ -44,13 +44,7 @@ ROWS = {"train": range(1438), "val": range(1438, 1797)}
 
 
 class Digits(Arrays):
-    """A Source of one split of the scans.
-
-    Reads to {"image": uint8 [8, 8, 3], ink is white; "label": int64, 0 to 9}.
-
-    Raises:
-      ValueError: a split that is neither train nor val, or other than 10 classes.
-    """
+    """A Source of one split: {"image": uint8 [8, 8, 3], ink is white; "label": int64, 0 to 9}."""
 
     def __init__(self, _: object, split: str, num_classes: int = NUM_CLASSES) -> None:
         if split not in ROWS:
