@@ -113,7 +113,10 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
 
 
 def load(file: Path) -> np.ndarray:
-    """The picture as viewers show it, uint8 [H, W, 3]; PNG and JPEG are decoded as in training."""
+    """The picture as viewers show it, uint8 [H, W, 3]; PNG and JPEG are decoded as in training.
+
+    Raises ValueError or OSError, naming the file and what is wrong with it.
+    """
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is no regular file")
     data = file.read_bytes()

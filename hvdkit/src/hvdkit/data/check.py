@@ -58,7 +58,7 @@ def check(
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
-    added to `others`, those read before by name, whose classes must be the same.
+    added to `others`, those read before by name, whose classes must be the same, else ValueError.
 
     Returns what was read, in words, and the flag that balances its classes ("": no good sample).
     """

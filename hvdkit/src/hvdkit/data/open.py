@@ -19,7 +19,10 @@ _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  
 
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
-    """The reader of a --data_format, to call with folder, split and number of classes (or 0)."""
+    """The reader of a --data_format, to call with folder, split and number of classes (or 0).
+
+    Raises ValueError if it cannot be imported, or called.
+    """
     module, _, attribute = READERS[name].rpartition(".")
     where = f"--data_format={name}: its reader {READERS[name]}"
     try:
@@ -46,7 +49,10 @@ def check_ids(kind: str, classes: int) -> None:
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
-    """The splits to train on and to score; `default`: the format where --data_format is empty."""
+    """The splits to train on and to score; `default`: the format where --data_format is empty.
+
+    Raises ValueError, naming flag, folder or file, where they do not fit task, settings or each other.
+    """
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
     # Checked before their number: if the splits differ, no --num_classes is right for both.

@@ -176,7 +176,8 @@ class Smaller:
     """Another source's samples, with the shorter side of pictures at most `short_side` pixels.
 
     Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
-    of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids.
+    of pixels take the nearest pixel. Smaller ones are unchanged, and so are sample ids. ValueError
+    for an invalid side or quality.
     """
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:

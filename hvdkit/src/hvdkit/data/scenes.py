@@ -96,7 +96,7 @@ def make(root: Path, settings: Settings) -> None:
     """Makes the set in `root`, whole or not at all; does nothing when it is already there.
 
     Several processes may call it at once: each writes its own folder, the first to finish renames
-    its folder to `root`, and the others remove theirs.
+    its folder to `root`, and the others remove theirs. ValueError if `root` holds anything else.
     """
     if _already_made(root, settings):
         return

@@ -172,7 +172,10 @@ def unoptimized() -> Iterator[None]:
 
 
 def connect(knobs: Mapping[str, str] | None = None) -> World:
-    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks."""
+    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
+
+    Raises Stop where Horovod would see, or sees, fewer ranks than were started together.
+    """
     os.environ.update(knobs or {})
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
@@ -206,6 +209,7 @@ def set_up(world: World, config: Settings) -> World:
     """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
 
     Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
+    Raises Stop on all ranks where a host has too few GPUs, or TensorFlow does not see them.
     """
     with world.fail_together("choosing a device"):
         # Once chosen, TensorFlow's number of threads stays as it is.

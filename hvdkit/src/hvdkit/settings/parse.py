@@ -130,7 +130,10 @@ def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
 
 
 def write(settings: Settings, path: Path) -> None:
-    """Writes the settings as a flagfile that reads back to the same, from any working folder."""
+    """Writes the settings as a flagfile that reads back to the same, from any working folder.
+
+    Raises ValueError for a text that a line of a flagfile cannot hold.
+    """
     lines = ["# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"]
     unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
     for name, field in fields.of(settings).items():

@@ -83,7 +83,8 @@ def make_sync(
 def synchronize(model: keras.Model) -> keras.Model:
     """Makes every batch norm of a built model, at any depth, a `SyncBatchNormalization`, in place.
 
-    Subclassed models, wrappers and shared layers thus keep their layers.
+    Subclassed models, wrappers and shared layers thus keep their layers. Raises ValueError for a
+    class derived from Keras's batch norm, naming it.
     """
     plain = [x for x in _batch_norms(model) if not isinstance(x, SyncBatchNormalization)]
     own = [x for x in plain if type(x) is not keras.layers.BatchNormalization]

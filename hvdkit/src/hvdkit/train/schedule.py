@@ -16,7 +16,10 @@ LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
 
 
 def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
-    """Step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function."""
+    """Step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
+
+    Raises ValueError where the task's own schedule gives no learning rate.
+    """
     if config.find_lr:  # the same factor each step (Smith 2017)
         factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
         return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
