@@ -51,7 +51,7 @@ def check_ids(kind: str, classes: int) -> None:
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """The splits to train on and to score; `default`: the format where --data_format is empty.
 
-    Raises ValueError, naming flag, folder or file, where they do not fit task, settings or each other.
+    Raises ValueError, naming flag, folder or file, where they do not fit task or settings.
     """
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)

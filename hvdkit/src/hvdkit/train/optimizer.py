@@ -91,8 +91,8 @@ def build(
     """Optimizer with its slots made for the model's trainable variables, in their order.
 
     The step sets its learning rate. With --ema_decay its variables include a moving average of the
-    weights (state.py). `own`: a task's `optimizer`, in place of --optimizer. Raises ValueError where
-    settings, weights and the task's optimizer do not fit.
+    weights (state.py). `own`: a task's `optimizer`, in place of --optimizer. Raises ValueError
+    where settings, weights and the task's optimizer do not fit.
     """
     variables = model.trainable_variables
     _check_weights(config, variables)

@@ -179,7 +179,7 @@ class Step:
     # ---- the step as one graph --------------------------------------------------------------
 
     def trace(self, function: Callable[[Example], Result]) -> Callable[..., Result]:
-        """`function` as one graph of (batch, votes), traced once; Stop where ranks' collectives differ."""
+        """`function` as one graph of (batch, votes), traced once; Stop where ranks trace others."""
         signature = [self._spec, tf.TensorSpec([agreement.NUM_VOTES], tf.float64)]
 
         @tf.function(input_signature=signature, autograph=False)
