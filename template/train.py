@@ -37,7 +37,8 @@ def make_step(run: hvdkit.Run):
 
 def train(run: hvdkit.Run) -> None:
     """The run. Called again if a step is not finite: the run goes back to a checkpoint, once."""
-    # --virtual_ranks, --pack_bytes, --gradient_groups, --compression=bf16: refused with other steps.
+    # Another step than this is refused with --virtual_ranks, --pack_bytes, --gradient_groups and
+    # --compression=bf16.
     step = run.make_step(make_step)
     for batch in run.batches():  # from where the run resumes; ends early on a stop signal
         run.after_step(step(batch))  # average batch norm's statistics, log, save, evaluate

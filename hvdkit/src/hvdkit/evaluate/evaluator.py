@@ -86,7 +86,7 @@ class Evaluator:
                     self._drawn(batch, outputs)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        """Every rank must call it. None after a stop signal; raises Stop for a mistake of the task."""
+        """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
         with unchanged(self._model):
             return self._evaluate(stop_asked)
 

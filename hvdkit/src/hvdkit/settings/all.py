@@ -44,7 +44,7 @@ class Settings(
             )
 
     def for_ranks(self, size: int) -> Self:
-        """The settings for `size` ranks, with --global_batch_size; ValueError if they do not fit."""
+        """The settings of `size` ranks with --global_batch_size; ValueError if they do not fit."""
         flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
         if 0 < virtual < size:
             raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
