@@ -58,7 +58,7 @@ def executable(path: Path, text: str) -> Path:
 
 def copy_checkout(to: Path) -> Path:
     """What set-up needs of the repository."""
-    for file in ["Makefile", "requirements.txt", "requirements-dev.txt", "docker",
+    for file in ["Makefile", "requirements.txt", "requirements-dev.txt", "docker", "hvdkit",
                  "template/pyproject.toml", "template/uv.lock"]:  # fmt: skip
         (to / file).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / file).is_dir() else shutil.copy

@@ -47,6 +47,7 @@ def own_pictures(folder: Path, count: int = 12) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # five minutes where nothing else runs
 def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     first = block("Two commands").splitlines()[0]
     assert first.startswith("make train ")
