@@ -88,8 +88,8 @@ LEFT_OUT = {
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_modes.py",
     "find_lr": "keeps nothing: test_modes.py",
-    "backbone_weights": "names a file: test_warm_start.py",
-    "backbone_preprocessing": "of such a file: test_warm_start.py",
+    "backbone_weights": "names a file: test_backbone.py",
+    "backbone_preprocessing": "of such a file: test_backbone.py",
 }
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.

@@ -1,4 +1,4 @@
-"""Checkpoints of one small variable, by one rank, without a launcher."""
+"""Checkpoints of one small variable, by one rank, without a launcher; weights that count."""
 
 import tensorflow as tf
 
@@ -28,3 +28,20 @@ def restored(kept, resume="auto"):
 
 def names(kept):
     return sorted(p.name for p in kept.folder.iterdir())
+
+
+def _weights(model):
+    """All but what kind of pictures it takes."""
+    return [v for v in model.weights if v.name != "mode"]
+
+
+def counted(model, start=0.0):
+    """The model, each of whose weights is one more than the one before it."""
+    for number, variable in enumerate(_weights(model)):
+        variable.assign(tf.fill(variable.shape, tf.cast(start + number, variable.dtype)))
+    return model
+
+
+def first_weights(model):
+    """Of a `counted` model where each weight began to count."""
+    return [float(v.numpy().flat[0]) - number for number, v in enumerate(_weights(model))]
