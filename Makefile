@@ -15,7 +15,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock audit wheelhouse train test slow-test lint bench bits chaos fork image image-test
+.PHONY: help setup lock audit wheelhouse train test slow-test lint bench bits chaos fuzz fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test: setup ## all tests, two files at a time; ARGS='-k sampler'
 
 slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 15 minutes
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+
+fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 10 minutes
+	@$(IN_VENV) FUZZ_INPUTS=200000 pytest -q -n 2 tests/attacks/test_fuzz.py $(ARGS)
 
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)

@@ -16,7 +16,7 @@ import json
 import sys
 from pathlib import Path
 
-from hvdkit import settings
+from hvdkit import settings, whole_files
 from hvdkit.settings import project
 
 
@@ -39,7 +39,7 @@ def newest_step(folder: Path, made: bool) -> int:
         with contextlib.suppress(ValueError):
             steps.append(int(path.name.removeprefix("step-")))
     if made:
-        with contextlib.suppress(OSError), open(folder / "metrics.jsonl", "rb") as file:
+        with contextlib.suppress(OSError), whole_files.opened(folder / "metrics.jsonl") as file:
             for line in file:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     steps.append(int(json.loads(line)["step"]))

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hosts import ENVIRONMENT, Hosts, require
+from hosts import ENVIRONMENT, NOBODY, PYTHON, Hosts, require
 
 from hvdkit.ranks import proof
 from hvdkit.settings.project import ENGINE
@@ -24,8 +24,6 @@ from hvdkit.testing import _HORUN, kill_session, launch
 from ranks import ROOT
 
 HERE = Path(__file__).parent
-NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i"]
-PYTHON = "/usr/bin/python3"  # an environment's may be in a home that is closed to others
 SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
 # Address and port of all that listens there for the launch, and its secret.
 LOOK = """

@@ -31,7 +31,8 @@ class _Lines(python_logging.Handler):
     def emit(self, record: python_logging.LogRecord) -> None:
         to_errors = record.levelno >= python_logging.WARNING
         rank = "" if hasattr(record, "names_rank") else launch_rank()
-        text = f"rank {rank}: {record.getMessage()}" if rank else record.getMessage()
+        text = "\n".join(map(printable, record.getMessage().split("\n")))
+        text = f"rank {rank}: {text}" if rank else text
         end_status()
         try:
             # One write a line: launchers put their tags between writes.
@@ -83,6 +84,11 @@ def refuse(text: str) -> NoReturn:
         text = f"rank {rank} on {socket.gethostname()}: {text}"
     complain(text)
     sys.exit(WRONG_USE)
+
+
+def printable(text: object) -> str:
+    """For a terminal: what is no character to be seen, as in names of files, is escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def join(things: Iterable[object], most: int = 5) -> str:

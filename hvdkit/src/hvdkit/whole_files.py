@@ -1,37 +1,73 @@
-"""Files on disk: whole or absent whenever a process or machine dies; hashed; locked."""
+"""Files on disk: whole or absent whenever a process or machine dies; hashed; locked.
+
+A folder may belong to somebody hostile: no link in it is followed, unless the caller says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**28  # that are read of a file, at most
+
+
+def opened(path: Path, *, append: bool = False, most: float = math.inf, links: bool = False) -> IO:
+    """Opens a regular file, to read its bytes or, as text, to append to it.
+
+    Raises OSError: it is a link, no regular file, or has more than `most` bytes.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
+    flags |= os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # opening a pipe would wait
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a link, which is not followed"
+        raise
+    about = os.fstat(handle)
+    if stat.S_ISREG(about.st_mode) and about.st_size <= most:
+        return os.fdopen(handle, "a" if append else "rb")
+    os.close(handle)
+    why = "it is no regular file" + f" of at most {most:,} bytes" * (most < math.inf)
+    raise OSError(errno.EFBIG, why, str(path))
+
+
+def read(path: Path, most: int, *, links: bool = False) -> bytes:
+    """All of a file, as `opened`."""
+    with opened(path, most=most, links=links) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
 
 @contextlib.contextmanager
-def written(path: Path, hidden: str = "") -> Iterator[Path]:
-    """Yields a hidden path to write to, which then replaces `path` and is flushed to disk.
+def written(path: Path) -> Iterator[Path]:
+    """Yields a path to write to; the file then replaces `path` and is flushed to disk.
 
-    Args:
-      hidden: its name until then; by default .NAME.partial.
     Raises:
       OSError: it cannot be written. After any exception the old file is unchanged.
     """
-    partial = path.with_name(hidden or f".{path.name}.partial")
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        yield partial
-        flush(partial)
+        yield Path(f"/proc/self/fd/{handle}")  # this very file, whatever has its name by then
+        os.fsync(handle)
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error says more
             partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(handle)
     flush(path.parent)
 
 
@@ -57,9 +93,9 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, *, links: bool = True) -> str:
     """Of the whole file, hex digits."""
-    with path.open("rb") as file:
+    with opened(path, links=links) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -74,7 +110,7 @@ def lock(path: Path) -> IO[str]:
       BlockingIOError: another process has it.
       NoLocks, OSError: the file cannot be locked, or cannot be made.
     """
-    file = path.open("a")  # NFS locks only what may be written
+    file = opened(path, append=True)  # NFS locks only what may be written
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -159,6 +159,8 @@ def linked(kind):
                 layout = h5py.VirtualLayout(KERNEL, "f4")
                 layout[:] = h5py.VirtualSource(secret, "kernel", KERNEL)
                 content.create_virtual_dataset(name, layout)
+            elif kind == "terabytes":
+                content.create_dataset(name, (2**20, 2**20), "f4", chunks=(1024, 1024))
             elif kind == "external":
                 where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
                 content.create_dataset(name, KERNEL, "f4", external=where)
@@ -192,6 +194,7 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
         ({}, {}, cut(0.97), ["does not fit small"]),
         ({}, {}, linked("layer"), ["conv1_conv is in another file"]),
         *(({}, {}, linked(kind), ELSEWHERE) for kind in ("kernel", "external", "virtual")),
+        ({}, {}, linked("terabytes"), ["conv1_conv/conv1_conv/kernel claims 4,"]),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):

@@ -1,5 +1,9 @@
 """Averages of weights; weights of other runs and of .keras files. test_backbone.py has backbones."""
 
+import io
+import zipfile
+
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -231,3 +235,19 @@ def outcomes(tmp_path_factory):
 def test_real_runs(name, outcomes):
     failures = [found[name] for found in outcomes]
     assert failures == [None, None], failures[0] or failures[1]
+
+
+def test_a_keras_file_holds_all_that_it_claims(tmp_path):
+    file, linked = tmp_path / "model.keras", io.BytesIO()
+    with h5py.File(linked, "w") as content:
+        content["kernel"] = h5py.ExternalLink(tmp_path / "secret.h5", "/x")
+    more = {
+        "a.h5": (linked.getvalue(), "is in another file"),
+        "a": (bytes(2**28), "its parts claim 268,"),
+    }
+    for name, (content, words) in more.items():
+        network().save(file)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr(name, content, zipfile.ZIP_DEFLATED if name == "a" else None)
+        with pytest.raises(ValueError, match=f"{file} cannot be read: .*{words}"):
+            warm_start.load(network(), file, False)

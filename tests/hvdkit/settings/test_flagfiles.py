@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import os
-import random
-import re
 
 import pytest
 
@@ -140,43 +138,3 @@ def test_what_is_written_reads_back_the_same_from_anywhere(project, text):
         settings_lib.write(config, project / "config.cfg")
         os.chdir(second)
         assert whole(parse(f"--flagfile={project}/config.cfg")) == whole(config)
-
-
-def damaged(sound: bytes, draw: random.Random) -> bytes:
-    """A bit flipped, cut off, a part that never came to the disk, or a line changed."""
-    content, at = bytearray(sound), draw.randrange(len(sound))
-    match draw.randrange(4):
-        case 0:
-            content[at] ^= 1 << draw.randrange(8)
-        case 1:
-            del content[at:]
-        case 2:
-            content[at : at + 8] = draw.choice([bytes, draw.randbytes])(8)
-        case 3:
-            lines = sound.splitlines(keepends=True)
-            at = draw.randrange(1, len(lines))
-            value = draw.choice(["", "-1", "1e999", "nan", "x" * 5000, "0x10", "\u0661", "=", " 3"])
-            other = lines[at].split(b"=")[0].strip() + f"={value}\n".encode()
-            lines[at] = draw.choice([other, other, b"--flagfile=config.cfg\n", b"", b"\xff\xfe"])
-            content = b"".join(lines)
-    return bytes(content)
-
-
-def test_a_damaged_config_cfg_is_settings_or_refused_by_name(project):
-    whole, draw, refusals = project / "config.cfg", random.Random(4), 0
-    settings_lib.write(Settings(class_weights="1,2,3", num_classes=3), whole)
-    sound = whole.read_bytes()
-    before = dataclasses.asdict(parse("--flagfile=config.cfg"))
-    for number in range(200):
-        whole.write_bytes(damaged(sound, draw))
-        try:
-            found = dataclasses.asdict(parse("--flagfile=config.cfg"))
-        except ValueError as error:
-            message = str(error)
-            assert "\n" not in message and len(message) < 1000, (number, message)
-            # A setting that contradicts another one is named by its flag.
-            assert whole.name in message or re.search(r"--[a-z]", message), (number, message)
-            refusals += 1
-        else:
-            assert all(type(found[name]) is type(before[name]) for name in before), number
-    assert 60 < refusals < 190

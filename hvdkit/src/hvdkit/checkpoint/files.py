@@ -13,16 +13,19 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 
 from hvdkit import whole_files
+from hvdkit.logs import printable
 
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
 STATE, MANIFEST = "state.npz", "manifest.json"
@@ -65,6 +68,11 @@ class Manifest:
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
+_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure"), dict)
+_TYPES |= {"step": int, "ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
+_TYPES |= {"score": float | int | None}
+
+
 def read_manifest(path: Path) -> Manifest:
     """The verified manifest of the checkpoint at `path`; its arrays are not looked at.
 
@@ -88,7 +96,7 @@ def verify(path: Path) -> Manifest:
         raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
     manifest = read_manifest(path)
     file = path / STATE
-    if _guarded(file, lambda: whole_files.sha256(file)) != manifest.sha256:
+    if _guarded(file, lambda: whole_files.sha256(file, links=False)) != manifest.sha256:
         raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
 
@@ -111,11 +119,19 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
     dtypes = read_manifest(path).dtypes
 
     def load() -> dict[str, np.ndarray]:
-        with open(path / STATE, "rb") as file, np.load(file, allow_pickle=False) as state:
+        with whole_files.opened(path / STATE) as file, np.load(file, allow_pickle=False) as state:
+            check_zip(state.zip, file)
             found = {n: state[n] for n in state.files if n.startswith(prefixes)}
         return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
 
     return _guarded(path / STATE, load)
+
+
+def check_zip(archive: zipfile.ZipFile, file: IO[bytes]) -> None:
+    """Raises ValueError where the archive claims more bytes than its file has: ours are stored."""
+    claimed, there = sum(i.file_size for i in archive.infolist()), os.fstat(file.fileno()).st_size
+    if claimed > there:
+        raise ValueError(f"its parts claim {claimed:,} bytes, and it has {there:,}")
 
 
 def step_of(path: Path) -> int | None:
@@ -196,6 +212,8 @@ def tidy(folder: Path) -> None:
 def _guarded(file: Path, read: Callable[[], Any]) -> Any:
     """What `read` returns; whatever goes wrong becomes a sentence that names the file."""
     try:
+        if file.parent.is_symlink():
+            raise Damaged(f"{file.parent} is a link, which is not followed")
         if not file.is_file():
             raise Damaged(f"{file} is no file" if file.exists() else f"{file} is missing")
         return read()
@@ -206,12 +224,12 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
     # Whatever zipfile, json and NumPy raise at bytes that they did not write: BadZipFile, KeyError,
     # RecursionError, a MemoryError from a header that claims terabytes, ...
     except Exception as error:
-        raise Damaged(f"{file} is damaged: {type(error).__name__}: {error}") from None
+        raise Damaged(f"{file} is damaged: {type(error).__name__}: {printable(error)}") from None
 
 
 def _parse(path: Path) -> Manifest:
     file = path / MANIFEST
-    record = json.loads(file.read_text())
+    record = json.loads(whole_files.read(file, whole_files.JSON_BYTES))
     if not isinstance(record, dict):
         raise Damaged(f"{file} is damaged: it holds no JSON object")
     checksum, number = record.pop("checksum", None), record.pop("format", None)
@@ -223,6 +241,8 @@ def _parse(path: Path) -> Manifest:
             "with the version that wrote it, or start anew: another --run_dir or --resume=never"
         )
     manifest = Manifest(**record)
+    if odd := [n for n, kind in _TYPES.items() if not isinstance(getattr(manifest, n), kind)]:
+        raise Damaged(f"{file} is damaged: its {odd[0]} is {getattr(manifest, odd[0])!r:.40}")
     if step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
     return manifest

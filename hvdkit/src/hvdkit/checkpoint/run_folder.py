@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,9 @@ def begin(
       ValueError: another run is in the folder, or a speed is measured where a run was trained.
     """
     folder = run_dir / "checkpoints"
+    for inner in (folder, run_dir / _BOARD):
+        if inner.is_symlink():
+            raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
     lock(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
@@ -83,7 +87,8 @@ def begin(
         _remove(run_dir, _RESULTS if found.asked else ())
     if own:
         _drop_after(run_dir, found.step, evaluates_first)
-    _remove(run_dir, ("summary.json", "benchmark.json"))
+    left = [path.name for path in run_dir.glob(".*.partial")]  # by a kill
+    _remove(run_dir, ("summary.json", "benchmark.json", *left))
     checkpoint_files.tidy(folder)
     with whole_files.written(run_dir / "config.cfg") as partial:
         settings_lib.write(config, partial)
@@ -102,7 +107,7 @@ def lock(run_dir: Path) -> None:
     """
     if not run_dir.is_dir():
         return
-    path = (run_dir / ".lock").resolve()
+    path = run_dir.resolve() / ".lock"
     if path in _locks:
         return
     with contextlib.suppress(whole_files.NoLocks):
@@ -127,8 +132,10 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     # Records first, as copies: after a kill before the last checkpoint is moved, the old run
     # resumes with its own records.
     for name in there:
-        copy = shutil.copytree if (run_dir / name).is_dir() else shutil.copy2
-        copy(run_dir / name, aside / name)
+        if (run_dir / name).is_dir():
+            shutil.copytree(run_dir / name, aside / name, symlinks=True)
+        else:
+            shutil.copy2(run_dir / name, aside / name, follow_symlinks=False)
     (aside / "checkpoints").mkdir()
     # Newest first, for the same reason: what is left at any moment has no gap.
     for path in reversed(checkpoints):
@@ -146,17 +153,27 @@ def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
     after weeks there are millions.
     """
     parsed, damage = 0, (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError)
-    # TensorBoard takes any file with "tfevents" in its name for one to show.
-    with whole_files.written(path, ".being-rewritten.partial") as partial:
+    with whole_files.opened(path) as old, whole_files.written(path) as partial:
+        records = tf.data.TFRecordDataset(f"/proc/self/fd/{old.fileno()}").take(_whole(old))
         with tf.io.TFRecordWriter(str(partial)) as writer, contextlib.suppress(*damage):
-            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            for record in records.as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)
                 parsed += len(record) + 16  # its length, and a checksum of each
                 if not is_after(event):
                     writer.write(record)
-        with path.open("rb") as old, partial.open("ab") as new:
+        with partial.open("ab") as new:
             old.seek(parsed)
             shutil.copyfileobj(old, new)
+
+
+def _whole(file: IO[bytes]) -> int:
+    """How many TFRecords end within the file; TensorFlow crashes at one that claims terabytes."""
+    count, size = 0, os.fstat(file.fileno()).st_size
+    while len(head := file.read(12)) == 12:  # a length, and its checksum
+        if (end := file.tell() + int.from_bytes(head[:8], "little") + 4) > size:
+            break
+        count, _ = count + 1, file.seek(end)
+    return count
 
 
 def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
@@ -186,12 +203,14 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
     def stays(line: bytes) -> bool:
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # a kill cut the line
+            again = evaluates_first and any(key.startswith("eval_") for key in record)
+            return record.get("step", math.inf) <= (step - 1 if again else step)
+        except (ValueError, RecursionError, TypeError, AttributeError):  # a kill cut the line
             return False
-        if not isinstance(record, dict):
-            return False
-        again = evaluates_first and any(key.startswith("eval_") for key in record)
-        return record.get("step", math.inf) <= (step - 1 if again else step)
 
-    with whole_files.written(path) as partial, path.open("rb") as old, partial.open("wb") as new:
+    with (
+        whole_files.opened(path) as old,
+        whole_files.written(path) as partial,
+        partial.open("wb") as new,
+    ):
         new.writelines(filter(stays, old))  # one at a time: gradients.jsonl may be of gigabytes

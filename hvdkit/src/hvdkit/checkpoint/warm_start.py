@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import h5py
 import keras
@@ -17,6 +20,8 @@ from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 from hvdkit.train.state import names_of_model
+
+_SMALLEST = 1_100  # bytes in one: gzip reaches 1,032
 
 
 def start(model: keras.Model, config: Settings) -> None:
@@ -109,7 +114,12 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
             "--init_ema"
         )
     try:
-        saved = keras.models.load_model(path, compile=False)
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            files.check_zip(archive, file)
+            for name in archive.namelist():
+                if name.endswith(".h5"):
+                    _check_values(io.BytesIO(archive.read(name)))
+        saved = keras.models.load_model(path, compile=False, safe_mode=True)
     except Exception as error:  # Keras raises any kind at a damaged file
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"--init_from={path} cannot be read: {why}") from None
@@ -184,7 +194,7 @@ def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
         raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
     backbone = _Backbone(model.inputs, model.get_layer(last).output)
     try:
-        _refuse_other_files(path)
+        _check_values(path)
         backbone.load_weights(path)
     except Exception as error:  # of any kind
         why = " ".join(str(error).split())
@@ -195,14 +205,18 @@ def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
     pixels.mode.assign(preprocessing.MODES.index(mode))
 
 
-def _refuse_other_files(path: Path) -> None:
-    """Raises ValueError where HDF5 would read values from another file: not every Keras does."""
+def _check_values(path: Path | IO[bytes]) -> None:
+    """Raises ValueError where HDF5 would read from another file, or values that are not stored."""
 
-    def elsewhere(name: str, link: object) -> str | None:
+    def fault(name: str, link: object) -> str | None:
         there = file.get(name) if isinstance(link, h5py.HardLink) else None
-        dataset = isinstance(there, h5py.Dataset) and (there.external or there.is_virtual)
-        return name if dataset or isinstance(link, h5py.ExternalLink) else None
+        there = there if isinstance(there, h5py.Dataset) else None
+        if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
+            return f"{name} is in another file, which is not allowed"
+        if there and there.nbytes > _SMALLEST * (stored := there.id.get_storage_size()):
+            return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
+        return None
 
     with h5py.File(path) as file:
-        if name := file.visititems_links(elsewhere):  # an exception in there would be lost
-            raise ValueError(f"{name} is in another file, which is not allowed")
+        if found := file.visititems_links(fault):  # an exception in there would be lost
+            raise ValueError(found)

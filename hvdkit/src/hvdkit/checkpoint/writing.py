@@ -81,7 +81,7 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     known = {
         n: a if _is_numpys(a.dtype) else a.view(f"V{a.dtype.itemsize}") for n, a in arrays.items()
     }
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:  # nothing that is there, nor a link
         hashed = _Hashed(file)
         np.savez(hashed, **known)
         file.flush()

@@ -123,7 +123,7 @@ def write(
     print(f"{'class':>16}  {'  '.join(f'{name:>9}' for name in columns)}")
     for name, labels, *shares in rows:
         cells = "  ".join(f"{share:9.4g}" for share in shares)
-        print(f"{name[:16]:>16}  {labels:9.0f}  {cells}")
+        print(f"{logs.printable(name[:16]):>16}  {labels:9.0f}  {cells}")
 
 
 def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequence[tuple]) -> None:
@@ -139,7 +139,8 @@ def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequenc
         with task_checks.user_code_errors("draw"):
             sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
-        Image.fromarray(sheet).save(out / name)
+        with whole_files.written(out / name) as partial:
+            Image.fromarray(sheet).save(partial, "PNG")
 
 
 def main(argv: list[str]) -> int:

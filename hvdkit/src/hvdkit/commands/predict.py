@@ -5,14 +5,15 @@
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
 five most probable classes of each picture, by name where the run's confusion.csv has names.
-Pictures can have any format that Pillow reads. Files that cannot be read are listed and skipped,
-and the exit code is 1. With horovodrun, the ranks share the pictures. Flags of train.py may follow
-(--eval_flip, ...).
+Pictures can be PNG, JPEG, BMP, GIF, JPEG 2000, PPM, TGA, TIFF or WebP. Files that cannot be read
+are listed and skipped, and the exit code is 1. With horovodrun, the ranks share the pictures. Flags
+of train.py may follow (--eval_flip, ...).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 
+_OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF", "WEBP")  # EPS would start Ghostscript
 WRITTEN = ("labels", "overlays", "predictions.csv")  # in --out
 Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
 
@@ -120,15 +122,16 @@ def load(file: Path) -> np.ndarray:
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is no regular file")
     data = file.read_bytes()
-    fault = pictures.too_deep(data)
+    fault = pictures.refused(data)
     try:
         if not fault and (tf.io.is_jpeg(data) or data[:4] == b"\x89PNG"):
             return pictures.decode_image(tf.constant(data)).numpy()
         if not fault:
-            with Image.open(file) as picture:
-                if picture.mode[0] not in "IF":
+            with Image.open(io.BytesIO(data), formats=_OTHERS) as picture:
+                fault = pictures.too_large(*picture.size)
+                if not fault and picture.mode[0] not in "IF":
                     return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-            fault = "has more than 8 bits a channel: convert it to 8 bits"
+            fault = fault or "has more than 8 bits a channel: convert it to 8 bits"
     except tf.errors.OpError:
         fault = "is damaged: it cannot be decoded"
     # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
@@ -152,7 +155,8 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> li
     for folder, picture in (("labels", classes), ("overlays", over)):
         file = out / folder / f"{name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(file)
+        with whole_files.written(file) as partial:
+            picture.save(partial, "PNG")
     return []
 
 
@@ -164,7 +168,7 @@ def table(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
     whole_files.write_csv(out, [["file", *head], *named])
     for file, *pairs in named:
         likeliest = (f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
-        print(f"{file}: {'  '.join(likeliest)}")
+        print(logs.printable(f"{file}: {'  '.join(likeliest)}"))
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,7 @@ from hvdkit import logs
 from hvdkit.data import pipeline
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, kind_of, reader_of
-from hvdkit.data.readers import records
+from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source, unshared_classes
 from hvdkit.logs import join
@@ -64,6 +64,8 @@ def check(
     """
     try:
         source = reader_of(layout)(root, split, classes)
+        if isinstance(source, records.Records):
+            source.check_lengths()
     except (ValueError, OSError) as error:
         tell(str(error))
         return "not read", ""
@@ -95,7 +97,7 @@ def check(
         known = highest + 1
     names = [str(name) for name in getattr(source, "class_names", ())]
     for line in counted.lines(known, names):
-        print(f"{split}: {line}", flush=True)
+        print(f"{split}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     return f"{len(source):,} samples, {labels}", counted.weights(known)
 
@@ -224,7 +226,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
+    parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
+    pictures.limit(args.max_pixels)
     sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be text
     faults: list[str] = []
 
@@ -232,7 +236,7 @@ def main(argv: list[str]) -> int:
         faults.append(split)
         if sys.stderr.isatty():  # below the bar, not behind it
             print(file=sys.stderr, flush=True)
-        print(f"{split}: {fault}", flush=True)
+        print(f"{split}: {logs.printable(fault)}", flush=True)
 
     try:
         layout = args.data_format or _layout(args.data_dir)

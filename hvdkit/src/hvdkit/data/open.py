@@ -9,6 +9,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from hvdkit.data.labels import IGNORE, one_class
+from hvdkit.data.readers import pictures
 from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.data.source import Source, Synthetic, unshared_classes
 from hvdkit.logs import join
@@ -53,6 +54,7 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
 
     Raises ValueError, naming flag, folder or file, where they do not fit task or settings.
     """
+    pictures.limit(config.max_pixels)
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
     # Checked before their number: if the splits differ, no --num_classes is right for both.

@@ -268,7 +268,9 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--shards", type=int, default=16, help="number of files (default: 16)")
     parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
     parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
+    parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
+    pictures.limit(args.max_pixels)
     if args.quality is not None and args.short_side is None:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
@@ -282,7 +284,7 @@ def _main(argv: list[str]) -> int:
             packed_from += f", short side {args.short_side}, quality {quality}"
         folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
-        parser.exit(2, f"\n{error}\n")
+        parser.exit(2, f"\n{logs.printable(error)}\n")
     packed = records.Records(args.out, name)
     ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
     print(

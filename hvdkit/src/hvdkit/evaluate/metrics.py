@@ -8,6 +8,7 @@ have different numbers of samples.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,12 +150,12 @@ def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     """Names, and the matrix, int64 [n, n]; raises ValueError, naming the file."""
     try:
-        with file.open(newline="", encoding="utf-8", errors="surrogateescape") as opened:
-            (_, *names), *rows = csv.reader(opened)
+        text = whole_files.read(file, whole_files.TABLE_BYTES).decode(errors="surrogateescape")
+        (_, *names), *rows = csv.reader(io.StringIO(text, newline=""))
         counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
-        if counts.shape != (len(names), len(names)):
+        if counts.shape != (len(names), len(names)) or (counts < 0).any():
             raise ValueError(f"{len(names)} names, {counts.shape}")
-    except (ValueError, csv.Error) as error:
+    except (ValueError, OverflowError, csv.Error) as error:
         raise ValueError(f"{file} holds no confusion matrix ({error}): remove the file") from None
     return names, counts
 

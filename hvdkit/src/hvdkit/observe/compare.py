@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit.logs import complain
+from hvdkit import whole_files
+from hvdkit.logs import complain, printable
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
@@ -55,7 +56,7 @@ def check_ended(run: Records) -> None:
     file, ended = run.folder / "metrics.jsonl", "give folders of runs that have ended"
     if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= {*run.summary}:
         raise ValueError(f"{run.folder}/summary.json is no summary of a run: {ended}")
-    if len(file.read_bytes().splitlines()) != len(run.lines):
+    if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(run.lines):
         raise ValueError(f"{file} has lines that no run writes: {ended}")
 
 
@@ -103,6 +104,7 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
 
 def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
     """The table for a terminal; long values lose their beginning: paths differ at the end."""
+    rows = [list(map(printable, row)) for row in rows]
     cut = [[c if len(c) <= most else f"...{c[3 - most :]}" for c in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*cut)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cut)
@@ -169,7 +171,8 @@ def main(argv: list[str]) -> int:
         runs = [records.read(folder) for folder in own.folders]
         rows, names = side_by_side(runs, own.score), labels(own.folders)
         if own.html:
-            own.html.write_text(html(runs, names, rows), encoding="utf-8")
+            with whole_files.written(own.html) as partial:
+                partial.write_text(html(runs, names, rows), encoding="utf-8")
         print(printed([["", *names], *rows]))
         if own.html:
             print(f"page: {own.html}")
@@ -179,5 +182,5 @@ def main(argv: list[str]) -> int:
         complain(str(error))
         return WRONG_USE
     found = [verdict(runs[0], run) for run in runs[1:]]
-    print("\n".join(sentence for _, sentence in found))
+    print("\n".join(printable(sentence) for _, sentence in found))
     return max(code for code, _ in found)

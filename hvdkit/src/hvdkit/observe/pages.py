@@ -127,7 +127,7 @@ def picture(file: Path, caption: str) -> str:
     """A PNG, inside the page; empty if the file does not exist."""
     if not file.exists():
         return ""
-    data = base64.b64encode(file.read_bytes()).decode()
+    data = base64.b64encode(whole_files.read(file, whole_files.TABLE_BYTES)).decode()
     alt = escaped(caption)
     return (
         f"<figure><figcaption>{alt}</figcaption>"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdkit import settings as settings_lib
+from hvdkit import whole_files
 from hvdkit.settings import absl_flags, fields
 
 # Entries of metrics.jsonl that depend on the clock.
@@ -54,15 +55,16 @@ def read(folder: Path) -> Records:
     lines = _lines(folder / "metrics.jsonl")
     starts = _lines(folder / "starts.jsonl")
     try:
-        summary = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
+        summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
+        summary = {n: x for n, x in summary.items() if _fits(n, x)}
+    except (FileNotFoundError, ValueError, RecursionError, AttributeError):
         summary = {}
     return Records(
         folder,
         _settings(folder / "config.cfg"),
-        [{name: x for name, x in line.items() if _is_figure(x)} for line in lines],
-        [line for line in starts if isinstance(line.get("time"), float)],
-        summary if isinstance(summary, dict) else {},
+        [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in lines],
+        [line for line in starts if all(_fits(n, line.get(n, "")) for n in ("time", "score"))],
+        summary,
     )
 
 
@@ -87,6 +89,16 @@ def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     return [float(x) if isinstance(x, int | float) else math.nan for x in found]
 
 
+def _fits(name: str, value: object) -> bool:
+    """Whether a record's entry is of the type that a run writes, where code relies on it."""
+    if name == "time":
+        return isinstance(value, float) and 0 <= value < 1e11
+    if name in ("step", "samples_per_second", "skipped_steps", "batches_passed_over"):
+        return _is_figure(value)
+    kinds = {"exit_reason": str, "weights_sha256": str, "score": str, "fingerprint": dict}
+    return isinstance(value, kinds.get(name, object))
+
+
 def _is_figure(value: object) -> bool:
     """Whether a value is valid for a figure: null, or a number that a float holds."""
     if isinstance(value, int | float):
@@ -98,7 +110,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines that have a step."""
     found = []
     if file.is_file():
-        for line in file.read_bytes().splitlines():
+        for line in whole_files.read(file, whole_files.LINES_BYTES).splitlines():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
@@ -112,7 +124,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def _settings(file: Path) -> dict[str, str]:
     found, kind = {}, settings_lib.of_project()
     names = {*fields.of(kind), *absl_flags.beside(kind)}
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    content = whole_files.read(file, whole_files.JSON_BYTES)
+    for line in content.decode(errors="replace").splitlines():
         name, is_given, value = line.removeprefix("--").partition("=")
         if not line.startswith("--"):
             continue

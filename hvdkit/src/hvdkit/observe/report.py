@@ -71,7 +71,7 @@ def about(run: Records) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
     last, total = run.last_start(), run.settings.get("num_steps", "?")
     rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
-    total = f"{int(total):,}" if total.isdecimal() else total
+    total = f"{int(total):,}" if total.isdecimal() and len(total) < 20 else total
     rows.append(("steps", f"{run.last_step():,} of {total}"))
     if reason := run.summary.get("exit_reason"):
         rows.append(("ended", reason))

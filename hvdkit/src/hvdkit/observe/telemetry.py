@@ -48,7 +48,7 @@ class Telemetry:
         self._noted: set[str] = set()
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
-            (run_dir / "metrics.jsonl").open("a").close()
+            whole_files.opened(run_dir / "metrics.jsonl", append=True).close()
             settings = dataclasses.asdict(config)
             self._trackers = trackers.make(config.tracker_names, run_dir, settings)
 
@@ -172,7 +172,8 @@ class Telemetry:
         sheet = np.concatenate(list(pictures))
         times = max(1, 640 // sheet.shape[1])
         drawn = Image.fromarray(sheet.repeat(times, 0).repeat(times, 1))
-        drawn.save(self._dir / "predictions.png")
+        with whole_files.written(self._dir / "predictions.png") as partial:
+            drawn.save(partial, "PNG")
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
@@ -186,7 +187,7 @@ class Telemetry:
                 metrics.write_confusion(self._dir / "confusion.csv", names, counts)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        with self._reports_once(name), (self._dir / name).open("a") as file:
+        with self._reports_once(name), whole_files.opened(self._dir / name, append=True) as file:
             file.write(json.dumps(record) + "\n")
 
     def _write(self, record: Mapping[str, Any]) -> None:

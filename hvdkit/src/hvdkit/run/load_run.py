@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
+from hvdkit.data.readers import pictures
 from hvdkit.logs import refuse
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
@@ -57,7 +58,7 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
     file = run_dir / "config.cfg"
     own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
     try:
-        if not file.is_file():
+        if not file.is_file() or file.is_symlink():
             raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
         words, past = ["", *own, *_NEW, *flags], file.absolute()
         return settings_lib.load(words, settings_lib.of_project(), past)
@@ -105,6 +106,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
         model's outputs for a picture are not one tensor of logits.
     """
     world_lib.set_numbers(config)
+    pictures.limit(config.max_pixels)
     with task_checks.user_code_errors("making the task"):
         task = tasks.load(config)
     with task_checks.user_code_errors("build_model"):

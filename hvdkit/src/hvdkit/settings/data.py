@@ -79,6 +79,7 @@ class DataSettings(Room):
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
     )
     scale_range: str = setting("", "least and largest random scale; empty: the task's own")
+    max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
 
     def check(self) -> None:

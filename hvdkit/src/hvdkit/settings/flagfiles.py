@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hvdkit import whole_files
+from hvdkit.logs import printable
 from hvdkit.settings import project
 
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -27,7 +29,7 @@ class Given:
     def error(self, text: str) -> ValueError:
         """The error about this flag in one line, with the flagfile's name and line in front."""
         # What stands in a damaged file is shown to a terminal, and may be long.
-        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        text = printable(text)
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
         return ValueError(f"{_shown(self.file)}, line {self.line}: {text}" if self.file else text)
@@ -68,7 +70,8 @@ def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
         raise flag.error(f"--flagfile={flag.value} is a pipe or a folder, not a file")
     try:
         # The name of a folder may hold bytes that are no UTF-8.
-        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        content = whole_files.read(path, whole_files.JSON_BYTES, links=True)
+        text = content.decode("utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None
     found = []

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.data import shared_listing
 from hvdkit.logs import join
 from hvdkit.ranks import encoding
 
+_LIST_BYTES = 2**30  # of a split, at most
 THREADS = 16  # they wait for a file server
 # What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
 _SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
@@ -45,7 +47,7 @@ def read_names(path: Path) -> dict[str, int]:
             f"another split (there are: {join(there) or 'none'})"
         )
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = whole_files.read(path, _LIST_BYTES, links=True).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "

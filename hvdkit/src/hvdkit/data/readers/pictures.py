@@ -21,6 +21,7 @@ OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
+most_pixels = 64_000_000
 
 _BEGINNING = 2**14
 # By orientation, 0 to 8: how stored rows and columns become the displayed ones.
@@ -103,6 +104,35 @@ def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     return tf.gather(tf.reshape(image, [-1, channels]), stored)
 
 
+def limit(pixels: int) -> None:
+    """Sets --max_pixels for all graphs that are made from now on, and for Pillow."""
+    global most_pixels
+    most_pixels = Image.MAX_IMAGE_PIXELS = pixels
+
+
+def _stored_size(data: tf.Tensor) -> tf.Tensor:
+    """Height and width by the header of a PNG or JPEG, int32 [2]; zeros for other files."""
+
+    def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
+        numbers = tf.strings.substr(data, 16, 8)
+        return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
+
+    is_png = tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    return tf.cond(
+        tf.io.is_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data)[:2],
+        lambda: tf.cond(is_png, of_png, lambda: tf.zeros([2], tf.int32)),
+    )
+
+
+def fit(data: tf.Tensor) -> tf.Tensor:
+    """The data, or nothing, which fails to decode (an assertion would not come before that)."""
+    size = tf.cast(_stored_size(data), tf.int64)
+    fine = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
+    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
+    return tf.where(fine & ~deep, data, b"")
+
+
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
     """Fails the sample at run time; inside `tf.data` it needs no control dependency."""
     tf.debugging.Assert(condition, [*facts, "explain() tells more"])
@@ -112,13 +142,10 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
     """Colours, uint8 [H, W, 3], from the bytes of a JPEG, or of a PNG of at most 8 bits.
 
     Turned by its EXIF orientation, as viewers show it. Decoding 16 bits would keep the high byte
-    only, which loses nearly all of a 12-bit camera's picture: such a PNG fails the sample.
+    only, which loses nearly all of a 12-bit camera's picture: such a PNG fails the sample, as do
+    pictures of more than --max_pixels and other kinds of files.
     """
-    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    # Empty data fail to decode. An assertion would run for every picture, also for those that are
-    # only decoded in part, elsewhere.
-    fit = tf.where(deep, b"", data)
-    image = tf.io.decode_image(fit, channels=3, expand_animations=False)
+    image = tf.io.decode_image(fit(data), channels=3, expand_animations=False)
     return _upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
@@ -141,7 +168,7 @@ def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
     """
     part = tf.cond(
         _is_bare_jpeg(data),
-        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: tf.image.decode_and_crop_jpeg(fit(data), box, channels=3),
         lambda: _searched_part(data, box),
     )
     return tf.ensure_shape(part, [None, None, 3])
@@ -149,21 +176,7 @@ def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
 def _searched_size(data: tf.Tensor) -> tf.Tensor:
-    def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
-        numbers = tf.io.decode_raw(
-            tf.strings.substr(data, 16, 8), tf.int32, little_endian=False, fixed_length=8
-        )
-        return tf.reverse(numbers, [0])
-
-    def decoded() -> tf.Tensor:
-        return tf.shape(tf.io.decode_image(data, channels=3, expand_animations=False))[:2]
-
-    is_png = tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
-    stored = tf.cond(
-        tf.io.is_jpeg(data),
-        lambda: tf.io.extract_jpeg_shape(data)[:2],
-        lambda: tf.cond(is_png, of_png, decoded),
-    )
+    stored = _stored_size(data)
     return tf.where(swaps(orientation(data)), stored[::-1], stored)
 
 
@@ -171,7 +184,7 @@ def _searched_size(data: tf.Tensor) -> tf.Tensor:
 def _searched_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
     return tf.cond(
         tf.io.is_jpeg(data) & (orientation(data) == 1),
-        lambda: tf.image.decode_and_crop_jpeg(data, box, channels=3),
+        lambda: tf.image.decode_and_crop_jpeg(fit(data), box, channels=3),
         lambda: slice_part(decode_image(data), box),
     )
 
@@ -193,6 +206,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     fine = is_palette | ((colour == _GREY) & (depth == 8))
     fine &= tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
     require(fine, "a label must be an 8-bit grey or a palette PNG", path)
+    data = fit(data)
     label = tf.cond(
         is_palette,
         lambda: _decode_palette(data, depth),
@@ -234,8 +248,9 @@ def load(path: Path, deep: bool = False) -> Image.Image:
     """
     try:
         data = path.read_bytes()
-        picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
-        picture.load()
+        if not (fault := refused(data, deep)):
+            picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+            picture.load()
     except Image.UnidentifiedImageError:
         what = f"starts with {data[:8]!r}" if data else "has zero bytes"
         raise ValueError(
@@ -243,18 +258,32 @@ def load(path: Path, deep: bool = False) -> Image.Image:
         ) from None
     except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
-    if not deep and (fault := too_deep(data)):
+    if fault:
         raise ValueError(f"{path} {fault}")
     return picture
 
 
-def too_deep(data: bytes) -> str:
-    """A message about a picture of 16 bits a channel, without its name; "" for others."""
-    if data[:8] != _PNG_SIGNATURE or data[24:25] != b"\x10":
+def refused(data: bytes, deep: bool = False) -> str:
+    """Why a PNG or JPEG is not decoded, without its name; "" where its header is fine."""
+    if not deep and data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
+        return (
+            "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "
+            "the range of values that matters"
+        )
+    try:
+        height, width = _stored_size(tf.constant(data)).numpy().tolist()
+    except (tf.errors.OpError, UnicodeDecodeError):  # its message may hold bytes of the file
+        return ""
+    return too_large(width, height)
+
+
+def too_large(width: int, height: int) -> str:
+    """A message about a picture of more than --max_pixels, without its name; "" for others."""
+    if width * height <= most_pixels:
         return ""
     return (
-        "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with the "
-        "range of values that matters"
+        f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}: make it "
+        "smaller, or raise the limit if you trust it"
     )
 
 

@@ -12,6 +12,7 @@ noticed when the set is opened, even if its size fits.
 
 import hashlib
 import json
+import operator
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.data import source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
@@ -53,7 +55,7 @@ class Records:
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         _check_shards(self.folder, meta)
         counts = [shard["records"] for shard in meta["shards"]]
-        self._index = _read_index(self.folder / INDEX, sum(counts), meta["index_sha256"])
+        self._index = _read_index(self.folder / INDEX, meta)
         self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         with tf.device("CPU:0"):  # where files are read
             self._files = tf.constant([os.fsencode(self.folder / n) for n, _ in self._shards])
@@ -64,25 +66,35 @@ class Records:
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Raises tf.errors.DataLossError (when it runs) for a damaged record."""
-        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
-        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
-        sample = tf.io.parse_single_example(self._read_bytes(index), features)
+        sample = self._read_parts(index)
         if self.kind == "map":
-            label = tf.io.decode_png(sample["label"], channels=1)
+            label = tf.io.decode_png(pictures.fit(sample["label"]), channels=1)
         else:
             label = tf.cast(sample["label"], tf.int32)
         file = sample["image"]
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        where = self.where(index)
+        where, place = self.where(index), tf.constant(index, tf.int64)
         try:
-            self.read(tf.constant(index, tf.int64))
+            for part in self._read_parts(place).values():
+                if part.dtype == tf.string and (fault := pictures.refused(part.numpy())):
+                    return f"{where} holds a picture that {fault}"
+            self.read(place)
         except tf.errors.DataLossError as error:
             return f"{where} does not match its checksum ({reason_of(error)}); {_AGAIN}"
         except tf.errors.OpError as error:
             return f"{where} cannot be read: {reason_of(error)}; {_AGAIN}"
         return None
+
+    def check_lengths(self) -> None:
+        """ValueError where a length is not the index's; too slow for each start of a run."""
+        for number, (name, _) in enumerate(self._shards):
+            with (self.folder / name).open("rb") as file:
+                for index in np.flatnonzero(self._shard_of == number).tolist():
+                    offset, length = self._index[index].tolist()
+                    if os.pread(file.fileno(), 8, offset) != length.to_bytes(8, "little"):
+                        raise ValueError(f"{self.where(index)} has another length; {_AGAIN}")
 
     def where(self, index: int) -> str:
         """File and bytes that hold sample `index`, as text."""
@@ -95,11 +107,11 @@ class Records:
         about = [("is_demo", 0)] if self.is_demo else []
         return source.digest([*self._shards, (self._content, len(self)), *about])
 
-    def _read_bytes(self, index: tf.Tensor) -> tf.Tensor:
-        """The data of one record, string scalar.
+    def _read_parts(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Image and label of one record as they are stored, scalars.
 
         Uses TensorFlow's reader of TFRecords, starting at the record and fetching only it: one
-        read, both CRC32C of the record checked, no Python.
+        read, both CRC32C of the record checked, no Python. See `check_lengths` for what crashes it.
         """
         shard, offset, length = tf.unstack(self._places[index])
         records = tf.raw_ops.TFRecordDatasetV2(
@@ -110,7 +122,10 @@ class Records:
         )
         one = {"output_types": [tf.string], "output_shapes": [[]]}
         first = tf.raw_ops.TakeDataset(input_dataset=records, count=1, **one)
-        return tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
+        record = tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
+        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
+        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
+        return tf.io.parse_single_example(record, features)
 
 
 def mark(content: str, shard: int, shards: int) -> bytes:
@@ -148,15 +163,27 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"(packed in {folder.parent}: {join(there) or 'none'})"
         )
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(whole_files.read(path, whole_files.TABLE_BYTES, links=True))
         version, whole = meta["version"], meta.get("checksum") == _checksum(meta)
-    except (ValueError, KeyError, TypeError) as error:
+        if version == VERSION:
+            _check_types(meta)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
     if version != VERSION:
         raise ValueError(f"{path} has version {version!r}, not {VERSION}; pack again")
     if not whole:
         raise ValueError(f"{path} does not match its own checksum; {_AGAIN}")
     return meta
+
+
+def _check_types(meta: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for what is not as `write_meta` has it."""
+    "".join([meta["kind"], meta["content"], *meta.get("class_names", [])])
+    range(meta["num_classes"])
+    for shard in meta["shards"]:
+        count, size = operator.index(shard["records"]), operator.index(shard["bytes"])
+        if "/" in shard["name"] or not 0 <= count * FRAMING <= size < 2**60:
+            raise ValueError(f"shard {shard}")
 
 
 def _check_shards(folder: Path, meta: dict[str, Any]) -> None:
@@ -179,13 +206,18 @@ def _check_shards(folder: Path, meta: dict[str, Any]) -> None:
             raise ValueError(f"{join(problems)}; {_AGAIN}")
 
 
-def _read_index(path: Path, records: int, checksum: str) -> np.ndarray:
+def _read_index(path: Path, meta: dict[str, Any]) -> np.ndarray:
     """(offset, length) of each record, int64 [records, 2]."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
-    data = path.read_bytes()
-    if len(data) != 16 * records:
-        raise ValueError(f"{path} has {len(data)} bytes, not 16 for each of {records}; {_AGAIN}")
-    if hashlib.sha256(data).hexdigest() != checksum:
+    counts = [shard["records"] for shard in meta["shards"]]
+    if (size := path.stat().st_size) != 16 * sum(counts):
+        raise ValueError(f"{path} has {size} bytes, not 16 for each of {sum(counts)}; {_AGAIN}")
+    data = whole_files.read(path, 2**32, links=True)
+    if hashlib.sha256(data).hexdigest() != meta["index_sha256"]:
         raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
-    return np.frombuffer(data, "<u8").astype(np.int64).reshape(-1, 2)
+    index = np.frombuffer(data, "<u8").reshape(-1, 2)
+    ends = np.repeat([shard["bytes"] for shard in meta["shards"]], counts).astype(np.uint64)
+    if (index > ends[:, None]).any() or (index.sum(1) + FRAMING > ends).any():
+        raise ValueError(f"{path} has a record outside its shard; {_AGAIN}")
+    return index.astype(np.int64)

@@ -1,0 +1,161 @@
+"""Hostile files: links in a run's folder, records that lie, pictures and weights that claim much."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+from hosts import NOBODY, PYTHON, require
+from PIL import Image
+from small_checkpoints import ALONE
+
+from hvdkit.checkpoint import run_folder
+from hvdkit.commands import predict
+from hvdkit.data import check, pack
+from hvdkit.data.readers import pictures, records
+from hvdkit.data.readers.pairs import ImageLabelFolder
+from hvdkit.evaluate import metrics
+from hvdkit.observe import compare, report
+from hvdkit.observe.telemetry import Telemetry
+from hvdkit.settings import Settings
+
+SECRET = "the victim's own, 5073"
+RECORDS = ("config.cfg", "metrics.jsonl", "starts.jsonl", "summary.json", "confusion.csv")
+RECORDS += ("predictions.png",)
+# Puts links to a file in the place of all that is in a folder, and of what a run writes.
+LINKS = """
+import contextlib, os, sys
+folder, target, *names = sys.argv[1:]
+print("ready", flush=True)
+while True:
+    for name in {*os.listdir(folder), *names, *(f".{name}.partial" for name in names)}:
+        with contextlib.suppress(OSError):
+            os.symlink(target, f"{folder}/link")
+            os.rename(f"{folder}/link", f"{folder}/{name}")
+"""
+
+
+@contextlib.contextmanager
+def little_memory() -> Iterator[None]:
+    """The process's peak grows by less than 150 MB inside."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+
+
+def a_run(folder: Path, said: str = "done") -> Path:
+    folder.mkdir()
+    line = '{"step": 1, "loss": 1.0, "eval_loss": 1.0, "time": 2.0}\n'
+    summary = json.dumps({"step": 1, "exit_reason": said})
+    texts = (f"--own=<script>\x1b{folder.name}\n", line, '{"step": 0, "time": 1.0}\n', summary)
+    for name, text in zip(RECORDS, texts):
+        (folder / name).write_text(text)
+    metrics.write_confusion(folder / "confusion.csv", [said, "b"], np.ones([2, 2], np.int64))
+    readers.save(folder / "predictions.png", readers.noise(1))
+    return folder
+
+
+def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
+    """Nobody may write there, and makes links while a run writes its records, over and over."""
+    require("setpriv")
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    secret.write_text(SECRET)
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):
+        folder.chmod(0o755)
+    config = Settings(run_dir=str(run), num_steps=9, trackers="")
+    run_folder.begin(run, None, config, evaluates_first=False)
+    telemetry, ones = Telemetry(config, ALONE, first_step=0, epoch=9), np.ones([1, 1], np.int64)
+    writes = [
+        lambda: run_folder.begin(run, None, config, evaluates_first=False),
+        lambda: telemetry.started(1, {}),
+        lambda: telemetry.summary({"step": 1}),
+        lambda: telemetry.confusion(["a"], ones),
+        lambda: telemetry._pictures(1, readers.noise(1)[None]),
+        lambda: report.write(run),
+    ]
+    run.chmod(0o777)
+    words = [*NOBODY, PYTHON, "-c", LINKS, run, secret, *RECORDS, "report.html", ".lock"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as stranger:
+        stranger.stdout.readline()
+        for write in writes * 60:
+            with contextlib.suppress(OSError, ValueError):
+                write()
+        stranger.kill()
+    assert secret.read_text() == SECRET
+    kept = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert kept and not any(SECRET.encode() in path.read_bytes() for path in kept)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("kind", ["link", "large"])
+def test_a_hostile_record_is_one_sentence(kind: str, name: str, tmp_path: Path, capsys):
+    run, other = a_run(tmp_path / "run"), a_run(tmp_path / "other")
+    (run / name).unlink()
+    (tmp_path / "secret").write_text(f"--task={SECRET}\n")
+    (run / name).symlink_to(tmp_path / "secret") if kind == "link" else (run / name).touch()
+    if kind == "large":
+        os.truncate(run / name, 2**42)
+    with little_memory():
+        codes = [report.main(["", str(run)]), compare.main(["", str(other), str(run)])]
+    out, err = capsys.readouterr()
+    assert 2 in codes and f"{name}'" in err and SECRET not in out + err, err
+    assert not (run / "report.html").exists() or SECRET not in (run / "report.html").read_text()
+
+
+def test_what_runs_say_is_text_for_a_terminal(tmp_path: Path, capsys):
+    """And for a browser, as tests/hvdkit/observe/test_report.py shows."""
+    said = "\x1b]0;mine\x07\u202e\udc80"
+    compare.main(["", *(str(a_run(tmp_path / name, said)) for name in "ab")])
+    shown = "".join(capsys.readouterr())
+    assert r"\x1b]0;mine\x07\u202e\udc80" in shown and not {"\x1b", "\u202e"} & {*shown}
+
+
+def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
+    claim = "13,000 x 13,000 pixels, more than --max_pixels=64000000"
+    readers.write_pairs(tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)})
+    pairs = ImageLabelFolder(tmp_path, "train", 3)
+    pack.pack(pairs, tmp_path / "packed", "train")
+    for name, kind in (("labels", "PNG"), ("images", "PNG"), ("images", "JPEG"), ("images", "BMP")):
+        file = tmp_path / name / "x.png"
+        Image.new("1", (13_000, 13_000)).save(file, kind)
+        assert kind != "PNG" or file.stat().st_size < 40_000
+        with little_memory():  # 507 MB of pixels
+            readers.explained(pairs, 0, file, claim if kind != "BMP" else "neither PNG nor JPEG")
+            readers.fails(lambda file=file: predict.load(file), file, claim)
+    monkeypatch.setattr(pictures, "most_pixels", 100)
+    readers.explained(records.Records(tmp_path / "packed", "train"), 0, "sample 0", "16 x 12")
+
+
+# The head of a TFRecord, where TensorFlow crashes.
+TERABYTES = struct.pack("<QI", 2**42, 0xCFA310C4)
+
+
+def test_records_that_lie_about_lengths_and_names_are_refused(tmp_path: Path, capsys):
+    readers.write_pairs(tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)})
+    folder = pack.pack(ImageLabelFolder(tmp_path, "train", 3), tmp_path / "packed", "train")
+    meta = json.loads((folder / "pack.json").read_text())
+    [[offset, length]] = np.fromfile(folder / "index.bin", "<u8").reshape(-1, 2).tolist()
+    (shard,) = meta["shards"]
+    written = {name: meta[name] for name in meta if name not in ("version", "checksum")}
+    lies = [({}, 2**63), ({}, length + 999), ({"name": "../x"}, length), ({"records": 99}, length)]
+    for odd, claimed in lies:
+        records.write_meta(folder, written | {"shards": [shard | odd]}, [(offset, claimed)])
+        readers.fails(lambda: records.Records(folder.parent, "train"), folder, "shard")
+    records.write_meta(folder, written, [(offset, length)])
+    with (folder / shard["name"]).open("r+b") as file:
+        file.write(TERABYTES)
+    assert check.main(["", f"--data_dir={folder.parent}", "--data_format=records"]) == 1
+    assert "sample 0" in (said := capsys.readouterr().out) and "another length" in said
+    events = tmp_path / "events.out.tfevents.1"
+    events.write_bytes(TERABYTES + bytes(100))
+    run_folder.drop_events(events, lambda event: True)
+    assert events.read_bytes() == TERABYTES + bytes(100)
