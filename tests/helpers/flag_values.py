@@ -152,9 +152,15 @@ REFUSED = {
     "--pack_bytes=1 --gradient_groups=1": "choose one",
     "--virtual_ranks=1": "start at most 1",
     "--virtual_ranks=3 --bn_sync=full": "start 3 ranks",
-    "--virtual_ranks=2 --compression=fp16": "leave out --compression",
-    "--virtual_ranks=2 --lr_scaling=linear": "--lr_scaling",
-    "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead",
+    **{
+        f"--virtual_ranks=2 {flag}": f"--virtual_ranks=2 cannot be used with {flag.split('=')[0]}:"
+        for flag in (
+            *("--compression=fp16", "--pack_bytes=1", "--gradient_groups=1"),
+            *("--batch_per_rank=8", "--lr_scaling=linear"),
+        )
+    },
+    "--virtual_ranks=2 --bn_sync=moments": "--bn_sync=mean instead of moments",
+    "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead of none",
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,15 +45,6 @@ def without(path: Path) -> Iterator[None]:
     path.rename(path.parent / "aside")
     yield
     (path.parent / "aside").rename(path)
-
-
-def fails(make: Callable[[], object], *parts: object) -> None:
-    """It raises ValueError, in one line that holds the parts."""
-    with pytest.raises(ValueError) as error:
-        make()
-    message = str(error.value)
-    assert "\n" not in message
-    assert all(str(part) in message for part in parts), message
 
 
 def explained(source: Source, index: int, *parts: object) -> None:

@@ -1,4 +1,4 @@
-"""What the checks on real ranks share: settings, a step without a run around it, refusals."""
+"""What the checks on real ranks share: settings, a step without a run around it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import horovod.tensorflow as hvd
 import numpy as np
+from refusals import refused
 
 import train
 from hvdkit.ranks.world import raw
@@ -26,17 +27,6 @@ def rng(*seed):
 
 def gathered(world, value, name):
     return world.gather_objects(np.asarray(value), name)
-
-
-def refused(call, *words, kind=ValueError):
-    """`call` must raise such an error, of one line with these words in it; returned."""
-    try:
-        call()
-    except kind as error:
-        assert all(word in str(error) for word in words), str(error)
-        assert "\n" not in str(error), str(error)
-        return error
-    raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def differ(call, *words):

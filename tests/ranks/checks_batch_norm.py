@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from shared_checks import gathered, refused, rng
+from refusals import refused
+from shared_checks import gathered, rng
 from small_models import Block, Cell, Net, functional
 
 from hvdkit.ranks import agreement

@@ -8,7 +8,8 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, rank_sums, refused, rng
+from refusals import refused
+from shared_checks import PLAIN, rank_sums, rng
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refused
 from small_checkpoints import ALONE, counted, first_weights
 from small_models import Net
 
@@ -187,10 +188,8 @@ def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match,
 
 def test_what_does_not_fit_is_named_or_skipped_on_request(run_dir):
     model = network(classes=7, start=70.0)
-    with pytest.raises(ValueError) as error:
-        warm_start.load(model, run_dir, False)
     words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
-    assert all(word in str(error.value) for word in words), error.value
+    refused(lambda: warm_start.load(model, run_dir, False), *words)
     assert set(first_weights(model)) == {70.0}, "nothing is set unless all is"
     assert list(warm_start.load(model, run_dir, True)) == ["head/kernel", "head/bias"]
     assert set(first_weights(model)) == {2.0, 70.0}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+from refusals import refused
 
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.class_folders import ClassFolders
@@ -24,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def fails(root: Path, *parts: object):
-    readers.fails(lambda: ClassFolders(root, "train"), *parts)
+    refused(lambda: ClassFolders(root, "train"), *parts)
 
 
 def test_samples_are_ordered_by_class_and_name(root: Path):
@@ -77,14 +78,14 @@ def test_fingerprint_tells_names_and_sizes(root: Path, monkeypatch: pytest.Monke
 
 
 def test_missing_parts_are_named(root: Path):
-    readers.fails(lambda: ClassFolders(root / "gone", "train"), root / "gone", "train/ and val/")
-    readers.fails(lambda: ClassFolders(root, "test"), root / "test", "is missing", "train, val")
+    refused(lambda: ClassFolders(root / "gone", "train"), root / "gone", "train/ and val/")
+    refused(lambda: ClassFolders(root, "test"), root / "test", "is missing", "train, val")
     (root / "train/n10/c.jpeg").unlink()
     fails(root, root / "train" / "n10", "no picture")
     for path in list((root / "val").rglob("*.png")):
         path.rename(root / "val" / f"{path.parent.name}.png")
         path.parent.rmdir()
-    readers.fails(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
+    refused(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
 
 
 def test_what_would_be_left_out_is_named(root: Path):

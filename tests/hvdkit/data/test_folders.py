@@ -9,6 +9,7 @@ import pytest
 import readers
 import tensorflow as tf
 from PIL import Image
+from refusals import refused
 
 from hvdkit.data.readers import pairs
 
@@ -46,7 +47,7 @@ def opened(root: Path, split: str = "train") -> pairs.ImageLabelFolder:
 
 
 def fails(root: Path, *parts: object, split: str = "train"):
-    readers.fails(lambda: opened(root, split), *parts)
+    refused(lambda: opened(root, split), *parts)
 
 
 def explained(root: Path, *parts: object):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import readers
 import tensorflow as tf
+from refusals import refused
 
 from hvdkit.data import shared_listing
 from hvdkit.data.readers import listing
@@ -82,12 +83,12 @@ def test_another_hosts_disk_is_looked_at(root: Path):
         (root / path).write_bytes(whole[:-1])
         with shared_listing.given(found, look=True):
             words = (root / path, f"has {len(whole) - 1} bytes", f"{len(whole)} on rank 0's")
-            readers.fails(lambda: open_all(root), *words)
+            refused(lambda: open_all(root), *words)
         with shared_listing.given(found, look=False):
             assert len(open_all(root)) == 4
         (root / path).unlink()
         with shared_listing.given(found, look=True):
-            readers.fails(lambda: open_all(root), root / path, "No such file")
+            refused(lambda: open_all(root), root / path, "No such file")
         (root / path).write_bytes(whole)
 
 
@@ -106,7 +107,7 @@ def test_a_folder_named_as_a_picture(root: Path):
     assert len(open_all(root)) == 4  # nothing names it
     (root / "folders" / "splits" / "train.txt").write_text("a\nc\n")
     words = (root / "folders" / "images" / "c.jpg", "is a folder")
-    readers.fails(lambda: open_all(root), *words)
+    refused(lambda: open_all(root), *words)
 
 
 def test_of_many_files_a_thousand_are_looked_at():

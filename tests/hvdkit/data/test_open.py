@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import readers
+from refusals import refused
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack
@@ -59,24 +60,24 @@ def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes:
     for wrong in (classes - 1, classes + 1):
         config = settings(tmp_path, format, wrong)
         words = (f"--num_classes={wrong}", tmp_path, f"give --num_classes={classes}")
-        readers.fails(lambda c=config: open_one(c, "val", default), *words)
+        refused(lambda c=config: open_one(c, "val", default), *words)
     other = {"map": "class_folders", "class": "folders"}[kind]
     config = settings(tmp_path, format, classes)
     words = (f"--data_format={format}", "--task=segmentation takes")
-    readers.fails(lambda: open_one(config, "val", other), *words)
+    refused(lambda: open_one(config, "val", other), *words)
 
     pack.pack(source, tmp_path / "packed", "train", shards=1)
     config = settings(tmp_path / "packed", "records", classes)
     assert isinstance(open_one(config, "train", default), records.Records)
-    readers.fails(lambda: open_one(config, "train", other), "--data_format=records")
+    refused(lambda: open_one(config, "train", other), "--data_format=records")
     config = dataclasses.replace(config, num_classes=1)
-    readers.fails(lambda: open_one(config, "train", default), "--num_classes=1", "give")
+    refused(lambda: open_one(config, "train", default), "--num_classes=1", "give")
 
 
 def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
     config = settings(tiny_data, "folders", 256)
     words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")
-    readers.fails(lambda: open_one(config, "train", "folders"), *words)
+    refused(lambda: open_one(config, "train", "folders"), *words)
 
 
 def test_the_tasks_own_default(tiny_data: Path):
@@ -104,7 +105,7 @@ def test_splits_of_any_name(tmp_path: Path):
     assert notes("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
     assert notes("val", both[1], both[1]) == []  # a note of the settings says it, see below
     words = ("trainaug.txt is missing", "there are: train, trainval, val")
-    readers.fails(lambda: opened("--train_split=trainaug"), *words)
+    refused(lambda: opened("--train_split=trainaug"), *words)
     assert "both val" in " ".join(settings(tmp_path, "voc", 21, "--train_split=val").notes())
 
 
@@ -136,19 +137,19 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     words = (" and ".join(names), "has n03;")
     for classes in (4, 3):  # neither number would do
         wrong = settings(tmp_path, "class_folders", classes, *names)
-        readers.fails(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
+        refused(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
     # Packs keep the names.
     for name in ("large", "small"):
         pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, shards=1)
     config = settings(tmp_path / "packs", "records", 4, *names)
-    readers.fails(lambda: open_lib.open_sources(config, "class_folders"), *words)
+    refused(lambda: open_lib.open_sources(config, "class_folders"), *words)
 
 
 def test_one_class_is_refused(tmp_path: Path):
     readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
     config = settings(tmp_path, "class_folders", 2)
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
-    readers.fails(lambda: open_one(config, "train", "class_folders"), *words)
+    refused(lambda: open_one(config, "train", "class_folders"), *words)
     faults: list[str] = []
     check.check(tmp_path, "train", "class_folders", classes=0, tell=faults.append, others={})
     assert len(faults) == 1 and "holds one class only" in faults[0]

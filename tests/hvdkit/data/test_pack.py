@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import readers
 import tensorflow as tf
+from refusals import refused
 from small_checkpoints import save
 
 from hvdkit.data import pack, scenes
@@ -110,9 +111,9 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     def open_it() -> Records:
         return Records(tmp_path, "train")
 
-    readers.fails(open_it, tmp_path / "train" / "pack.json", "hvdkit pack", "none")
+    refused(open_it, tmp_path / "train" / "pack.json", "hvdkit pack", "none")
     folder = packed(demo, tmp_path)
-    readers.fails(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
+    refused(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
     meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
     for path, damages in (
         (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 1}': "version 1"}),
@@ -122,7 +123,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
         whole = path.read_bytes()
         for damage, words in damages.items():
             path.unlink() if damage is None else path.write_bytes(damage)
-            readers.fails(open_it, path, words, "again")
+            refused(open_it, path, words, "again")
             path.write_bytes(whole)
     whole = meta.read_text()
     for changed in (
@@ -132,7 +133,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     ):
         assert changed != whole
         meta.write_text(changed)
-        readers.fails(open_it, meta, "does not match its own checksum", "pack again")
+        refused(open_it, meta, "does not match its own checksum", "pack again")
 
 
 def test_a_set_is_written_whole_or_not_at_all(
@@ -149,9 +150,9 @@ def test_a_set_is_written_whole_or_not_at_all(
     assert not any(out.iterdir())
 
     folder = packed(demo, out)
-    readers.fails(lambda: packed(demo, out), folder, "is there already", "--out")
+    refused(lambda: packed(demo, out), folder, "is there already", "--out")
     assert [path.name for path in out.iterdir()] == ["train"]
-    readers.fails(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
+    refused(lambda: packed(demo, tmp_path / "b", 0), "--shards=0")
     for name in ("", ".", "..", "a/b", ".train"):
         with pytest.raises(SystemExit):
             command(*flags, f"--out={tmp_path / 'b'}", f"--as={name}")
@@ -196,9 +197,9 @@ def test_a_shard_of_another_pack_is_found_at_opening(tmp_path: Path):
     for content in (foreign, second):
         shards[0].write_bytes(content)
         words = (shards[0], "belongs to another pack or place", "again")
-        readers.fails(lambda: Records(one.parent, "train"), *words)
+        refused(lambda: Records(one.parent, "train"), *words)
     shards[1].unlink()
-    readers.fails(lambda: Records(one.parent, "train"), *shards, "is missing")
+    refused(lambda: Records(one.parent, "train"), *shards, "is missing")
 
 
 def test_a_set_with_256_classes(tmp_path: Path):
@@ -253,7 +254,7 @@ def test_a_hidden_folder_is_for_one_process_and_goes_at_the_end(tmp_path: Path, 
     with pack.hidden_folder(tmp_path, "train") as train:
         assert not list(train.iterdir())
         (train / "shard").write_bytes(b"")
-        readers.fails(second, tmp_path / "train", "is being written by another process", "--as")
+        refused(second, tmp_path / "train", "is being written by another process", "--as")
         with pack.hidden_folder(tmp_path, "val"):  # which leaves the other's alone
             pass
         assert (train / "shard").exists()

@@ -13,6 +13,7 @@ import pytest
 import readers
 import tensorflow as tf
 from PIL import Image
+from refusals import refused
 
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import voc as voc_reader
@@ -119,7 +120,7 @@ def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
 def test_augmented_labels_belong_to_aug_splits(voc: Path):
     lists = voc / "ImageSets" / "Segmentation"
     (lists / "trainaug.txt").write_text("2007_000003\n2007_000001\n")
-    readers.fails(lambda: Voc(voc, "trainaug"), voc / "SegmentationClassAug", "is missing")
+    refused(lambda: Voc(voc, "trainaug"), voc / "SegmentationClassAug", "is missing")
     for number, value in ((3, 7), (1, 8)):
         path = voc / "SegmentationClassAug" / f"2007_00{number:04d}.png"
         readers.save(path, np.full((12, 16), value, np.uint8))
@@ -149,7 +150,7 @@ def test_lists_of_pairs_of_paths(voc: Path):
         ("/JPEGImages/2007_000002.jpg /S/x.png", (voc / "S" / "x.png", "is missing")),
     ):
         path.write_text(whole + line)
-        readers.fails(lambda: Voc(voc, "trainaug"), f"{path}, line 3", *words)
+        refused(lambda: Voc(voc, "trainaug"), f"{path}, line 3", *words)
     # Pictures may share a label: copies in other weather, a camera of another kind.
     path.write_text(whole + "JPEGImages/2007_000002.jpg SegmentationClass/2007_000001.png\n")
     labels = [sample["label"] for sample in readers.read_all(Voc(voc, "trainaug"))]
@@ -157,17 +158,17 @@ def test_lists_of_pairs_of_paths(voc: Path):
 
 
 def test_missing_parts_of_voc_are_named(voc: Path):
-    readers.fails(lambda: Voc(voc / "gone", "train"), voc / "gone", "VOCdevkit")
+    refused(lambda: Voc(voc / "gone", "train"), voc / "gone", "VOCdevkit")
     lists = voc / "ImageSets" / "Segmentation"
-    readers.fails(lambda: Voc(voc, "test"), lists / "test.txt", "there are: train, val")
+    refused(lambda: Voc(voc, "test"), lists / "test.txt", "there are: train, val")
     (lists / "train.txt").write_text("2007_000000\n2007_000009\n")
-    readers.fails(lambda: Voc(voc, "train"), voc / "JPEGImages", "2007_000009", "line 2")
+    refused(lambda: Voc(voc, "train"), voc / "JPEGImages", "2007_000009", "line 2")
     (lists / "train.txt").write_text("2007_000000\n")
     (voc / "SegmentationClass" / "2007_000000.png").unlink()
-    readers.fails(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
+    refused(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
     for part in ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation"):
         with readers.without(voc / part):
-            readers.fails(lambda: Voc(voc, "val"), voc / part, "is missing", "put the")
+            refused(lambda: Voc(voc, "val"), voc / part, "is missing", "put the")
 
 
 def test_labels_become_train_ids(city: Path):
@@ -196,28 +197,28 @@ def test_order_is_by_city_and_name(city: Path):
 
 
 def test_missing_parts_of_cityscapes_are_named(city: Path):
-    readers.fails(lambda: Cityscapes(city / "gone", "val"), city / "gone", "leftImg8bit/")
+    refused(lambda: Cityscapes(city / "gone", "val"), city / "gone", "leftImg8bit/")
     missing = city / "leftImg8bit" / "val"
     with readers.without(missing):
-        readers.fails(lambda: Cityscapes(city, "val"), missing, "there are: train, train_extra)")
+        refused(lambda: Cityscapes(city, "val"), missing, "there are: train, train_extra)")
     name = "aachen/aachen_000001_000019"
     for part, ending in (("leftImg8bit", "_leftImg8bit.png"), ("gtFine", "_gtFine_labelIds.png")):
         with readers.without(city / part / "train" / f"{name}{ending}"):
-            readers.fails(lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};")
+            refused(lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};")
         with readers.without(city / part):
-            readers.fails(lambda: Cityscapes(city, "train"), city / part, "is missing")
+            refused(lambda: Cityscapes(city, "train"), city / part, "is missing")
     for path in (city / "gtFine" / "val").rglob("*_labelIds.png"):
         path.unlink()
-    readers.fails(lambda: Cityscapes(city, "val"), city / "gtFine" / "val", "_labelIds.png")
+    refused(lambda: Cityscapes(city, "val"), city / "gtFine" / "val", "_labelIds.png")
 
 
 def test_splits_without_fine_labels(city: Path):
     sample = readers.read_all(Cityscapes(city, "train_extra"))[0]
     assert (sample["label"] == CLASS_NAMES.index("car")).all()
-    readers.fails(lambda: Cityscapes(city, "test"), "never published", "train, val, train_extra")
-    readers.fails(lambda: Cityscapes(city, "coarse"), "no split 'coarse'", "train, val")
+    refused(lambda: Cityscapes(city, "test"), "never published", "train, val, train_extra")
+    refused(lambda: Cityscapes(city, "coarse"), "no split 'coarse'", "train, val")
     with readers.without(city / "gtCoarse"):
-        readers.fails(lambda: Cityscapes(city, "train_extra"), city / "gtCoarse", "is missing")
+        refused(lambda: Cityscapes(city, "train_extra"), city / "gtCoarse", "is missing")
 
 
 def test_unknown_ids_are_explained(city: Path):
@@ -340,5 +341,5 @@ def test_files_that_are_not_right_are_named(classes, name, change, words, tmp_pa
     (readers.write_cifar10 if classes == 10 else readers.write_cifar100)(tmp_path)
     for path in tmp_path.glob(name):
         path.write_bytes(change(path.read_bytes())) if change else path.unlink()
-    readers.fails(lambda: Cifar(tmp_path, "train", classes), words)
-    readers.fails(lambda: Cifar(tmp_path, "test", classes), "'test'", "train", "val")
+    refused(lambda: Cifar(tmp_path, "train", classes), words)
+    refused(lambda: Cifar(tmp_path, "test", classes), "'test'", "train", "val")

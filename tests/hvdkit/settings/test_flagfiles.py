@@ -5,6 +5,7 @@ import itertools
 import os
 
 import pytest
+from refusals import refused
 
 from hvdkit import settings as settings_lib
 from hvdkit.settings import Settings
@@ -23,13 +24,6 @@ def elsewhere(project, monkeypatch):
 
 def parse(*flags):
     return settings_lib.parse(["train.py", *flags])
-
-
-def refused(*flags):
-    with pytest.raises(ValueError) as error:
-        parse(*flags)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_default_cfg_is_read_where_no_flagfile_is_named(project):
@@ -76,8 +70,7 @@ def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
     (elsewhere / "b.cfg").write_text("--num_steps=9\n")
     assert parse("--flagfile=configs/a.cfg").num_steps == 8
     assert parse("--flagfile=b.cfg").num_steps == 9
-    message = refused("--flagfile=c.cfg")
-    assert str(project) in message and str(elsewhere) in message and "no such file" in message
+    refused(lambda: parse("--flagfile=c.cfg"), project, elsewhere, "no such file")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +92,7 @@ def test_a_mistake_in_a_flagfile_is_reported_with_its_line(project, text, words)
     (project / "a.cfg").write_text(text)
     (project / "b.cfg").write_text("# back\n--flagfile=a.cfg\n")
     os.mkfifo(project / "pipe")  # a second rank would find it empty, and use defaults
-    message = refused("--flagfile=a.cfg")
-    assert all(word in message for word in words), message
+    refused(lambda: parse("--flagfile=a.cfg"), *words)
 
 
 def test_a_text_that_a_flagfile_cannot_hold_is_not_written(project):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
@@ -18,13 +19,6 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 def parse(*flags):
     return settings_lib.parse(["train.py", *flags])
-
-
-def refused(*flags):
-    with pytest.raises(ValueError) as error:
-        parse(*flags)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_what_readme_and_docs_promise_of_every_run():
@@ -70,8 +64,7 @@ def test_what_readme_and_docs_promise_of_every_run():
     ],
 )
 def test_a_bad_flag_is_named_with_its_value_and_limits(flag, words):
-    message = refused(*([flag] if flag.count("--") == 1 else flag.split()))
-    assert all(word in message for word in words), message
+    refused(lambda: parse(*([flag] if flag.count("--") == 1 else flag.split())), *words)
 
 
 def test_every_name_of_elsewhere_leads_to_a_flag():
@@ -84,7 +77,7 @@ def test_every_name_of_elsewhere_leads_to_a_flag():
 def test_a_value_may_be_the_next_word():
     config = parse("--num_steps", "5", "-keep", "2", "--benchmark", "--seed=2")
     assert (config.num_steps, config.benchmark, config.seed) == (5, True, 2)
-    assert "needs a value" in refused("--run_dir", "--benchmark")
+    refused(lambda: parse("--run_dir", "--benchmark"), "needs a value")
 
 
 # ---- several flags -----------------------------------------------------------------------------
@@ -103,9 +96,9 @@ def test_batch_per_rank_becomes_the_global_batch_size(project):
     for settings in (config, given):
         settings_lib.write(settings, project / "config.cfg")
         assert parse("--flagfile=config.cfg") == settings
-    assert "batch_per_rank=6" in refused("--batch_per_rank=6", "--accumulation_steps=4")
-    with pytest.raises(ValueError, match="global_batch_size=4000000000: must be"):
-        parse("--batch_per_rank=2000000000").for_ranks(2)
+    refused(lambda: parse("--batch_per_rank=6", "--accumulation_steps=4"), "batch_per_rank=6")
+    given = parse("--batch_per_rank=2000000000")
+    refused(lambda: given.for_ranks(2), "global_batch_size=4000000000: must be")
 
 
 def test_of_the_two_batch_sizes_the_later_counts(project):
@@ -122,7 +115,7 @@ def test_of_the_two_batch_sizes_the_later_counts(project):
     assert sizes("--flagfile=each.cfg", "--global_batch_size=8") == (8, 0)
     assert sizes("--flagfile=each.cfg", "--batch_per_rank=0") == (10, 0)
     assert sizes("--batch_per_rank=5", "--flagfile=global.cfg") == (10, 0)
-    assert "both.cfg, line 2" in refused("--flagfile=both.cfg")
+    refused(lambda: parse("--flagfile=both.cfg"), "both.cfg, line 2")
 
 
 def test_a_warm_up_longer_than_the_run_is_a_note():
