@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hosts import hosts  # noqa: F401, three hosts for each file of tests
 
 from hvdkit.settings import project
 from ranks import PROJECT, TINY_FLAGS
