@@ -16,6 +16,7 @@ import pytest
 import readers
 from hosts import NOBODY, PYTHON, require
 from PIL import Image
+from refusals import refused
 from small_checkpoints import ALONE
 
 from hvdkit.checkpoint import run_folder
@@ -130,7 +131,7 @@ def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
         assert kind != "PNG" or file.stat().st_size < 40_000
         with little_memory():  # 507 MB of pixels
             readers.explained(pairs, 0, file, claim if kind != "BMP" else "neither PNG nor JPEG")
-            readers.fails(lambda file=file: predict.load(file), file, claim)
+            refused(lambda file=file: predict.load(file), file, claim)
     monkeypatch.setattr(pictures, "most_pixels", 100)
     readers.explained(records.Records(tmp_path / "packed", "train"), 0, "sample 0", "16 x 12")
 
@@ -149,7 +150,7 @@ def test_records_that_lie_about_lengths_and_names_are_refused(tmp_path: Path, ca
     lies = [({}, 2**63), ({}, length + 999), ({"name": "../x"}, length), ({"records": 99}, length)]
     for odd, claimed in lies:
         records.write_meta(folder, written | {"shards": [shard | odd]}, [(offset, claimed)])
-        readers.fails(lambda: records.Records(folder.parent, "train"), folder, "shard")
+        refused(lambda: records.Records(folder.parent, "train"), folder, "shard")
     records.write_meta(folder, written, [(offset, length)])
     with (folder / shard["name"]).open("r+b") as file:
         file.write(TERABYTES)
