@@ -85,6 +85,7 @@ LEFT_OUT = {
     "data_format": "names files: test_open.py",
     "train_split": "names files: test_open.py",
     "val_split": "names files: test_open.py",
+    "max_pixels": "of files: test_files.py",
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_modes.py",
     "find_lr": "keeps nothing: test_modes.py",

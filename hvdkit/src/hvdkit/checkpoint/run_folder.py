@@ -68,10 +68,8 @@ def begin(
     folder.mkdir(parents=True, exist_ok=True)
     lock(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
-        raise ValueError(
-            f"--benchmark would replace the records of the run in {run_dir}: choose another "
-            "--run_dir"
-        )
+        replaced = f"--benchmark would replace the records of the run in {run_dir}"
+        raise ValueError(f"{replaced}: choose another --run_dir")
     own = found is not None and found.own
     newest = found.step if own else -1
     ahead = [p for p in checkpoint_files.candidates(folder) if checkpoint_files.step_of(p) > newest]
