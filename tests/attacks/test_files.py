@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -17,9 +18,9 @@ import readers
 from hosts import NOBODY, PYTHON, require
 from PIL import Image
 from refusals import refused
-from small_checkpoints import ALONE
+from small_checkpoints import ALONE, save, variables
 
-from hvdkit.checkpoint import run_folder
+from hvdkit.checkpoint import run_folder, writing
 from hvdkit.commands import predict
 from hvdkit.data import check, pack
 from hvdkit.data.readers import pictures, records
@@ -96,6 +97,66 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
     assert kept and not any(SECRET.encode() in path.read_bytes() for path in kept)
 
 
+@pytest.mark.parametrize("when", ["between saves", "in a save"])
+def test_a_link_that_takes_the_place_of_the_checkpoints_harms_no_other_run(when: str, kept):
+    other = kept.folder.parent / "other"
+    elsewhere = dataclasses.replace(kept, folder=other, keep=9)
+    before = {save(elsewhere, step): None for step in (1, 2, 7)}
+    before = {path: (path / "manifest.json").read_bytes() for path in before}
+    save(kept, 5)
+
+    class Swapping(dict):
+        def items(self):
+            if not kept.folder.is_symlink():
+                kept.folder.rename(kept.folder.with_name("moved"))
+                kept.folder.symlink_to(other)
+            return super().items()
+
+    copy = kept.copy(7, variables(2.0), Settings())
+    copy = copy._replace(arrays=Swapping(copy.arrays))
+    if when == "between saves":
+        copy.arrays.items()
+        with pytest.raises(OSError, match="Not a directory"):
+            writing.write(kept.folder, 7, copy.arrays)
+    else:
+        kept.write(copy)
+        assert (kept.folder.with_name("moved") / "step-00000007/manifest.json").exists()
+    assert sorted(other.iterdir()) == sorted(before)
+    assert all((path / "manifest.json").read_bytes() == held for path, held in before.items())
+
+
+HUGE = ",".join(["x"] * 2**21) + "\n"
+HARD = {
+    "confusion.csv": [HUGE + "0,", "l," + HUGE * 7],
+    "metrics.jsonl": [
+        json.dumps({"step": 1, "loss": 1.0, "eval_loss": 2.0, "x": "y" * 2**25}),
+        json.dumps(
+            {"step": 1, "loss": 1, "eval_loss": 2} | {f"eval_{n}": 1 for n in range(40_000)}
+        ),
+        "".join(json.dumps({"step": n, "loss": 1.7e308 * (-1) ** n}) + "\n" for n in range(9)),
+    ],
+    "starts.jsonl": [json.dumps({"step": 1, "time": 1.0}) + "\n"] * 20_000,
+}
+HARD["starts.jsonl"] = ["".join(HARD["starts.jsonl"])]
+
+
+@pytest.mark.timeout(120)  # some took hours
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [pytest.param(name, t, id=f"{name}-{n}") for name in HARD for n, t in enumerate(HARD[name])],
+)
+def test_records_that_are_hard_to_show_are_shown_or_one_sentence(
+    name: str, text: str, tmp_path: Path, capsys
+):
+    run, other = a_run(tmp_path / "run"), a_run(tmp_path / "other")
+    report.main(["", str(other)])  # what drawing itself needs
+    (run / name).write_text(text)
+    with little_memory():
+        code = report.main(["", str(run)])
+        compare.main(["", str(other), str(run), f"--html={run}/page.html"])
+    assert code == 0 or name in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("kind", ["link", "large"])
 def test_a_hostile_record_is_one_sentence(kind: str, name: str, tmp_path: Path, capsys):
@@ -117,7 +178,10 @@ def test_what_runs_say_is_text_for_a_terminal(tmp_path: Path, capsys):
     said = "\x1b]0;mine\x07\u202e\udc80"
     compare.main(["", *(str(a_run(tmp_path / name, said)) for name in "ab")])
     shown = "".join(capsys.readouterr())
-    assert r"\x1b]0;mine\x07\u202e\udc80" in shown and not {"\x1b", "\u202e"} & {*shown}
+    report.main(["", str(a_run(tmp_path / "\x1b]0;c", said))])
+    shown += "".join(capsys.readouterr())
+    assert r"\x1b]0;mine\x07\u202e\udc80" in shown and r"/\x1b]0;c/report" in shown
+    assert not {"\x1b", "\u202e"} & {*shown}
 
 
 def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):

@@ -123,6 +123,10 @@ def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
     assert "writing /dev/null" in said
     call(evaluate, world, out=FOLDER / "none", stop=True, code=PREEMPTED)
     assert not (FOLDER / "none").exists()
+    (DIGITS / "evaluation").symlink_to(FOLDER) if world.is_chief else None
+    said = call(evaluate, world, out=None, code=WRONG_USE)
+    (DIGITS / "evaluation").unlink() if world.is_chief else None
+    assert "evaluation is a link, which is not followed" in said
 
 
 def check_a_table_of_named_classes_agrees_with_the_runs_score(world):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**28  # that are read of a file, at most
+JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**26  # that are read of a file, at most
 
 
 def opened(path: Path, *, append: bool = False, most: float = math.inf, links: bool = False) -> IO:
@@ -69,6 +69,23 @@ def written(path: Path) -> Iterator[Path]:
     finally:
         os.close(handle)
     flush(path.parent)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Yields another path to a folder: to this very one, whatever takes its place meanwhile.
+
+    Raises OSError: it is a link, or no folder.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    path = f"/proc/self/fd/{handle}"
+    try:
+        yield Path(path)
+    except OSError as error:
+        error.filename = str(error.filename or "").replace(path, str(folder)) or None
+        raise
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, content: Any) -> None:

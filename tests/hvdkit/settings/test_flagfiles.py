@@ -86,11 +86,17 @@ def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
         ("--flagfile=b.cfg\n", ["b.cfg, line 2", "leads back to a.cfg"]),
         ("--flagfile=configs\n", ["a.cfg, line 1", "configs is a pipe or a folder"]),
         ("--flagfile=pipe\n", ["a.cfg, line 1", "pipe is a pipe"]),
+        ("--flagfile=twice0.cfg\n", ["twice", "one file too many: 100 are read"]),
+        ("--flagfile=chain0.cfg\n", ["chain98.cfg, line 1", "one file too many: 100 are read"]),
     ],
 )
 def test_a_mistake_in_a_flagfile_is_reported_with_its_line(project, text, words):
     (project / "a.cfg").write_text(text)
     (project / "b.cfg").write_text("# back\n--flagfile=a.cfg\n")
+    for number in range(101):
+        (project / f"chain{number}.cfg").write_text(f"--flagfile=chain{number + 1}.cfg\n")
+        (project / f"twice{number}.cfg").write_text(f"--flagfile=twice{number + 1}.cfg\n" * 2)
+    (project / "twice12.cfg").write_text("")
     os.mkfifo(project / "pipe")  # a second rank would find it empty, and use defaults
     refused(lambda: parse("--flagfile=a.cfg"), *words)
 

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.ranks import fingerprint as fingerprints
@@ -257,7 +258,8 @@ class Checkpoints:
         for path in paths:
             try:
                 if path not in kept:
-                    files.delete(path)
+                    with whole_files.held(path.parent) as folder:
+                        files.delete(folder / path.name)
             except OSError as error:
                 say(self.world, f"note: {path} cannot be deleted: {error.strerror or error}")
 

@@ -72,22 +72,23 @@ def begin(
         raise ValueError(f"{replaced}: choose another --run_dir")
     own = found is not None and found.own
     newest = found.step if own else -1
-    ahead = [p for p in checkpoint_files.candidates(folder) if checkpoint_files.step_of(p) > newest]
     note = ""
-    if not own:
+    with whole_files.held(folder) as at:
+        ahead = [p for p in checkpoint_files.candidates(at) if checkpoint_files.step_of(p) > newest]
         records = [run_dir / name for name in (*_LOGS, *_RESULTS)]
-        if ahead or any(path.exists() and path.stat().st_size for path in records):
+        if own and ahead:
+            note = set_aside(run_dir, ahead, _RECORDS if found.asked else ())
+            _remove(run_dir, _RESULTS if found.asked else ())
+        elif not own and (ahead or any(p.exists() and p.stat().st_size for p in records)):
             note = set_aside(run_dir, ahead, _RECORDS)
             _remove(run_dir, _RECORDS)
+        checkpoint_files.tidy(at)
+    if not own:
         _remove(run_dir, _STARTS)
-    elif ahead:
-        note = set_aside(run_dir, ahead, _RECORDS if found.asked else ())
-        _remove(run_dir, _RESULTS if found.asked else ())
-    if own:
+    else:
         _drop_after(run_dir, found.step, evaluates_first)
     left = [path.name for path in run_dir.glob(".*.partial")]  # by a kill
     _remove(run_dir, ("summary.json", "benchmark.json", *left))
-    checkpoint_files.tidy(folder)
     with whole_files.written(run_dir / "config.cfg") as partial:
         settings_lib.write(config, partial)
     return note
@@ -129,15 +130,16 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     there = [name for name in records if (run_dir / name).exists()]
     # Records first, as copies: after a kill before the last checkpoint is moved, the old run
     # resumes with its own records.
-    for name in there:
-        if (run_dir / name).is_dir():
-            shutil.copytree(run_dir / name, aside / name, symlinks=True)
-        else:
-            shutil.copy2(run_dir / name, aside / name, follow_symlinks=False)
-    (aside / "checkpoints").mkdir()
-    # Newest first, for the same reason: what is left at any moment has no gap.
-    for path in reversed(checkpoints):
-        shutil.move(path, aside / "checkpoints" / path.name)
+    with whole_files.held(aside) as held:
+        for name in there:
+            if (run_dir / name).is_dir():
+                shutil.copytree(run_dir / name, held / name, symlinks=True)
+            else:
+                shutil.copy2(run_dir / name, held / name, follow_symlinks=False)
+        (held / "checkpoints").mkdir()
+        # Newest first, for the same reason: what is left at any moment has no gap.
+        for path in reversed(checkpoints):
+            path.rename(held / "checkpoints" / path.name)
     steps = sorted({checkpoint_files.step_of(p) for p in checkpoints})
     span = f" (of steps {steps[0]} to {steps[-1]})" if steps else ""
     files = f" and {len(there)} records ({', '.join(there)})" if there else ""

@@ -36,13 +36,21 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     Raises:
       OSError, ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_files.held(folder) as there:
+        _write(there, step, arrays, about)
+    return folder / f"step-{step:08d}"
+
+
+def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any) -> None:
     partial, final = folder / f".step-{step:08d}.partial", folder / f"step-{step:08d}"
     try:
         files.delete(partial)
-        partial.mkdir(parents=True)
-        sha256 = _write_arrays(partial / files.STATE, arrays)
-        dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
-        manifest = files.Manifest(step=step, sha256=sha256, dtypes=dtypes, **about)
+        partial.mkdir()
+        with whole_files.held(partial) as inside:
+            sha256 = _write_arrays(inside / files.STATE, arrays)
+            dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
+            _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
         there = None
         with contextlib.suppress(files.Damaged, files.OtherFormat):
             there = files.verify(final).sha256
@@ -50,22 +58,22 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
             files.delete(partial)
         else:
             if final.exists() and not final.is_dir():
-                raise ValueError(f"{final} is in the way: it is no folder")
-            _write_manifest(partial, manifest)
+                raise ValueError(f"{final.name} is in the way: it is no folder")
             files.delete(final)
             partial.rename(final)
         whole_files.flush(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return final
 
 
 def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:
     """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
     known = float(score) if math.isfinite(score) else None
     found = {"score": known, "evaluated": True, "measure": dict(measure)}
-    _write_manifest(path, dataclasses.replace(files.read_manifest(path), **found))
+    manifest = dataclasses.replace(files.read_manifest(path), **found)
+    with whole_files.held(path) as there:
+        _write_manifest(there, manifest)
 
 
 def check_types(variables: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
-from hvdkit.logs import complain
+from hvdkit.logs import complain, printable
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
@@ -119,5 +119,5 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         complain(str(error))
         return WRONG_USE
-    print(f"{len(examples)} samples: {own.out}")
+    print(printable(f"{len(examples)} samples: {own.out}"))
     return DONE

@@ -83,6 +83,8 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
     with world.fail_together(f"writing {out}"):  # known before what may take hours
         if world.is_chief:
+            if not own.out and out.parent.is_symlink():
+                raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
             out.mkdir(parents=True, exist_ok=True)
     with averaged_weights(run.model, run.optimizer) if averaged else contextlib.nullcontext():
         found = evaluator.run(lambda: stop_signal.asked)
@@ -96,8 +98,9 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
                 about |= {"split": config.val_split, "samples": len(run.val_source)}
-                write(run, out, about=about, found=found, worst=samples)
-                pictures(run, evaluator, out=out / "worst", worst=samples)
+                with whole_files.held(out.resolve() if own.out else out) as held:
+                    write(run, held, about=about, found=found, worst=samples)
+                    pictures(run, evaluator, out=held / "worst", worst=samples)
     say(world, f"written: {out}")
 
 
@@ -129,6 +132,8 @@ def write(
 def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequence[tuple]) -> None:
     """Draws each of the worst samples, with the weights that were evaluated."""
     draw = tasks.optional(run.task, "draw")
+    if out.is_symlink():
+        raise ValueError(f"{out.name} is a link, which is not followed")
     for old in out.glob("*-sample-*.png"):  # of an earlier evaluation
         old.unlink()
     if not draw or not worst:

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.readers import pictures
+from hvdkit.logs import printable
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import load_run
@@ -90,7 +91,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
             model.save(own.out / "model.keras")
         # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
-    print(f"exported {path}: {folder}, {own.out / 'model.keras'}")
+    print(printable(f"exported {path}: {folder}, {own.out / 'model.keras'}"))
     kinds = {type(layer) for layer in model._flatten_layers()}
     names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
     if foreign := [name for name in names if not name.startswith("keras.")]:

@@ -150,9 +150,12 @@ def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     """Names, and the matrix, int64 [n, n]; raises ValueError, naming the file."""
     try:
-        text = whole_files.read(file, whole_files.TABLE_BYTES).decode(errors="surrogateescape")
-        (_, *names), *rows = csv.reader(io.StringIO(text, newline=""))
-        counts = np.array([[int(cell) for cell in row[1:]] for row in rows], np.int64)
+        with whole_files.opened(file, most=whole_files.JSON_BYTES) as content:
+            how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
+            table = csv.reader(io.TextIOWrapper(content, **how))
+            names = next(table, [])[1:]
+            # Row by row: as text a cell takes fifty bytes.
+            counts = np.array([np.array([*map(int, row[1:])], np.int64) for row in table])
         if counts.shape != (len(names), len(names)) or (counts < 0).any():
             raise ValueError(f"{len(names)} names, {counts.shape}")
     except (ValueError, OverflowError, csv.Error) as error:

@@ -14,6 +14,7 @@ by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -27,6 +28,8 @@ from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
 from hvdkit.stop import WRONG_USE
+
+_MOST_PLOTS = 100
 
 
 def verdict(one: Records, other: Records) -> tuple[int, str]:
@@ -86,8 +89,9 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
         row("ranks", lambda run: run.last_start().get("ranks", "?")),
         row("starts", lambda run: len(run.starts)),
     ]
-    for name in dict.fromkeys(n for run in runs for n in run.scores()):
-        rows.append(row(f"{name}, last", lambda run: _text(run.scores().get(name))))  # noqa: B023
+    scores = [run.scores() for run in runs]
+    for name in dict.fromkeys(name for own in scores for name in own):
+        rows.append([f"{name}, last", *(_text(own.get(name)) for own in scores)])
     rows.append(["best score", *(_best(*pair) for pair in zip(measures, found))])
     if score is not None:
         reached = [next((x for x in scored if x[0] >= score), None) for scored in found]
@@ -119,7 +123,7 @@ def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[
     wanted |= {"samples_per_second": "Samples a second, all ranks", "eval_loss": "Validation loss"}
     wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs for n in run.scores()}
     found = []
-    for key, title in wanted.items():
+    for key, title in itertools.islice(wanted.items(), _MOST_PLOTS):
         lines = {}
         for run, name in zip(runs, names):
             of_key = run.evaluations if key.startswith("eval_") else run.steps
@@ -175,7 +179,7 @@ def main(argv: list[str]) -> int:
                 partial.write_text(html(runs, names, rows), encoding="utf-8")
         print(printed([["", *names], *rows]))
         if own.html:
-            print(f"page: {own.html}")
+            print(printable(f"page: {own.html}"))
         for run in runs:
             check_ended(run)
     except (OSError, ValueError) as error:

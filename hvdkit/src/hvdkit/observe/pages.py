@@ -230,7 +230,8 @@ def _short(name: str) -> str:
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """At most `_MOST_POINTS` points: means of neighbours, without NaN."""
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    # Matplotlib cannot divide an axis that is longer than a float holds.
+    x, y = (np.clip(np.asarray(values, np.float64), -1e300, 1e300) for values in (x, y))
     if len(x) <= _MOST_POINTS:
         return x, y
     groups = np.arange(len(x)) * _MOST_POINTS // len(x)

@@ -14,6 +14,7 @@ from hvdkit import settings as settings_lib
 from hvdkit import whole_files
 from hvdkit.settings import absl_flags, fields
 
+_LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
 # Entries of metrics.jsonl that depend on the clock.
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
@@ -111,6 +112,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     found = []
     if file.is_file():
         for line in whole_files.read(file, whole_files.LINES_BYTES).splitlines():
+            if len(line) > _LINE_BYTES:
+                continue
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):

@@ -7,7 +7,6 @@ train.py writes it at the end and when it is stopped. It is one file and needs n
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,12 +20,13 @@ import numpy as np
 
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
-from hvdkit.logs import complain
+from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
 from hvdkit.stop import DONE, WRONG_USE
 
 _MOST_BARS = 30
+_MOST_SCORES = _MOST_STARTS = 100  # that a page shows; of starts the newest
 # By title: figures of metrics.jsonl, and their names in the legend.
 _CURVES = {
     "Learning rate": {"lr": ""},
@@ -92,7 +92,7 @@ def training(run: Records) -> list[str]:
     if not run.steps:
         return []
     x = column(run.steps, "step")
-    marks = [start["step"] for start in run.starts[1:]]
+    marks = [start["step"] for start in run.starts[1:]][-_MOST_STARTS:]
     loss = {"training": (x, column(run.steps, "loss"))}
     if run.evaluations:
         at = column(run.evaluations, "step")
@@ -110,9 +110,12 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
     found = []
     keys = dict.fromkeys(n for line in run.evaluations for n in line if is_score(n))
     at = column(run.evaluations, "step")
-    lines = {n.removeprefix("eval_"): (at, column(run.evaluations, n)) for n in keys}
+    shown = [*keys][:_MOST_SCORES]
+    lines = {n.removeprefix("eval_"): (at, column(run.evaluations, n)) for n in shown}
+    title = "Scores of the validation set"
+    title += f": {len(shown)} of {len(keys)}" * (len(shown) < len(keys))
     if lines:
-        found.append(pages.curves("Scores of the validation set", lines))
+        found.append(pages.curves(title, lines))
     if not names:
         return found
     by_pixel, order = _is_segmentation(run), range(len(names))
@@ -138,15 +141,14 @@ def predictions(run: Records, names: Sequence[str]) -> list[str]:
 
 
 def faults(run: Records) -> list[str]:
-    """All starts, and the time lost before each."""
-    rows = []
-    for number, start in enumerate(run.starts):
-        lost = ""
-        if number:
-            # Records after the step that a start resumed from were dropped and made again.
-            lines = [x for x in (*run.starts[:number], *run.lines) if x["step"] <= start["step"]]
-            kept = [x["time"] for x in lines if x.get("time", math.inf) < start["time"]]
-            lost = _duration(start["time"] - max(kept)) if kept else "not known"
+    """The newest starts, and the time lost before each."""
+    rows, first = [], max(0, len(run.starts) - _MOST_STARTS)
+    steps, times = (np.array(column([*run.starts, *run.lines], n)) for n in ("step", "time"))
+    for number, start in enumerate(run.starts[first:], start=first):
+        # Records after the step that a start resumed from were dropped and made again.
+        kept = times[(steps <= start["step"]) & (times < start["time"])]
+        lost = _duration(start["time"] - kept.max()) if len(kept) else "not known"
+        lost = lost if number else ""
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
         rows.append((date, f"{start['step']:,}", start.get("where", ""), lost))
     head = ("started", "from step", "where", "lost: from the last record kept to this start")
@@ -185,7 +187,7 @@ def main(argv: list[str]) -> int:
         return DONE if folders in (["--help"], ["-h"]) else WRONG_USE
     try:
         for folder in folders:
-            print(f"report: {write(Path(folder))}")
+            print(printable(f"report: {write(Path(folder))}"))
     except (OSError, ValueError) as error:
         complain(str(error))
         return WRONG_USE

@@ -15,6 +15,8 @@ from hvdkit.settings import project
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _COMMENTS = ("#", "//")
 _LONGEST = 600  # characters of a message
+_MOST_FILES = 100  # that one start may read: flagfiles that name each other could be millions
+_MOST_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +59,27 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     default = project.folder() / "configs" / "default.cfg"
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
         flags.insert(0, Given("flagfile", str(default)))
-    found = [_of_file(flag) if flag.name == "flagfile" else [flag] for flag in flags]
+    read: list[Path] = []
+    found = [_of_file(flag, read) if flag.name == "flagfile" else [flag] for flag in flags]
     return [flag for part in found for flag in part]
 
 
-def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
-    """The flags in the flagfile that `flag` names; `opened` are the files that led here."""
+def _of_file(flag: Given, read: list[Path], opened: tuple[Path, ...] = ()) -> list[Given]:
+    """The flags in the flagfile that `flag` names; `opened` are the files that led here.
+
+    `read` takes the name of each file that was read so far.
+    """
     path = _find(flag)
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
     if not path.is_file():  # a pipe can be read once only, and each rank reads it twice
         raise flag.error(f"--flagfile={flag.value} is a pipe or a folder, not a file")
+    read.append(path)
+    if len(read) > _MOST_FILES:
+        raise flag.error(f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read")
     try:
         # The name of a folder may hold bytes that are no UTF-8.
-        content = whole_files.read(path, whole_files.JSON_BYTES, links=True)
+        content = whole_files.read(path, _MOST_BYTES, links=True)
         text = content.decode("utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None
@@ -85,7 +94,7 @@ def _of_file(flag: Given, opened: tuple[Path, ...] = ()) -> list[Given]:
             raise where.error(f"{line!r} is not a flag: write --name=value, one a line")
         inner = Given(match["name"], match["value"], path, number)
         if inner.name == "flagfile":
-            found += _of_file(inner, (*opened, path.resolve()))
+            found += _of_file(inner, read, (*opened, path.resolve()))
         else:
             found.append(inner)
     return found
