@@ -36,7 +36,7 @@ def test_what_readme_and_docs_promise_of_every_run():
 # ---- one flag ----------------------------------------------------------------------------------
 
 
-# Limits of each field and contradictions: test_flags.py.
+# Limits of each field and contradictions: test_fields.py.
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
