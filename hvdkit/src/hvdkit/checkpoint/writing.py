@@ -38,11 +38,13 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     """
     folder.mkdir(parents=True, exist_ok=True)
     with whole_files.held(folder) as there:
-        _write(there, step, arrays, about)
+        _write(there, step, arrays, about=about)
     return folder / f"step-{step:08d}"
 
 
-def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any) -> None:
+def _write(
+    folder: Path, step: int, arrays: Mapping[str, np.ndarray], *, about: Mapping[str, Any]
+) -> None:
     partial, final = folder / f".step-{step:08d}.partial", folder / f"step-{step:08d}"
     try:
         files.delete(partial)
