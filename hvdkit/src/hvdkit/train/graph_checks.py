@@ -90,7 +90,9 @@ def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
         )
 
 
-def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Variable]) -> None:
+def check_weights(
+    tape: tf.GradientTape, weights: list[tf.Tensor], values: list[tf.Variable]
+) -> None:
     """Raises ValueError where weights of a loss depend on what is trained.
 
     They also divide the loss, over all ranks; the step's gradient takes them for constants.
@@ -141,7 +143,7 @@ def _of_xla(message: str) -> str:
     frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
     own = [(path, line) for path, line in frames if project.is_own(path)]
     # These two call the model and the loss: the error is Keras's where no other own code is below.
-    callers = [project.ENGINE / "train" / name for name in ("step.py", "task_checks.py")]
+    callers = [project.ENGINE / "train" / name for name in ("step.py", "objective.py")]
     if not own or own[-1][0] in callers:
         return reason
     return f"{own[-1][0].name}, line {own[-1][1]}: {reason}"
