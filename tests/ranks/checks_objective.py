@@ -5,6 +5,7 @@ A step's batch is the whole training set, so that the reference needs no order o
 
 from __future__ import annotations
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -13,6 +14,7 @@ from small_runs import CLASSES, FEATURES, Small, fit, folder, same
 from hvdkit.data.source import Arrays
 from hvdkit.ranks.world import set_precision
 from hvdkit.stop import BUG, WRONG_USE
+from hvdkit.train import across
 
 SAMPLES, STEPS = 14, 3  # uneven shares on 3 ranks
 EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.9, "warmup_steps": 0}
@@ -131,3 +133,58 @@ def check_terms_that_are_none_are_refused(world):
         differ = "step.totals.box0" in words
         if world.size > 1 or not differ:
             fit(world, task, *words, code=BUG if differ else WRONG_USE, **EXACT)
+
+
+def contrast(outputs, gather, places):
+    """Each sample's first half against all samples' second halves, and the labels of all."""
+    first, second = tf.split(outputs[:, :4], 2, -1)
+    logits = first @ tf.transpose(gather(second)) * 3.0
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places(first), logits)
+    everyone = gather(second)
+    # Its gradient comes as rows.
+    hardest = tf.reduce_max(tf.gather(everyone, tf.range(tf.shape(everyone)[0])))
+    return {
+        "contrast": (losses, 1 + tf.square(tf.stop_gradient(first[:, 0]))),
+        "hardest": (tf.square(hardest - second[:, 0]), tf.ones_like(losses), 0.5),
+    }
+
+
+class Contrastive(Terms):
+    def loss(self, outputs, targets):
+        return contrast(outputs, across.gather, across.places)
+
+
+class Alone(Contrastive):
+    def loss(self, outputs, targets):
+        return contrast(outputs, tf.identity, lambda x: tf.range(len(x), dtype=tf.int64))
+
+
+def check_gathered_rows_give_the_gradient_of_the_global_loss(world):
+    model, steps, last = reference(world, Alone(None), sgd)
+    for settings in ({}, {"bn_sync": "full", "deterministic": True}):
+        ended = fit(world, Contrastive, eval_batch_size=SAMPLES, **EXACT | settings)
+        same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
+        if world.is_chief:
+            found = [r["loss"] for r in ended.records if "loss" in r]
+            same(found, [sum(means.values()) for means in steps], 1e-12)
+            same([ended.records[-1]["eval_loss"]], [sum(last.values())], 1e-12)
+
+
+def check_rows_that_cannot_be_gathered_are_refused(world):
+    def calls(change):
+        return lambda task, outputs, targets: (
+            {"a": change(outputs)} and Terms.loss(task, outputs, targets)
+        )
+
+    for loss, settings, words in (
+        (Contrastive.loss, {"accumulation_steps": 2}, ("--accumulation_steps=2", "leave it out")),
+        (Contrastive.loss, {"virtual_ranks": 4}, ("--virtual_ranks=4", "leave it out")),
+        (calls(lambda x: across.gather(x[:1])), {}, ("a row for each",)),
+        (calls(lambda x: tf.map_fn(across.gather, x[None])), {}, ("branch or a loop",)),
+        (calls(hvd.allgather), {}, ("HorovodAllgather", "across.gather")),
+        (calls(lambda x: tf.map_fn(hvd.allreduce, x)), {}, ("HorovodAllreduce", "mean over ranks")),
+    ):
+        task = type("Wrong", (Terms,), {"loss": loss})
+        fit(world, task, *words, code=WRONG_USE, **EXACT | settings)
+    sums = {"sums": lambda task, outputs, targets: {"x": tf.reduce_sum(hvd.allreduce(outputs))}}
+    fit(world, type("Wrong", (Terms,), sums), "in evaluation, calls", code=WRONG_USE, **EXACT)

@@ -19,7 +19,7 @@ from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, raw, say, unoptimized
 from hvdkit.settings import Settings
-from hvdkit.train import objective, task_checks
+from hvdkit.train import graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.state import State
@@ -231,6 +231,8 @@ def make_step(task: Task, model: keras.Model, spec: Any):
             of, each = f"/{name}" if name else "", tf.math.multiply_no_nan(losses, weights)
             sums[f"loss{of}"] = tf.reduce_sum(tf.cast(each, tf.float64))
             sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+        graph = tf.compat.v1.get_default_graph()
+        graph_checks.check_collectives(graph, "the task, in evaluation,")
         return outputs, sums
 
     return eval_step

@@ -35,8 +35,8 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
+from hvdkit.train import across, graph_checks, objective, reduction, schedule, task_checks, virtual
 from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import graph_checks, objective, reduction, schedule, task_checks, virtual
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
@@ -86,6 +86,13 @@ class Step:
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self.weights)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
+        self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
+        for name in ("accumulation_steps", "virtual_ranks"):
+            if (parts := getattr(settings, name)) > 1:
+                why = (
+                    f"--{name}={parts} computes a batch in parts, one after the other: leave it out"
+                )
+                self._rows = self._rows._replace(refused=why)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
@@ -195,7 +202,8 @@ class Step:
             graph = tf.compat.v1.get_default_graph()
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
-                with reduction.refuse_empty_group(self._settings):
+                outside = self._rows._replace(refused="it belongs into the losses of run.loss")
+                with reduction.refuse_empty_group(self._settings), across.training(outside):
                     result = function(batch)
                 updated = self._traced.updated
                 if len(updated) != 1 or not isinstance(result, Mapping):
@@ -240,7 +248,9 @@ class Step:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         settings, model = self._settings, self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
-        with tf.GradientTape() as tape:
+        graph = tf.compat.v1.get_default_graph()
+        before = {op.name for op in graph.get_operations()}
+        with tf.GradientTape() as tape, across.training(self._rows):
             with losses_lib.mean_activity_losses(model, samples):
                 if losses:
                     found = losses(micro)
@@ -254,6 +264,7 @@ class Step:
                 pair = (outputs, micro["targets"])
                 terms = objective.loss(self._task, *pair, samples=samples)
         self._step("run.loss").terms = tuple(terms)
+        graph_checks.check_collectives(graph, "the model or the task's loss", before)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
         targets, sums = [], []
         for each, weights in terms.values():

@@ -85,6 +85,7 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     keyed = "use `key`, with tf.random.stateless_*"
     graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
     graph_checks.check_stateless(made.read.graph, name)
+    graph_checks.check_collectives(made.read.graph, name)
     return made
 
 
