@@ -6,7 +6,7 @@ import pytest
 
 from ranks import CHECKS, names_of_checks, run_checks
 
-FILE = CHECKS / "checks_objective.py"
+FILE, SLOW = CHECKS / "checks_objective.py", pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def outcomes():
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", names_of_checks(FILE))
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_objective(ranks, name, outcomes):
     if ranks not in outcomes:
         outcomes[ranks] = run_checks([FILE], ranks, timeout=500)

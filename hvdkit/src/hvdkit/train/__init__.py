@@ -8,7 +8,7 @@ preprocessing           first layers of models: scaled, wide, Preprocess
 dropout                 SampleDropout, the same on any number of ranks; other draws in training
 gradients, reduction    from a loss to gradients that are summed over ranks
 batch_norm              moving statistics averaged over ranks; SyncBatchNormalization
-optimizer               update rules
+optimizer, groups       update rules; one for each group of weights
 schedule                learning-rate policies, of flags or of a task
 state                   State, all that a checkpoint holds, by name; averaged weights
 virtual, fixed_point    --virtual_ranks

@@ -53,7 +53,7 @@ def _term(found: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Ten
             f"{what} has a factor of {factor!r:.80}: it must be a finite number of Python, the "
             "same at every step; multiply what changes into the losses"
         )
-    return losses * tf.cast(factor, losses.dtype), weights
+    return losses * tf.constant(factor, losses.dtype), weights
 
 
 def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Tensor]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
+from hvdkit.train.groups import Group
 
 # Settings that only some tasks read, and those that a task's own function leaves without a reader;
 # a task says in `uses` which of them it reads.
@@ -133,8 +134,8 @@ class Task(Protocol):
         Of TensorFlow ops; --lr_scaling multiplies it.
         """
 
-    def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
-        """An update rule in place of --optimizer. Optional.
+    def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer | list[Group]:
+        """An update rule of Keras in place of --optimizer, or groups (groups.Group). Optional.
 
         The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
         """
