@@ -30,7 +30,7 @@ USUAL = """
 # A flag with limits on another stands after it: rows are filled from the top.
 VALUES: dict[str, list[str]] = {
     "grouping": ["", "--gradient_groups=1000", "--pack_bytes=1000000 --pack_count=1"],
-    "optimizer": [f"--optimizer={name}" for name in ("sgd", "adam", "adamw", "lamb")],
+    "optimizer": [f"--optimizer={name}" for name in ("sgd", "adam", "adamw", "lamb", "lars")],
     "precision": [f"--precision={t}" for t in ("float32", "float64", "bfloat16", "float16")],
     "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
     "data_workers": ["", "--data_workers=3"],
@@ -104,6 +104,7 @@ CHANGES: list[tuple[str, list[str]]] = [
         "",
         [
             *("--optimizer=adam", "--optimizer=adamw --weight_decay=0.001", "--optimizer=lamb"),
+            "--optimizer=lars",
             *(VALUES["precision"][1:] + VALUES["lr_policy"][1:] + ALONE.split()),
             *("--init_from={run}", "--init_from={run} --init_ema"),
             *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 3)),

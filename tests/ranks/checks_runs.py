@@ -452,8 +452,8 @@ def check_a_loss_of_no_weight_is_refused(world):
 
 def check_an_optimizer_that_differs_between_ranks_is_refused(world):
     class Own(Small):
-        def optimizer(self, config):
-            return keras.optimizers.SGD(config.base_lr, momentum=0.1 * world.rank)
+        def optimizer(self, model):
+            return keras.optimizers.SGD(self.config.base_lr, momentum=0.1 * world.rank)
 
     words = ("optimizer differs on rank 1 ", "in momentum (0.0; 0.1)")
     if world.size == 1:
@@ -467,7 +467,7 @@ def check_a_rate_that_an_optimizer_calls_is_refused_by_its_line(world):
         raise KeyError("no rate")
 
     class Own(Small):
-        def optimizer(self, config):
+        def optimizer(self, model):
             return keras.optimizers.SGD(rate)
 
     line = rate.__code__.co_firstlineno

@@ -227,8 +227,8 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
         def schedule(self, config):
             return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
 
-        def optimizer(self, config):
-            return keras.optimizers.Lion(config.base_lr)
+        def optimizer(self, model):
+            return keras.optimizers.Lion(self.config.base_lr)
 
     ended = fit(world, Task, num_steps=5, base_lr=0.6, lr_scaling="sqrt")
     rates = 0.6 * world.size**0.5 / np.arange(1, 6)

@@ -11,7 +11,8 @@ from hvdkit.ranks.world import raw, set_precision
 from hvdkit.settings import Settings
 from hvdkit.train import gradients, optimizer, schedule
 from hvdkit.train.gradients import is_kernel
-from hvdkit.train.optimizer import SGD, Lamb
+from hvdkit.train.groups import Group
+from hvdkit.train.optimizer import SGD, Lamb, Lars
 from hvdkit.train.state import average_variables, averaged_weights
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
@@ -19,6 +20,7 @@ STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
 NAMES = ["kernel", "bias", "gamma", "beta", "kernel", "bias"]
 KERNELS, UNUSED = (0, 4), 5
 RULES = [("sgd", 0.0), ("sgd", 0.7), ("adam", 0.9), ("adamw", 0.9), ("lamb", 0.9)]
+RULES += [("lars", 0.9), ("lars", 0.0)]
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +131,18 @@ def lamb(config, w, g, m, v, t):
     return update
 
 
-UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb}
+def lars(config, w, g, m, v, t):
+    def update(rate, decay, kernel):
+        size, slope = np.linalg.norm(w), np.linalg.norm(g)
+        if kernel and size > 0 and slope > 0:
+            rate = rate * 0.001 * size / (slope + decay * size)
+        m[...] = config.momentum * m + rate * (g + decay * w)
+        return m
+
+    return update
+
+
+UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb, "lars": lars}
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.2])
@@ -182,13 +195,14 @@ def test_sgd_gives_keras_bits(precision):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_lamb_survives_serialization():
-    rule = optimizer.build(settings("lamb", weight_decay=0.2, ema_decay=EMA), network())
+@pytest.mark.parametrize(("name", "kind"), [("lamb", Lamb), ("lars", Lars)])
+def test_rules_survive_serialization(name, kind):
+    rule = optimizer.build(settings(name, weight_decay=0.2, ema_decay=EMA), network())
     again = keras.optimizers.deserialize(keras.optimizers.serialize(rule))
-    assert type(again) is Lamb and again.get_config() == rule.get_config()
+    assert type(again) is kind and again.get_config() == rule.get_config()
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lamb"])
+@pytest.mark.parametrize("rule", ["adamw", "lamb", "lars"])
 def test_the_slots_do_not_depend_on_the_weight_decay(rule):
     """So that a checkpoint fits a run with another decay."""
     configs = settings(rule), settings(rule, weight_decay=0.1)
@@ -282,19 +296,35 @@ ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
         (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
         (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
+        (
+            lambda: keras.optimizers.Muon(0.1, weight_decay=None),
+            {"weight_decay": 0.1},
+            "both decay",
+        ),
+        (list, {}, "at least one Group"),
+        (lambda: [ADAM()], {}, "make it of Groups"),
+        (lambda: [Group(lambda v: True, ADAM(), -1.0)], {}, "rate of -1.0"),
+        (lambda: [Group(lambda v: True, ADAM(use_ema=True))], {}, "--ema_decay"),
+        (lambda: [Group(is_kernel, ADAM())], {}, "bias is in no Group"),
+        (lambda: [Group([], ADAM()), Group(lambda v: True, ADAM())], {}, "Group 0 takes no weight"),
+        (
+            lambda: [Group([keras.Variable(0.0, name="x")], ADAM())],
+            {},
+            "Group 0 has x, not trained",
+        ),
         (lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)), {}, "LossScaleOptimizer"),
     ],
 )
 def test_what_a_tasks_optimizer_may_not_do_by_itself_is_refused(make, flags, why):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=why):
-        optimizer.build(Settings(**flags), model, lambda settings: make())
+        optimizer.build(Settings(**flags), model, lambda model: make())
 
 
 def test_a_tasks_optimizer_is_built_and_its_weight_decay_is_l2():
     """Whatever rule --optimizer names, which may be a fork's default."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     config = Settings(optimizer="adamw", weight_decay=0.1)
-    lion = optimizer.build(config, model, lambda s: keras.optimizers.Lion(s.base_lr))
+    lion = optimizer.build(config, model, lambda model: keras.optimizers.Lion(config.base_lr))
     assert isinstance(lion, keras.optimizers.Lion) and lion.built
     assert optimizer.l2_weight(config, lion) == 0.1

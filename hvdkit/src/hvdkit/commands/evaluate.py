@@ -33,8 +33,8 @@ from hvdkit.run import load_run
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import PREEMPTED, Stop
+from hvdkit.train import objective, task_checks
 from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
 from hvdkit.train.state import averaged_weights
 from hvdkit.train.task import Example
 
@@ -48,10 +48,11 @@ class Worst:
 
     def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
-        losses, weights = task_checks.loss(self._run.task, outputs, batch["targets"])
-        axes = list(range(1, losses.shape.rank))
-        total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
-        means = tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes)).numpy()
+        means = 0.0  # of a sample, its terms added up
+        for losses, weights in objective.loss(self._run.task, outputs, batch["targets"]).values():
+            axes = list(range(1, losses.shape.rank))
+            total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
+            means += tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes)).numpy()
         # NaN is the worst; among equal losses the first sample.
         ranked = np.where(np.isnan(means), np.inf, means).tolist()
         self._found += [(loss, -number) for loss, number in zip(ranked, ids, strict=True)]

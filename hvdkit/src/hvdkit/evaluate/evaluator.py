@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import horovod.tensorflow as hvd
@@ -19,8 +19,8 @@ from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, raw, say, unoptimized
 from hvdkit.settings import Settings
+from hvdkit.train import graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
@@ -124,8 +124,12 @@ class Evaluator:
                 raise error
         sums = total.over_ranks()
         with self._world.fail_together("computing the figures"):
-            if not sums["weight"]:
-                raise ValueError("all weights of the validation set are 0: nothing to score")
+            for name in ("weight" + loss.removeprefix("loss") for loss in _losses(sums)):
+                if not sums[name]:
+                    of = f" ({name.removeprefix('weight/')})" if "/" in name else ""
+                    raise ValueError(
+                        f"all weights of the validation set{of} are 0: nothing to score"
+                    )
             figures = self._figures(sums)
             with task_checks.user_code_errors("notes"):
                 notes = task_checks.notes(self._notes(sums)) if self._notes else []
@@ -161,9 +165,11 @@ class Evaluator:
             ) from None
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        weight = float(sums["weight"])
-        loss = float(sums["loss"]) / weight if weight else float("nan")
-        return {"loss": loss} | task_checks.metrics(self._task, sums)
+        means = {}
+        for name in _losses(sums):
+            weight = float(sums["weight" + name.removeprefix("loss")])
+            means[name] = float(sums[name]) / weight if weight else float("nan")
+        return {"loss": sum(means.values())} | means | task_checks.metrics(self._task, sums)
 
     def _drawn(self, batch: Example, outputs: Any) -> np.ndarray:
         return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
@@ -172,6 +178,11 @@ class Evaluator:
         if note not in self._printed:
             self._printed.add(note)
             say(self._world, f"note: {note}")
+
+
+def _losses(sums: Iterable[str]) -> list[str]:
+    """Names of the sums of the loss, or of its terms."""
+    return [name for name in sums if name.split("/")[0] == "loss"]
 
 
 @contextlib.contextmanager
@@ -214,10 +225,14 @@ def make_step(task: Task, model: keras.Model, spec: Any):
     @tf.function(input_signature=[spec], autograph=False)
     def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
         outputs = task_checks.outputs(task, model, batch["inputs"])
-        losses, weights = task_checks.loss(task, outputs, batch["targets"])
+        terms = objective.loss(task, outputs, batch["targets"])
         sums = task_checks.sums(task, outputs, batch["targets"])
-        sums["loss"] = tf.reduce_sum(tf.cast(tf.math.multiply_no_nan(losses, weights), tf.float64))
-        sums["weight"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+        for name, (losses, weights) in terms.items():
+            of, each = f"/{name}" if name else "", tf.math.multiply_no_nan(losses, weights)
+            sums[f"loss{of}"] = tf.reduce_sum(tf.cast(each, tf.float64))
+            sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+        graph = tf.compat.v1.get_default_graph()
+        graph_checks.check_collectives(graph, "the task, in evaluation,")
         return outputs, sums
 
     return eval_step

@@ -74,6 +74,8 @@ class Log:
     def __call__(self, step: int, result: Result) -> None:
         config, state = self._run.config, self._run.state
         figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
+        terms = result.get("terms", {})
+        figures |= {f"loss/{name}": float(value) for name, value in terms.items()}
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)

@@ -16,9 +16,11 @@ class TrainSettings(Room):
     )
     accumulation_steps: int = setting(1, "micro-batches in a step (gradient accumulation)", low=1)
 
-    optimizer: str = setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lamb"))
-    momentum: float = setting(0.9, "momentum of sgd", low=0, below=1)
-    weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb: decoupled decay", low=0)
+    optimizer: str = setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lamb", "lars"))
+    momentum: float = setting(0.9, "momentum of sgd and lars", low=0, below=1)
+    weight_decay: float = setting(
+        0.0, "L2 of kernels; adamw, lamb, lars: decay of their own", low=0
+    )
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
     ema_decay: float = setting(0.0, "decay of a moving average of weights; 0: none", low=0, below=1)
 
@@ -50,7 +52,7 @@ class TrainSettings(Room):
 
     def without_effect(self) -> dict[str, str]:
         found = {}
-        if self.optimizer != "sgd":
+        if self.optimizer not in ("sgd", "lars"):
             found["momentum"] = f"--optimizer={self.optimizer}"
         if self.bn_sync in ("full", "none"):
             found["bn_sync_every"] = f"--bn_sync={self.bn_sync}"

@@ -2,12 +2,13 @@
 
 step.Step               loss and update of a step, for train.py
 task.Task               what a task must have; load, optional
+objective, across       terms of a loss; rows of the whole global batch
 losses                  cross_entropy, require_classes; losses that a model adds by itself
 preprocessing           first layers of models: scaled, wide, Preprocess
 dropout                 SampleDropout, the same on any number of ranks; other draws in training
 gradients, reduction    from a loss to gradients that are summed over ranks
 batch_norm              moving statistics averaged over ranks; SyncBatchNormalization
-optimizer               update rules
+optimizer, groups       update rules; one for each group of weights
 schedule                learning-rate policies, of flags or of a task
 state                   State, all that a checkpoint holds, by name; averaged weights
 virtual, fixed_point    --virtual_ranks

@@ -15,16 +15,10 @@ from collections.abc import Callable, Sequence
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
-from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-
-_BRANCH_OR_LOOP = (
-    control_flow_v2_func_graphs.CondBranchFuncGraph,
-    control_flow_v2_func_graphs.WhileBodyFuncGraph,
-)
+from hvdkit.train import across
 
 
 def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
@@ -151,13 +145,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         TensorFlow numbers equal names in a graph, and prefixes those in a function with its
         caller's name. What runs many times at once under one name is refused.
         """
-        # vectorized_map runs its body under this scope, for all its elements at once.
-        looped = "loop_body" in tf.get_current_name_scope().split("/")
-        graph = tf.compat.v1.get_default_graph()
-        while isinstance(graph, func_graph.FuncGraph):
-            looped = looped or isinstance(graph, _BRANCH_OR_LOOP)
-            graph = graph.outer_graph
-        if looped:
+        if across.in_branch_or_loop():
             error = ValueError(
                 f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
                 "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "

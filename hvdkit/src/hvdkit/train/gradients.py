@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw
 
-# What a forward pass gives: scalars to differentiate (the task's loss; what the model adds, if it
-# adds any), and float64 [4]: sum of losses, count, positions, what the model added.
+# What a forward pass gives: scalars to differentiate (the loss's terms; what the model adds, if it
+# adds any), and float64 [3 * terms + 1]: of each term the sum of losses, count and positions; what
+# the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
 
 
@@ -25,6 +26,16 @@ class Reduced(NamedTuple):
     ready: tf.Tensor  # float64 scalar: when this rank's own sums were (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
     faults: tf.Tensor | None = None  # see virtual.fault
+
+
+def means_of(sums: tf.Tensor) -> tf.Tensor:
+    """The mean of each term of the loss, [..., terms], from sums of `Forward`; 0 without weight."""
+    return tf.math.divide_no_nan(sums[..., 0:-1:3], sums[..., 1:-1:3])
+
+
+def to_means(sums: tf.Tensor) -> tf.Tensor:
+    """[terms]: from sums divided by positions to means."""
+    return tf.math.divide_no_nan(sums[2:-1:3], sums[1:-1:3])
 
 
 class MicroBatches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import keras
@@ -34,6 +34,8 @@ _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
 # In XLA's messages.
 _NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
+# Names of the collectives of synchronized batch norm and of `gather`.
+_OF_ENGINE = re.compile(r"(\.batch|hvdkit\.gather)(\.gradient)?(_\d+)?$")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -56,6 +58,23 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
             f"{what} changes a variable ({join(changes)}), which would depend on the order of "
             "threads, and be neither saved nor the same on all ranks: make each example from its "
             "sample and `key` alone"
+        )
+
+
+def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -> None:
+    """Raises ValueError where a graph, or a function it calls, holds collectives of the task's own.
+
+    `before`: names of the nodes that were there before the task's.
+    """
+    own = {
+        n.op
+        for n in nodes(graph)
+        if n.op.startswith("Horovod") and n.name not in before and not _OF_ENGINE.search(n.name)
+    }
+    if own:
+        raise ValueError(
+            f"{what} calls Horovod ({join(sorted(own))}), whose gradient is a mean over ranks, and "
+            "in evaluation ranks have different numbers of batches: use hvdkit.train.across.gather"
         )
 
 
@@ -90,7 +109,9 @@ def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
         )
 
 
-def check_weights(tape: tf.GradientTape, weights: tf.Tensor, values: list[tf.Variable]) -> None:
+def check_weights(
+    tape: tf.GradientTape, weights: list[tf.Tensor], values: list[tf.Variable]
+) -> None:
     """Raises ValueError where weights of a loss depend on what is trained.
 
     They also divide the loss, over all ranks; the step's gradient takes them for constants.
@@ -141,7 +162,7 @@ def _of_xla(message: str) -> str:
     frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
     own = [(path, line) for path, line in frames if project.is_own(path)]
     # These two call the model and the loss: the error is Keras's where no other own code is below.
-    callers = [project.ENGINE / "train" / name for name in ("step.py", "task_checks.py")]
+    callers = [project.ENGINE / "train" / name for name in ("step.py", "objective.py")]
     if not own or own[-1][0] in callers:
         return reason
     return f"{own[-1][0].name}, line {own[-1][1]}: {reason}"

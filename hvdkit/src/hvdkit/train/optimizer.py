@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
+from hvdkit.train import groups
 from hvdkit.train.gradients import is_kernel
 
 
@@ -37,6 +38,46 @@ class SGD(keras.optimizers.SGD):
             grad=tf.cast(gradient, dtype),
             momentum=tf.cast(self.momentum, dtype),
         )
+
+
+@keras.saving.register_keras_serializable(package="engine")
+class Lars(keras.optimizers.SGD):
+    """LARS (You et al. 2017, arXiv:1708.03888, algorithm 1). For a weight w with gradient g:
+
+        rate = learning_rate * trust * norm(w) / (norm(g) + weight_decay * norm(w))
+        u = momentum * u - rate * (g + weight_decay * w); w += u
+
+    with the paper's eta as `trust`; where a norm is 0, rate = learning_rate. Weights named to
+    `exclude_from_weight_decay` have no decay and the plain rate, as is usual for biases and norms.
+    """
+
+    def __init__(self, learning_rate: float = 0.01, trust: float = 0.001, **named: Any) -> None:
+        super().__init__(learning_rate, **named)
+        if self.nesterov:
+            raise ValueError("LARS has no Nesterov momentum: leave out nesterov")
+        self.trust = trust
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {"trust": self.trust}
+
+    def _apply_weight_decay(self, variables: list) -> None:
+        """None apart from `update_step`."""
+
+    def update_step(
+        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: keras.Variable
+    ) -> None:
+        gradient = tf.cast(gradient, variable.dtype)
+        rate = tf.cast(raw(learning_rate), variable.dtype)
+        if self._use_weight_decay(variable):
+            decay = tf.constant(self.weight_decay or 0.0, variable.dtype)
+            size, slope = tf.norm(variable), tf.norm(gradient)
+            usable = (size > 0) & (slope > 0)
+            # The inner where keeps 0 out of the division.
+            ratio = tf.constant(self.trust, rate.dtype) * size
+            ratio /= tf.where(usable, slope + decay * size, 1.0)
+            rate = rate * tf.where(usable, ratio, 1.0)
+            gradient += decay * variable
+        super().update_step(gradient, variable, rate)
 
 
 @keras.saving.register_keras_serializable(package="engine")
@@ -96,7 +137,7 @@ def build(
     """
     variables = model.trainable_variables
     _check_weights(config, variables)
-    optimizer = _own(config, own) if own else _of_flags(config, variables)
+    optimizer = _own(config, own(model)) if own else _of_flags(config, variables)
     optimizer.build(variables)
     return optimizer
 
@@ -110,25 +151,32 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
         return SGD(config.base_lr, momentum=number(config.momentum), **average)
     if config.optimizer == "adam":
         return keras.optimizers.Adam(config.base_lr, **betas, **average)
+    own = {"momentum": number(config.momentum)} if config.optimizer == "lars" else betas
     # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
-    rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb}[config.optimizer]
+    rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb, "lars": Lars}[config.optimizer]
     decay = number(config.weight_decay)
-    optimizer = rule(config.base_lr, weight_decay=decay, **betas, **average)
-    # Without decay too: LAMB's trust ratio goes by it.
+    optimizer = rule(config.base_lr, weight_decay=decay, **own, **average)
+    # Without decay too: the trust ratios of LAMB and LARS go by it.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
 
 
-def _own(config: Settings, make: Callable) -> keras.optimizers.Optimizer:
-    """The task's optimizer; refused where it does what the run does."""
-    optimizer = make(config)
+def _own(config: Settings, found: Any) -> keras.optimizers.Optimizer:
+    """The task's optimizer, or one of its groups; refused where it does what the run does."""
+    optimizer = groups.Groups(found) if isinstance(found, (list, tuple)) else found
+    for one in groups.parts(optimizer):
+        _check_own(config, one)
+    return optimizer
+
+
+def _check_own(config: Settings, optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError("optimizer: LossScaleOptimizer is not supported: use --precision=float16")
     if optimizer.built:
         raise ValueError("optimizer must not be built: the run builds it for the model's weights")
-    if optimizer.weight_decay and config.weight_decay:
+    if _decays(optimizer) and config.weight_decay:
         raise ValueError(
             f"--weight_decay={config.weight_decay} and the task's optimizer both decay: choose one"
         )
@@ -146,18 +194,28 @@ def _own(config: Settings, make: Callable) -> keras.optimizers.Optimizer:
     ):
         if getattr(optimizer, name):
             raise ValueError(f"optimizer: {name} is not supported: use {instead}")
-    return optimizer
+
+
+def _decays(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it decays weights itself; Muon has a second decay, for what Adam updates."""
+    each = groups.parts(optimizer)
+    return any(x.weight_decay or getattr(x, "adam_weight_decay", None) for x in each)
 
 
 def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """Its numbers, texts and switches by name, to compare over ranks; not the rate, a variable."""
+    if isinstance(optimizer, groups.Groups):
+        found = groups.of_weights(optimizer)
+        for number, part in enumerate(groups.parts(optimizer)):
+            found |= {f"group {number} {n}": v for n, v in hyperparameters(part).items()}
+        return found
     public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_") and n != "name"}
     return {n: repr(v) for n, v in public.items() if isinstance(v, str | Number | None)}
 
 
 def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
     """Weight of the L2 term in the gradient; 0 where the optimizer decays weights itself."""
-    return 0.0 if optimizer.weight_decay else config.weight_decay
+    return 0.0 if _decays(optimizer) else config.weight_decay
 
 
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:

@@ -14,8 +14,10 @@ with `loss_sum` and `count` the sums of losses * weights and of weights, `positi
 float16) and `scale` the loss scale, 1 but for float16. The result is the gradient of
 sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights are constants in it.
 
-Losses that the model adds by itself are not divided by `count`. Where there are any, the backward
-pass waits for the sums of all ranks and takes the whole loss at once.
+A loss of several terms is the sum of theirs, each with sums, count and positions of its own. Losses
+that the model adds by itself are not divided by a count. Where there is more than one term or the
+model adds losses, the backward pass waits for the sums of all ranks and takes the whole loss at
+once.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
+from hvdkit.train import across, graph_checks, objective, reduction, schedule, task_checks, virtual
 from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import graph_checks, reduction, schedule, task_checks, virtual
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
@@ -42,7 +44,7 @@ from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
-Losses = Callable[[Example], tuple[tf.Tensor, tf.Tensor]]
+Losses = Callable[[Example], Any]  # returns what a task's `loss` does
 _RETURNS = (
     "a step calls run.update(gradients) once and returns what it returns; "
     "entries that it adds have names of their own"
@@ -55,6 +57,7 @@ class _Traced:
 
     votes: tf.Tensor
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
+    terms: tuple[str, ...] = ()  # names of the loss's terms, once they are known
     known: Reduced | None = None  # once the loss is: all but the gradients
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
     updated: list[Result] = dataclasses.field(default_factory=list)  # what `update` returned
@@ -83,6 +86,13 @@ class Step:
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self.weights)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
+        self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
+        for name in ("accumulation_steps", "virtual_ranks"):
+            if (parts := getattr(settings, name)) > 1:
+                why = (
+                    f"--{name}={parts} computes a batch in parts, one after the other: leave it out"
+                )
+                self._rows = self._rows._replace(refused=why)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
@@ -96,27 +106,30 @@ class Step:
 
         Args:
           batch: nested tensors [micro-batches, samples, ...].
-          losses: micro-batch -> (losses, weights), as a task's `loss` returns them; by default the
-            task's, of the model called in training.
+          losses: micro-batch -> what a task's `loss` returns; by default the task's, of the model
+            called in training.
         """
         step = self._step("run.loss")
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
-        ready, own_loss = moment(sums), tf.math.divide_no_nan(sums[0], sums[1])[None]
-        # One collective for both: constant size on any number of ranks.
+        own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
+        ready = moment(sums)
+        # One collective for both: constant size on any number of ranks. Its name holds those of the
+        # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
-        totals = hvd.allreduce(totals, op=hvd.Sum, name="step.totals")
+        name = ".".join(filter(None, ["step.totals", *step.terms]))
+        totals = hvd.allreduce(totals, op=hvd.Sum, name=name)
         totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
-        adds_losses = len(targets) > 1
+        adds_losses = len(targets) > len(step.terms)
         step.known = Reduced(totals, all_votes, adds_losses, losses=own_loss, ready=ready)
-        _, count, positions, _ = tf.unstack(totals)
-        to_mean = tf.stop_gradient(tf.math.divide_no_nan(positions, count))
+        to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
         scale = tf.cast(self._state.loss_scale.value, tf.float64)
-        if not adds_losses:
-            step.factor = to_mean / scale
+        if len(targets) == 1:
+            step.factor = to_means[0] / scale
             return targets[0]
         step.factor = 1 / scale
-        return targets[0] * tf.cast(to_mean, targets[0].dtype) + targets[1]
+        means = [target * tf.cast(to, target.dtype) for target, to in zip(targets, to_means)]
+        return tf.add_n([*means, *targets[len(means) :]])
 
     def update(self, gradients: list[tf.Tensor | tf.IndexedSlices | None]) -> Result:
         """Applies gradients of `loss`, summed over ranks; call it once a step, return its result.
@@ -136,7 +149,7 @@ class Step:
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
         scale = tf.cast(state.loss_scale.value, tf.float64)
-        loss_sum, count, _, added = tf.unstack(found.sums)
+        means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(found.sums[0:-1:3])
         self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
         l2, clip_norm = optimizers.l2_weight(settings, state.optimizer), settings.clip_norm
@@ -148,7 +161,7 @@ class Step:
         state.advance(finite, readable)
         result = {
             "step": state.step.read_value(),
-            "loss": tf.math.divide_no_nan(loss_sum, count),
+            "loss": tf.reduce_sum(means),
             "lr": rate,
             "grad_norm": norm,
             "finite": finite,
@@ -160,7 +173,9 @@ class Step:
             "moments": tf.stack([found.ready, moment(norm)]),
         }
         result |= {} if found.faults is None else {"faults": found.faults}
-        result |= {"keras_loss": added} if found.adds_losses else {}
+        result |= {"keras_loss": found.sums[-1]} if found.adds_losses else {}
+        if any(traced.terms):
+            result["terms"] = dict(zip(traced.terms, tf.unstack(means)))
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
@@ -187,7 +202,8 @@ class Step:
             graph = tf.compat.v1.get_default_graph()
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
-                with reduction.refuse_empty_group(self._settings):
+                outside = self._rows._replace(refused="it belongs into the losses of run.loss")
+                with reduction.refuse_empty_group(self._settings), across.training(outside):
                     result = function(batch)
                 updated = self._traced.updated
                 if len(updated) != 1 or not isinstance(result, Mapping):
@@ -229,10 +245,12 @@ class Step:
     def _forward(
         self, micro: Example, losses: Losses | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Of a micro-batch: scalars to differentiate, and float64 [4], its sums (`Forward`)."""
+        """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         settings, model = self._settings, self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
-        with tf.GradientTape() as tape:
+        graph = tf.compat.v1.get_default_graph()
+        before = {op.name for op in graph.get_operations()}
+        with tf.GradientTape() as tape, across.training(self._rows):
             with losses_lib.mean_activity_losses(model, samples):
                 if losses:
                     found = losses(micro)
@@ -241,23 +259,26 @@ class Step:
                         outputs = model(micro["inputs"], training=True)
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
             if losses:
-                each, weights = task_checks.losses_and_weights(found, samples)
+                terms = objective.terms(found, samples)
             else:
                 pair = (outputs, micro["targets"])
-                each, weights = task_checks.loss(self._task, *pair, samples=samples)
-        graph_checks.check_weights(tape, weights, self.weights)
-        # Weight 0 leaves a position out of the sum, also one whose loss is no number.
-        loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
-        count = tf.reduce_sum(weights)
-        # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
-        per_sample = math.prod(size or 1 for size in each.shape[1:])
-        positions = samples * per_sample
-        scale = tf.cast(self._state.loss_scale.value, each.dtype)
-        targets = [loss_sum * scale / (per_sample * settings.global_batch_size)]
+                terms = objective.loss(self._task, *pair, samples=samples)
+        self._step("run.loss").terms = tuple(terms)
+        graph_checks.check_collectives(graph, "the model or the task's loss", before)
+        graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
+        targets, sums = [], []
+        for each, weights in terms.values():
+            # Weight 0 leaves a position out of the sum, also one whose loss is no number.
+            loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
+            # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
+            per_sample = math.prod(size or 1 for size in each.shape[1:])
+            scale = tf.cast(self._state.loss_scale.value, each.dtype)
+            targets.append(loss_sum * scale / (per_sample * settings.global_batch_size))
+            sums += [loss_sum, tf.reduce_sum(weights), samples * per_sample]
         if added is not None:
             added = tf.cast(added, each.dtype) * (samples / settings.global_batch_size)
             targets.append(added * scale)
-        sums = [loss_sum, count, positions, 0.0 if added is None else added]
+        sums.append(0.0 if added is None else added)
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     def _check(self, graph: tf.Graph) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
+from hvdkit.train.groups import Group
 
 # Settings that only some tasks read, and those that a task's own function leaves without a reader;
 # a task says in `uses` which of them it reads.
@@ -85,19 +86,24 @@ class Task(Protocol):
         `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
         """
 
-    def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def loss(self, outputs: Any, targets: Any) -> Any:
         """Losses and weights, float tensors of one shape [batch, ...].
 
         A loss for each example (or pixel, or word), not their mean: the run's loss is
         sum(losses * weights) / sum(weights) over the global batch of all ranks. Weight 0 leaves a
         position out (an ignored pixel, padding). Weights do not depend on the outputs, unless
         through tf.stop_gradient.
+
+        Several terms: a dict of name: (losses, weights) or (losses, weights, factor), a number of
+        Python. Each is divided by the sum of its own weights and multiplied by its factor; their
+        sum is the run's loss, and each is logged as loss/NAME. One without weight counts 0.
         """
 
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch, added over batches and ranks; of fixed shapes.
 
-        Any names but "loss" and "weight", which hold the sums of the loss.
+        Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), which hold the
+        sums of the loss.
         """
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
@@ -128,8 +134,8 @@ class Task(Protocol):
         Of TensorFlow ops; --lr_scaling multiplies it.
         """
 
-    def optimizer(self, config: Settings) -> keras.optimizers.Optimizer:
-        """An update rule in place of --optimizer. Optional.
+    def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer | list[Group]:
+        """An update rule of Keras in place of --optimizer, or groups (groups.Group). Optional.
 
         The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
         """

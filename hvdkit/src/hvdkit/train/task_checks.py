@@ -21,7 +21,6 @@ from hvdkit.ranks.world import unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train import graph_checks
-from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Example, Task, optional
 
 _GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
@@ -75,7 +74,7 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     for spec in tf.nest.flatten(example):
         if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
             raise ValueError(
-                f"{name} must return dense tensors; it returns {_describe(spec)}: pad ragged and "
+                f"{name} must return dense tensors; it returns {describe(spec)}: pad ragged and "
                 "sparse tensors, and return () where there are no targets"
             )
         if training and not spec.shape.is_fully_defined():
@@ -86,6 +85,7 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     keyed = "use `key`, with tf.random.stateless_*"
     graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
     graph_checks.check_stateless(made.read.graph, name)
+    graph_checks.check_collectives(made.read.graph, name)
     return made
 
 
@@ -164,72 +164,12 @@ def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
         return predict(model, inputs) if predict else model(inputs, training=False)
 
 
-def loss(
-    task: Task, outputs: Any, targets: Any, *, samples: int | None = None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Losses and weights of the task for `samples` examples (None: any number)."""
-    with user_code_errors("the task's loss"):
-        pair = task.loss(outputs, targets)
-    losses, weights = losses_and_weights(pair, samples)
-    if samples:
-        _check_independent(task, outputs, targets, shape=losses.shape)
-    return losses, weights
-
-
-def losses_and_weights(pair: Any, samples: int | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """A loss and a weight for each of `samples` examples, in float32 at least."""
-    what = "the task's loss"
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(
-            f"{what} must return two tensors, a loss and a weight for each example; it returns "
-            f"{_describe(pair)}. Not the mean: that is taken over all ranks"
-        )
-    with user_code_errors(what):
-        losses, weights = (tf.convert_to_tensor(part) for part in pair)
-    shapes = f"losses {losses.shape} and weights {weights.shape}"
-    if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
-        raise ValueError(f"{what} must return a loss for each example, not {shapes}")
-    if losses.shape.as_list() != weights.shape.as_list():
-        raise ValueError(
-            f"{what} returns {shapes}: give both the same shape, or one would be broadcast"
-        )
-    if not losses.dtype.is_floating:
-        raise ValueError(f"{what} returns losses of {losses.dtype.name}: make them floats")
-    losses = at_least_float32(losses)
-    return losses, tf.cast(weights, losses.dtype)
-
-
-def _check_independent(task: Task, outputs: Any, targets: Any, *, shape: tf.TensorShape) -> None:
-    """Raises ValueError where one example's losses depend on how many examples there are.
-
-    Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
-    """
-
-    def one_more(tensor: tf.Tensor) -> tf.TensorSpec:
-        whole = tensor.shape.rank and tensor.shape[0] is not None
-        sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
-        return tf.TensorSpec(sizes, tensor.dtype)
-
-    again = tf.function(lambda o, t: tf.convert_to_tensor(task.loss(o, t)[0]), autograph=False)
-    try:
-        specs = [tf.nest.map_structure(one_more, part) for part in (outputs, targets)]
-        other = again.get_concrete_function(*specs).structured_outputs.shape.as_list()
-    except Exception:  # it takes no other number of examples, so there is nothing to compare
-        return
-    if other[1:] != shape.as_list()[1:]:
-        raise ValueError(
-            f"the task's loss returns losses of shape {shape}, and {other} for one example more: "
-            "its shape after the first dimension must not depend on the batch. Are outputs [n, 1] "
-            "compared to targets [n]?"
-        )
-
-
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     """The task's `sums` as int64 and float64: totals outgrow smaller types."""
     with user_code_errors("the task's sums"):
         found = dict(task.sums(outputs, targets))
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
-    if taken := {"loss", "weight"} & set(found):
+    if taken := [name for name in found if name.split("/")[0] in ("loss", "weight")]:
         raise ValueError(f"the task's sums use {join(taken)}, a name reserved for the loss")
     for name, value in found.items():
         if not (value.dtype.is_floating or value.dtype.is_integer):
@@ -249,8 +189,10 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The task's figures from its sums, with its main metric among them."""
     with user_code_errors("the task's metrics"):
         figures = {str(name): float(value) for name, value in task.metrics(sums).items()}
-    if "loss" in figures:
-        raise ValueError("the task's metrics return 'loss', the run's own: choose another name")
+    if taken := [name for name in figures if name.split("/")[0] == "loss"]:
+        raise ValueError(
+            f"the task's metrics return {taken[0]!r}, the run's own: choose another name"
+        )
     if task.main_metric == "loss":
         raise ValueError(
             'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
@@ -272,14 +214,14 @@ def actions(found: Any) -> list[Any]:
     if wrong := [x for x in each if x is found or not is_action(x)]:
         raise ValueError(
             "the task's actions must return a list of objects with `settles` (a bool), due(step) "
-            f"and __call__(step, result); there is {_describe(wrong[0])}"
+            f"and __call__(step, result); there is {describe(wrong[0])}"
         )
     return list(found)
 
 
 def notes(found: Any) -> list[str]:
     if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
-        raise ValueError(f"the task's notes must return a list of texts, not {_describe(found)}")
+        raise ValueError(f"the task's notes must return a list of texts, not {describe(found)}")
     return list(found)
 
 
@@ -288,11 +230,11 @@ def pictures(drawn: Any) -> np.ndarray:
     fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
     if fine and drawn.ndim == 4 and drawn.shape[-1] == 3:
         return drawn
-    shape = f"{drawn.dtype} {list(drawn.shape)}" if hasattr(drawn, "dtype") else _describe(drawn)
+    shape = f"{drawn.dtype} {list(drawn.shape)}" if hasattr(drawn, "dtype") else describe(drawn)
     raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {shape}")
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     if isinstance(value, tf.Tensor):
         return f"one tensor of shape {value.shape}"
     return f"a {type(value).__name__}"

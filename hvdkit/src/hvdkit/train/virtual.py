@@ -28,7 +28,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED
 from hvdkit.train import fixed_point
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import Forward, MicroBatches, Reduced
+from hvdkit.train.gradients import Forward, MicroBatches, Reduced, means_of, to_means
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
@@ -36,8 +36,7 @@ _Values = list[tuple[tf.Variable, tf.Tensor]]
 
 # A virtual rank's row of totals: the sums of `Forward`, then faults: not finite, a gradient beyond
 # the grid, state beyond it, all gradients below it.
-_NUM_SUMS, _NUM_FAULTS = 4, 4
-_ROW = _NUM_SUMS + _NUM_FAULTS
+_NUM_FAULTS = 4
 
 
 class Share(NamedTuple):
@@ -58,7 +57,7 @@ def shares(micro_batch: int, virtual_ranks: int, *, rank: int, size: int) -> lis
 class _Sums(NamedTuple):
     """What one virtual rank gives, or what several add up to."""
 
-    table: tf.Tensor  # float64 [V, _ROW]: zeros but for the rows of those that are in it
+    table: tf.Tensor  # float64 [V, row]: zeros but for the rows of those that are in it
     # By target: of the variables it depends on, all in one [n]; floats, or int64 once added up.
     grads: list[tf.Tensor]
     state: tf.Tensor  # int64 [2, n]: the state that the forward pass changes, all in one
@@ -105,17 +104,18 @@ class Passes:
         ready = moment(total.table)
         parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
-        table = tf.reshape(parts[: -votes.shape[0]], [self._count, _ROW])
-        sums, faults = tf.split(tf.reduce_sum(table, 0), [_NUM_SUMS, _NUM_FAULTS])
+        table = tf.reshape(parts[: -votes.shape[0]], total.table.shape)
+        num_sums = table.shape[1] - _NUM_FAULTS
+        sums, faults = tf.split(tf.reduce_sum(table, 0), [num_sums, _NUM_FAULTS])
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
         self._set_state(total.state)
         return Reduced(
             grads=self._means(total.grads, sums, faults),
             sums=sums,
-            adds_losses=len(total.grads) > 1,
+            adds_losses=len(total.grads) > num_sums // 3,
             votes=parts[-votes.shape[0] :],
-            losses=tf.math.divide_no_nan(table[:, 0], table[:, 1]),
+            losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
             ready=ready,
             faults=faults,
         )
@@ -204,10 +204,9 @@ class Passes:
         self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
     ) -> list[tf.Tensor | None]:
         """Over the global batch, None where there is no gradient; NaN where a sum is not whole."""
-        count, positions = sums[1], sums[2]
         nan = tf.constant(math.nan, tf.float64)
         sound = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
-        factors = [tf.math.divide_no_nan(positions, count) * sound, sound]
+        factors = [*tf.unstack(to_means(sums) * sound), sound]
         types = {place: dtype for places in self._connected for place, dtype in places.items()}
         # Rounded once: where two targets are added, after that.
         once = len(totals) == 1 and tf.float64 not in types.values()

@@ -1,0 +1,122 @@
+"""Rows of all ranks, for a loss that compares a sample with others of the global batch.
+
+def loss(self, outputs, targets):       # [n, d]: this rank's n samples
+    logits = outputs @ tf.transpose(across.gather(targets))  # [n, global batch]
+    own = across.places(outputs)        # [n]: where this rank's samples are among them
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
+    return losses, tf.ones_like(losses)  # of this rank's n samples, as ever
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+from hvdkit.data.sampler import share
+from hvdkit.train.losses import at_least_float32
+
+_NAME = "hvdkit.gather"
+_BRANCH_OR_LOOP = (
+    control_flow_v2_func_graphs.CondBranchFuncGraph,
+    control_flow_v2_func_graphs.WhileBodyFuncGraph,
+)
+
+
+class Batch(NamedTuple):
+    """A global batch while its loss is traced on `rank` of `size`."""
+
+    rows: int
+    rank: int
+    size: int
+    refused: str = ""  # why its rows cannot be gathered, and what to do
+
+
+_batch: ContextVar[Batch | None] = ContextVar("batch", default=None)
+
+
+@contextlib.contextmanager
+def training(batch: Batch) -> Iterator[None]:
+    """Inside, `gather` is over all ranks; outside, as in evaluation, it changes nothing."""
+    token = _batch.set(batch)
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+def gather(x: tf.Tensor) -> tf.Tensor:
+    """Rows [n, ...] of this rank's samples -> those of the global batch, in the order of ranks.
+
+    The order is that of one rank. Floats come as float32 at least, and are differentiable: the
+    gradient is that of the sum of all ranks' losses (Horovod's own allgather has the mean). In
+    evaluation the batch is this rank's, of --eval_batch_size on any number of ranks.
+
+    Raises:
+      ValueError: in a training step, where x does not have a row for each sample; with
+        --accumulation_steps and --virtual_ranks, whose parts of a batch come one after the other;
+        in a loop or a branch of the graph, and outside of `run.loss`.
+    """
+    x, batch = tf.convert_to_tensor(x), _batch.get()
+    x = at_least_float32(x) if x.dtype.is_floating else x
+    if batch is None:
+        return x
+    sizes = _rows(x, batch)
+    if batch.size == 1:
+        return x
+
+    @tf.custom_gradient
+    def gathered(own: tf.Tensor):
+        def backward(upstream: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+            # To each rank its rows, added up there in the order of ranks.
+            upstream = tf.convert_to_tensor(upstream)
+            parts, _ = hvd.alltoall(upstream, splits=sizes, name=f"{_NAME}.gradient")
+            return tf.reduce_sum(tf.reshape(parts, [batch.size, *own.shape]), 0)
+
+        everyone = hvd.allgather(own, name=_NAME)
+        return tf.ensure_shape(everyone, [batch.rows, *own.shape[1:]]), backward
+
+    return gathered(x)
+
+
+def places(x: tf.Tensor) -> tf.Tensor:
+    """int64 [n]: the places of x's n rows, a row a sample of this rank, in gather(x)."""
+    x, batch = tf.convert_to_tensor(x), _batch.get()
+    first = share(batch.rows, batch.rank, batch.size)[0] if batch and _rows(x, batch) else 0
+    return tf.range(tf.shape(x, tf.int64)[0]) + first
+
+
+def _rows(x: tf.Tensor, batch: Batch) -> list[int]:
+    """Rows of each rank; ValueError where they cannot be gathered."""
+    if batch.refused:
+        raise ValueError(f"gather (hvdkit.train.across): {batch.refused}")
+    if in_branch_or_loop():
+        raise ValueError(
+            "gather (hvdkit.train.across) is called in a branch or a loop of the graph, where "
+            "ranks may take other turns: call it before"
+        )
+    ends = [share(batch.rows, rank, batch.size) for rank in range(batch.size)]
+    sizes = [last - first for first, last in ends]
+    if not x.shape.rank or x.shape[0] != sizes[batch.rank]:
+        raise ValueError(
+            f"gather (hvdkit.train.across) of shape {x.shape}: it needs a row for each of this "
+            f"rank's {sizes[batch.rank]} samples"
+        )
+    return sizes
+
+
+def in_branch_or_loop() -> bool:
+    """Whether what is traced may run another number of times than its surroundings."""
+    # vectorized_map runs its body under this scope, for all its elements at once.
+    looped = "loop_body" in tf.get_current_name_scope().split("/")
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, func_graph.FuncGraph):
+        looped = looped or isinstance(graph, _BRANCH_OR_LOOP)
+        graph = graph.outer_graph
+    return looped

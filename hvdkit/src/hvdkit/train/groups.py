@@ -1,0 +1,94 @@
+"""Groups of weights, each with an update rule and a rate of its own, as one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from hvdkit.logs import join
+from hvdkit.ranks.world import raw
+
+
+class Group(NamedTuple):
+    """Some weights of the model; a task's `optimizer` returns a list of groups.
+
+    `weights`: variables, or a function of a variable that says whether it belongs here; the first
+    group that takes a weight has it. The group's rate is `rate` times that of the schedule. Its
+    weight decay is the optimizer's own (weight_decay=0.01), which Keras subtracts as rate * decay *
+    w from every weight of the group.
+    """
+
+    weights: Callable[[keras.Variable], bool] | Sequence[keras.Variable]
+    optimizer: keras.optimizers.Optimizer
+    rate: float = 1.0
+
+
+class Groups(keras.optimizers.Optimizer):
+    """Applies each group's optimizer to its weights.
+
+    One whose weights get no gradient at all in a step, as in a GAN's other turn, does nothing: its
+    own count of updates (Adam's t) stays.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        super().__init__(learning_rate=1.0, name="groups")  # the run sets it
+        for group in groups:
+            if not isinstance(group, Group):
+                raise ValueError(f"optimizer returns a list of {group!r:.80}: make it of Groups")
+            if not (isinstance(group.rate, (int, float)) and 0 <= group.rate < math.inf):
+                raise ValueError(f"optimizer: a Group's rate of {group.rate!r:.80} is no factor")
+        if not groups or len({id(group.optimizer) for group in groups}) < len(groups):
+            raise ValueError("optimizer: return at least one Group, each with its own optimizer")
+        self.groups = tuple(groups)
+        self._owners: dict[int, int] = {}  # of a weight's id: the number of its group
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        own = super().variables
+        return [*own, *(v for group in self.groups for v in group.optimizer.variables)]
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Raises ValueError where a weight is in no group, or a group has none."""
+        super().build(variables)
+        known = {id(v) for v in variables}
+        for number, (weights, optimizer, _) in enumerate(self.groups):
+            listed = () if callable(weights) else {id(v) for v in weights}
+            if other := [v.path for v in (weights if listed else ()) if id(v) not in known]:
+                raise ValueError(f"optimizer: Group {number} has {join(other)}, not trained here")
+            chosen = weights if callable(weights) else lambda v, listed=listed: id(v) in listed
+            own = [v for v in variables if id(v) not in self._owners and chosen(v)]
+            if not own:
+                raise ValueError(f"optimizer: Group {number} takes no weight that is left to it")
+            self._owners |= {id(v): number for v in own}
+            optimizer.build(own)
+        if left := [v.path for v in variables if id(v) not in self._owners]:
+            raise ValueError(
+                f"optimizer: {join(left)} is in no Group: end with Group(lambda v: True, ...)"
+            )
+
+    def apply(self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[Any]) -> None:
+        for number, (_, optimizer, factor) in enumerate(self.groups):
+            owned = zip(grads, trainable_variables)
+            pairs = [(g, v) for g, v in owned if self._owners[id(v)] == number]
+            if pairs:
+                rate = raw(self.learning_rate)
+                rate = rate * tf.constant(factor, rate.dtype)
+                optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
+                optimizer.apply(*zip(*pairs))
+        self._iterations.assign_add(1)
+
+
+def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers of the groups, or the one that there is."""
+    grouped = isinstance(optimizer, Groups)
+    return [group.optimizer for group in optimizer.groups] if grouped else [optimizer]
+
+
+def of_weights(optimizer: Groups) -> dict[str, str]:
+    """What the groups are besides their optimizers, to compare over ranks."""
+    paths = [(optimizer._owners[id(v)], v.path) for v in optimizer._trainable_variables]
+    return {"groups": repr(paths), "rates": repr([group.rate for group in optimizer.groups])}

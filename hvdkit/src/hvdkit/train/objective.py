@@ -1,0 +1,105 @@
+"""The run's loss: terms, each a mean over the global batch with a count of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.train.losses import at_least_float32
+from hvdkit.train.task import Task
+from hvdkit.train.task_checks import describe, user_code_errors
+
+# Losses and weights of each term by its name; "" where the loss is one term.
+Terms = dict[str, tuple[tf.Tensor, tf.Tensor]]
+
+
+def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) -> Terms:
+    """The terms of the task's loss for `samples` examples (None: any number)."""
+    with user_code_errors("the task's loss"):
+        found = task.loss(outputs, targets)
+    made = terms(found, samples)
+    if samples:
+        _check_independent(task, outputs, targets, made=made)
+    return made
+
+
+def terms(found: Any, samples: int | None) -> Terms:
+    """What a loss returned for `samples` examples, all terms of one type, float32 at least."""
+    if not isinstance(found, Mapping):
+        return {"": _losses_and_weights(found, samples, "the task's loss")}
+    names = sorted(map(str, found))  # one order on all ranks
+    if wrong := [n for n in names if not re.fullmatch(r"[A-Za-z0-9_]+", n)] or not names:
+        raise ValueError(
+            f"the task's loss returns terms named {wrong if names else names}: give at least one, "
+            "and names of letters, digits and _"
+        )
+    made = {name: _term(found[name], samples, f"the task's loss {name!r}") for name in names}
+    widest = max((losses.dtype for losses, _ in made.values()), key=lambda dtype: dtype.size)
+    return {name: tuple(tf.cast(part, widest) for part in term) for name, term in made.items()}
+
+
+def _term(found: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Losses, times their factor if there is one, and weights."""
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        return _losses_and_weights(found, samples, what)
+    losses, weights = _losses_and_weights(found[:2], samples, what)
+    factor = found[2]
+    if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
+        raise ValueError(
+            f"{what} has a factor of {factor!r:.80}: it must be a finite number of Python, the "
+            "same at every step; multiply what changes into the losses"
+        )
+    return losses * tf.constant(factor, losses.dtype), weights
+
+
+def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """A loss and a weight for each of `samples` examples, in float32 at least."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(
+            f"{what} must return two tensors, a loss and a weight for each example; it returns "
+            f"{describe(pair)}. Not the mean: that is taken over all ranks"
+        )
+    with user_code_errors(what):
+        losses, weights = (tf.convert_to_tensor(part) for part in pair)
+    shapes = f"losses {losses.shape} and weights {weights.shape}"
+    if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
+        raise ValueError(f"{what} must return a loss for each example, not {shapes}")
+    if losses.shape.as_list() != weights.shape.as_list():
+        raise ValueError(
+            f"{what} returns {shapes}: give both the same shape, or one would be broadcast"
+        )
+    if not losses.dtype.is_floating:
+        raise ValueError(f"{what} returns losses of {losses.dtype.name}: make them floats")
+    losses = at_least_float32(losses)
+    return losses, tf.cast(weights, losses.dtype)
+
+
+def _check_independent(task: Task, outputs: Any, targets: Any, *, made: Terms) -> None:
+    """Raises ValueError where one example's losses depend on how many examples there are.
+
+    Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
+    """
+
+    def one_more(tensor: tf.Tensor) -> tf.TensorSpec:
+        whole = tensor.shape.rank and tensor.shape[0] is not None
+        sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
+        return tf.TensorSpec(sizes, tensor.dtype)
+
+    again = tf.function(lambda o, t: terms(task.loss(o, t), None), autograph=False)
+    try:
+        specs = [tf.nest.map_structure(one_more, part) for part in (outputs, targets)]
+        others = again.get_concrete_function(*specs).structured_outputs
+    except Exception:  # it takes no other number of examples, so there is nothing to compare
+        return
+    for name, (losses, _) in made.items():
+        shape, other = losses.shape, others[name][0].shape.as_list()
+        if other[1:] != shape.as_list()[1:]:
+            raise ValueError(
+                f"the task's loss returns losses of shape {shape}, and {other} for one example "
+                "more: its shape after the first dimension must not depend on the batch. Are "
+                "outputs [n, 1] compared to targets [n]?"
+            )

@@ -1,0 +1,238 @@
+"""Objectives and optimizers on real ranks against plain Keras; run by test_small_runs.py.
+
+A step's batch is the whole training set, so that the reference needs no order of samples.
+"""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from small_runs import CLASSES, FEATURES, Small, fit, folder, same
+
+from hvdkit.data.source import Arrays
+from hvdkit.ranks.world import set_precision
+from hvdkit.stop import BUG, WRONG_USE
+from hvdkit.train import across
+from hvdkit.train.groups import Group
+
+SAMPLES, STEPS = 25, 3  # uneven shares on 2 and 3 ranks, also of 5 micro-batches
+EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.9, "warmup_steps": 0}
+EXACT |= {"global_batch_size": SAMPLES, "num_steps": STEPS, "eval_every": STEPS}
+
+
+def samples(seed: int) -> Arrays:
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(SAMPLES, FEATURES))
+    weights = np.where(draw.uniform(size=(SAMPLES, 2)) < 0.3, draw.uniform(size=(SAMPLES, 2)), 0.0)
+    return Arrays(x=x, y=np.argmax(x[:, :CLASSES], -1), weights=weights)
+
+
+class Terms(Small):
+    """Three terms: by sample, by place of which most have no weight, and one times a factor."""
+
+    def sources(self):
+        return samples(1), samples(2)
+
+    def training_example(self, sample, key):
+        return self.evaluation_example(sample)
+
+    def evaluation_example(self, sample):
+        return {"inputs": sample["x"], "targets": (sample["y"], sample["weights"])}
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = keras.layers.Dense(5, activation="tanh")(x)
+        model = keras.Model(x, keras.layers.Dense(CLASSES + 2)(y))
+        draw = np.random.default_rng(3)
+        model.set_weights([draw.normal(size=v.shape) for v in model.variables])
+        return model
+
+    def loss(self, outputs, targets):
+        labels, weights = targets
+        scores, box = outputs[:, :CLASSES], outputs[:, CLASSES:]
+        entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
+        return {
+            "label": (entropy, tf.ones_like(entropy)),
+            "box": (tf.square(box - 1.0), weights),
+            "size": (tf.abs(box[:, 0]), tf.cast(labels == 0, box.dtype), 0.3),
+        }
+
+    def sums(self, outputs, targets):
+        return super().sums(outputs[:, :CLASSES], targets[0])
+
+
+def means_of(task, outputs, targets) -> dict[str, tf.Tensor]:
+    """Each term's mean over these samples, times its factor."""
+    found = {name: (*term, 1.0)[:3] for name, term in task.loss(outputs, targets).items()}
+    return {n: f * tf.reduce_sum(e * w) / tf.reduce_sum(w) for n, (e, w, f) in found.items()}
+
+
+def targets_of(data: Arrays):
+    return tf.constant(data._arrays["y"]), tf.constant(data._arrays["weights"])
+
+
+def reference(world, task, make) -> tuple[keras.Model, list, dict]:
+    """One process, one batch a step: the model, each step's terms, those of the second data."""
+    folder(world)  # chooses the threads first
+    set_precision("float64")
+    (x, more), model, steps = task.sources(), task.build_model(), []
+    rule = make()
+    for _ in range(STEPS):
+        with tf.GradientTape() as tape:
+            means = means_of(task, model(x._arrays["x"], training=True), targets_of(x))
+            loss = tf.add_n(list(means.values()))
+        rule.apply(
+            tape.gradient(loss, [v.value for v in model.trainable_variables]),
+            model.trainable_variables,
+        )
+        steps.append({n: float(v) for n, v in means.items()})
+    last = means_of(task, model(more._arrays["x"]), targets_of(more))
+    return model, steps, {n: float(v) for n, v in last.items()}
+
+
+def sgd():
+    return keras.optimizers.SGD(0.05, momentum=np.float64(0.9))
+
+
+def check_terms_are_divided_by_their_own_global_counts(world):
+    """By accumulation and with virtual ranks too; each is logged, and their sum is the loss."""
+    model, steps, last = reference(world, Terms(None), sgd)
+    for settings, near in (
+        ({}, 1e-12),
+        ({"accumulation_steps": 5, "pack_bytes": 99}, 1e-12),
+        ({"virtual_ranks": 4}, 1e-7),
+    ):
+        ended = fit(world, Terms, **EXACT | {"eval_batch_size": 5} | settings)
+        same(ended.weights(), [v.numpy() for v in model.variables], near)
+        if world.is_chief:
+            records = [r for r in ended.records if "loss" in r]
+            for record, means in zip(records, steps, strict=True):
+                same([record[f"loss/{n}"] for n in means], means.values(), near)
+                same([record["loss"]], [sum(means.values())], near)
+            scored = ended.records[-1]
+            same([scored[f"eval_loss/{n}"] for n in last], last.values(), near)
+            same([scored["eval_loss"]], [sum(last.values())], near)
+
+
+def check_terms_that_are_none_are_refused(world):
+    if world.size != 2:  # alike on any number of ranks
+        return
+    for change, words in (
+        (lambda terms: {}, ("at least one",)),
+        (lambda terms: {"a/b": terms["box"]}, ("['a/b']", "letters")),
+        (lambda terms: {"box": terms["box"][0]}, ("loss 'box'", "must return two tensors")),
+        (lambda terms: {"box": (*terms["box"], terms["box"][0])}, ("'box'", "a factor")),
+        (lambda terms: {f"box{world.rank}": terms["box"]}, ("step.totals.box0",)),
+    ):
+
+        def loss(task, outputs, targets, change=change):
+            return change(Terms.loss(task, outputs, targets))
+
+        task = type("Wrong", (Terms,), {"loss": loss})
+        fit(world, task, *words, code=BUG if "totals" in words[0] else WRONG_USE, **EXACT)
+
+
+def contrast(outputs, gather, places):
+    """Each sample's first half against all samples' second halves, and the labels of all."""
+    first, second = tf.split(outputs[:, :4], 2, -1)
+    logits = first @ tf.transpose(gather(second)) * 3.0
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places(first), logits)
+    everyone = gather(second)
+    # Its gradient comes as rows.
+    hardest = tf.reduce_max(tf.gather(everyone, tf.range(tf.shape(everyone)[0])))
+    return {
+        "contrast": (losses, 1 + tf.square(tf.stop_gradient(first[:, 0]))),
+        "hardest": (tf.square(hardest - second[:, 0]), tf.ones_like(losses), 0.5),
+    }
+
+
+class Contrastive(Terms):
+    def loss(self, outputs, targets):
+        return contrast(outputs, across.gather, across.places)
+
+
+def check_gathered_rows_give_the_gradient_of_the_global_loss(world):
+    alone = Terms(None)
+    alone.loss = lambda outputs, targets: contrast(outputs, tf.identity, lambda x: tf.range(len(x)))
+    model, steps, last = reference(world, alone, sgd)
+    ended = fit(world, Contrastive, eval_batch_size=SAMPLES, **EXACT)
+    same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
+    if world.is_chief:
+        same(ended.losses, [sum(means.values()) for means in steps], 1e-12)
+        same([ended.records[-1]["eval_loss"]], [sum(last.values())], 1e-12)
+
+
+def check_rows_that_cannot_be_gathered_are_refused(world):
+    if world.size != 2:
+        return
+
+    def calls(change):
+        return lambda task, outputs, targets: (
+            {"a": change(outputs)} and Terms.loss(task, outputs, targets)
+        )
+
+    for loss, settings, words in (
+        (Contrastive.loss, {"accumulation_steps": 5}, ("--accumulation_steps=5", "leave it out")),
+        (Contrastive.loss, {"virtual_ranks": 4}, ("--virtual_ranks=4", "leave it out")),
+        (calls(lambda x: across.gather(x[:1])), {}, ("a row for each",)),
+        (calls(lambda x: tf.map_fn(across.gather, x[None])), {}, ("branch or a loop",)),
+        (calls(hvd.allgather), {}, ("HorovodAllgather", "across.gather")),
+        (calls(lambda x: tf.map_fn(hvd.allreduce, x)), {}, ("HorovodAllreduce", "mean over ranks")),
+    ):
+        task = type("Wrong", (Terms,), {"loss": loss})
+        fit(world, task, *words, code=WRONG_USE, **EXACT | settings)
+    sums = {"sums": lambda task, outputs, targets: {"x": tf.reduce_sum(hvd.allreduce(outputs))}}
+    fit(world, type("Wrong", (Terms,), sums), "in evaluation, calls", code=WRONG_USE, **EXACT)
+
+
+class Signs(keras.optimizers.Optimizer):
+    """A rule of the user's own."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, gradient.dtype))
+
+
+def rules():
+    """One for each of the model's weights."""
+    return [
+        keras.optimizers.Muon(0.05),
+        keras.optimizers.Lion(0.05, weight_decay=0.1),
+        keras.optimizers.Adam(0.05, beta_1=0.5, beta_2=0.9, clipnorm=0.1),
+        Signs(0.05),
+    ]
+
+
+def nesterov():
+    return keras.optimizers.SGD(0.05, momentum=0.8, nesterov=True, weight_decay=0.1)
+
+
+class InTurns:
+    """The reference of groups: optimizers of plain Keras, one after the other."""
+
+    def __init__(self):
+        self.rules = rules()
+        self.rules[2].learning_rate.assign(np.float64(0.05) * 0.1)
+
+    def apply(self, grads, variables):
+        for rule, gradient, variable in zip(self.rules, grads, variables):
+            rule.apply([gradient], [variable])
+
+
+class Grouped(Terms):
+    def optimizer(self, model):
+        first, second, third, _ = model.trainable_variables
+        takes = [[first], lambda v: v is second, [third], lambda v: True]
+        made = zip(takes, rules(), (1, 1, 0.1, 1.0))
+        return [Group(*parts) for parts in made]
+
+
+def check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
+    settings = {n: v for n, v in EXACT.items() if n != "momentum"} | {"base_lr": 0.05}
+    own = type("Own", (Terms,), {"optimizer": lambda task, model: nesterov()})
+    for task, rule in ((Grouped, InTurns), (own, nesterov)):
+        model, _, _ = reference(world, Terms(None), rule)
+        first = fit(world, task, **settings | {"num_steps": 1})
+        ended = fit(world, task, run_dir=first.folder, **settings)  # resumes
+        same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
