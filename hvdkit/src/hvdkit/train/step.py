@@ -66,6 +66,7 @@ class Step:
     Attributes:
       weights: the model's trainable variables, as tf.Variables, in their order.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
+      special: why only the engine's step will do; "" where any does.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class Step:
         self._variables = state.model.trainable_variables
         self.weights = [raw(v) for v in self._variables]
         self.reduction = reduction.arguments(settings)
+        self.special = reduction.needs_own_step(settings, self._variables)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
-        self._untrained = [raw(v) for v in state.model.non_trainable_variables]
+        self._untrained = state.untrained
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
-        how = (settings.accumulation_steps, self.weights)
+        how = (settings.accumulation_steps, self._variables)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
@@ -127,7 +129,7 @@ class Step:
         step = self._step("run.update")
         if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
-        grads = gradients_lib.unscale(gradients, step.factor)
+        grads = gradients_lib.unscale(gradients, step.factor, self._variables)
         return self.apply(step.known._replace(grads=grads))
 
     def apply(self, found: Reduced) -> Result:
@@ -215,7 +217,7 @@ class Step:
             how = {"forward": self._forward, "micro_batches": self._micro_batches}
             passes = virtual.Passes(settings, self._world, state=self._state, **how)
             return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
-        if not reduction.needs_own_step(settings):
+        if not self.special:
             return None
 
         def step(batch: Example) -> Result:
@@ -261,9 +263,9 @@ class Step:
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     def _check(self, graph: tf.Graph) -> None:
-        graph_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
+        graph_checks.check_variables(self._state.model, self._state.variables.values())
         optimizers.check_trainable(self._state.optimizer, self._state.model)
-        graph_checks.check_state(graph, self._state.variables.values(), self._task)
+        graph_checks.check_state(graph, self._state, "the step", trains=True)
         instead = (
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )

@@ -28,7 +28,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED
 from hvdkit.train import fixed_point
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import Forward, MicroBatches, Reduced
+from hvdkit.train.gradients import Forward, MicroBatches, Reduced, overwritten
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
@@ -84,9 +84,7 @@ class Passes:
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
-        self._untrained = [
-            raw(v) for v in state.model.non_trainable_variables if id(raw(v)) not in seeds
-        ]
+        self._untrained = [v for v in state.untrained if id(v) not in seeds]
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
         self._changed: list[tf.Variable] = []
@@ -95,6 +93,11 @@ class Passes:
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
         """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
+        if special := [v.path for v in self._variables if overwritten(v)]:
+            raise ValueError(
+                f"--virtual_ranks does not add up {special[0]}, which its gradient overwrites (as "
+                "in float8): leave it out"
+            )
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         total = None
