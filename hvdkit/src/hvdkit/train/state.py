@@ -165,6 +165,12 @@ class State:
         held = self.held.of_task.values()
         return [raw(v) for v in [*self.model.non_trainable_variables, *held]]
 
+    @property
+    def of_forward(self) -> list[tf.Variable]:
+        """What a forward pass may change: moving statistics, seeds, counters, queues."""
+        frozen = [v for v in self.held.of_task.values() if not v.trainable]
+        return [raw(v) for v in [*self.model.non_trainable_variables, *frozen]]
+
     def trainable_flags(self) -> list[bool]:
         return [v.trainable for v in self._of_model]
 

@@ -80,7 +80,7 @@ class Step:
         self.reduction = reduction.arguments(settings)
         self.special = reduction.needs_own_step(settings, self._variables)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
-        self._untrained = state.untrained
+        self._untrained = state.of_forward
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self._variables)

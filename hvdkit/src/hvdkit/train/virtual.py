@@ -84,7 +84,7 @@ class Passes:
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
-        self._untrained = [v for v in state.untrained if id(v) not in seeds]
+        self._untrained = [v for v in state.of_forward if id(v) not in seeds]
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
         self._changed: list[tf.Variable] = []
