@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 from checks_tasks import refused
 from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, folder, numbers, same
 
+from hvdkit.data.sampler import Sampler
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
@@ -187,3 +189,97 @@ def check_what_evaluation_reads_and_nobody_holds_is_refused(world):
             return model(inputs) * hidden
 
     refused(world, Task, "the evaluation uses", "hidden", "attribute")
+
+
+class Keeps(keras.layers.Layer):
+    """A queue as of MoCo, sums and counts as of VQ-VAE's codebook, a range, a counter."""
+
+    combines: ClassVar = {
+        "queue": "concatenate",
+        "counts": ("sum", 0.9),
+        "count": "sum",
+        "mean": "mean",
+        "highest": "max",
+        "lowest": "min",
+    }
+
+    def build(self, shape):
+        shapes = {"queue": (20, 6), "counts": (6,), "mean": (6,), "highest": (), "lowest": ()}
+        for name, size in shapes.items():
+            setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
+        self.count = self.add_weight(shape=(), dtype="int64", name="count", trainable=False)
+
+    def call(self, x, training=False):
+        pulled = x + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
+        if training:
+            self.queue.assign(tf.concat([self.queue.value, x], 0)[-20:])
+            self.counts.assign(0.9 * self.counts + 0.1 * tf.reduce_sum(x, 0))
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
+            self.highest.assign(tf.maximum(self.highest, tf.reduce_max(x)))
+            self.lowest.assign(tf.minimum(self.lowest, tf.reduce_min(x)))
+            self.count.assign_add(tf.shape(x, tf.int64)[0])
+        return pulled
+
+
+class Keeping(Whole):
+    def build_model(self):
+        return classifier(Keeps(), keras.layers.Dense(5, activation="tanh"))
+
+
+def check_state_combines_as_one_process_has_it(world):
+    """Queue, sums, mean, range and counter, resumed once; virtual ranks weigh shares alike."""
+    virtual = {"virtual_ranks": 3, "global_batch_size": 12}
+    for name, more in (("real", {}), ("virtual", virtual)):
+        size = more.get("global_batch_size", SIZE)
+        data = lambda self, size=size: (numbers(1, size), numbers(2, 5))  # noqa: E731
+        task = type("Task", (Keeping,), {"sources": data})
+        how = WHOLE | {"seed": 1, "run_dir": str(folder(world) / name)} | more
+        fit(world, task, num_steps=2, **how)
+        ended = fit(world, task, num_steps=3, **how)
+        keras.utils.set_random_seed(1)
+        model = task(None).build_model()
+        x, y = arrays(1, size)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
+        for step in range(3):
+            ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
+            model.train_on_batch(tf.constant(x[ids]), y[ids])
+        same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
+
+
+def check_state_without_a_rule_is_refused_before_the_first_step(world):
+    class Counts(Keeping):
+        combines: ClassVar = {Keeps: {}}
+
+    words = ("queue", "counts", "`combines`", "concatenate")
+    for more in ({}, {"virtual_ranks": 3}):
+        if world.size > 1 or more:
+            refused(world, Counts, *words, **WHOLE | more)
+    wrong = type("Task", (Keeping,), {"combines": {"*/nothing": "sum"}})
+    refused(world, wrong, "*/nothing", **WHOLE)
+    if world.size > 1:
+        refused(world, Keeping, "--accumulation_steps", "queue", accumulation_steps=2)
+
+
+def check_float8_is_kerass(world):
+    """Its scales are overwritten with the largest amax: neither summed, unscaled nor clipped."""
+
+    class Task(Whole):
+        def build_model(self):
+            model = classifier(keras.layers.Dense(8, activation="tanh"))
+            model.layers[1].quantize("float8")
+            return model
+
+    how = WHOLE | {"precision": "float32", "seed": 1, "num_steps": 3}
+    more = {"accumulation_steps": 2, "global_batch_size": 12}
+    for flags in ({}, {"clip_norm": 1e3}, more):
+        size = flags.get("global_batch_size", SIZE)
+        data = {"sources": lambda self, size=size: (numbers(1, size), numbers(2, 5))}
+        ended = fit(world, type("Task", (Task,), data), **how | flags)
+        keras.utils.set_random_seed(1)
+        model = Task(None).build_model()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        x, y = arrays(1, size)
+        for _ in range(3):
+            model.train_on_batch(tf.constant(x, tf.float32), y)
+        same(ended.weights(), [v.numpy() for v in model.variables], 2e-3, 2e-4)

@@ -170,7 +170,7 @@ def rank_sums(
         device = arguments(config)["device_dense"]
         most = tf.concat(flat, 0)
         most = hvd.allreduce(most, op=hvd.Max, name="grads.overwriting", device_dense=device)
-        for i, part in zip(special, tf.split(most, [len(part) for part in flat])):
+        for i, part in zip(special, tf.split(most, [part.shape[0] for part in flat])):
             sums[i] = tf.cast(tf.reshape(part, own[i].shape), own[i].dtype)
     return sums
 

@@ -29,12 +29,21 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdkit.data.pipeline import Reader
+from hvdkit.data.source import Source
 from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
+from hvdkit.train import (
+    combine,
+    graph_checks,
+    reduction,
+    schedule,
+    task_checks,
+    virtual,
+)
 from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import graph_checks, reduction, schedule, task_checks, virtual
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
@@ -81,6 +90,8 @@ class Step:
         self.special = reduction.needs_own_step(settings, self._variables)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = state.of_forward
+        self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
+        self._losses: Losses | None = None
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self._variables)
@@ -102,6 +113,7 @@ class Step:
             task's, of the model called in training.
         """
         step = self._step("run.loss")
+        self._losses = losses
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         ready, own_loss = moment(sums), tf.math.divide_no_nan(sums[0], sums[1])[None]
@@ -129,6 +141,7 @@ class Step:
         step = self._step("run.update")
         if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
+        self._combiner.over_ranks(step.before)
         grads = gradients_lib.unscale(gradients, step.factor, self._variables)
         return self.apply(step.known._replace(grads=grads))
 
@@ -215,6 +228,7 @@ class Step:
         settings = self._settings
         if settings.virtual_ranks:
             how = {"forward": self._forward, "micro_batches": self._micro_batches}
+            how["rules"] = self._combiner.rules
             passes = virtual.Passes(settings, self._world, state=self._state, **how)
             return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
         if not self.special:
@@ -248,6 +262,7 @@ class Step:
                 pair = (outputs, micro["targets"])
                 each, weights = task_checks.loss(self._task, *pair, samples=samples)
         graph_checks.check_weights(tape, weights, self.weights)
+        self._combiner.look(tf.compat.v1.get_default_graph())
         # Weight 0 leaves a position out of the sum, also one whose loss is no number.
         loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
         count = tf.reduce_sum(weights)
@@ -261,6 +276,15 @@ class Step:
             targets.append(added * scale)
         sums = [loss_sum, count, positions, 0.0 if added is None else added]
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
+
+    def try_state(self, source: Source, reader: Reader) -> None:
+        """Stop, on all ranks, where ranks would change state in ways of their own."""
+        forward = partial(self._forward, losses=self._losses)
+        key = tf.zeros([2], tf.int32)
+        self._combiner.try_out(
+            lambda batch: forward(batch)[1],
+            lambda place: reader.read(tf.constant(place % len(source), tf.int64), key),
+        )
 
     def _check(self, graph: tf.Graph) -> None:
         graph_checks.check_variables(self._state.model, self._state.variables.values())
