@@ -53,7 +53,7 @@ def make_train_step(settings, world, task, *, state, spec):
 def rank_sums(tape, loss, settings, variables):
     """The gradients of `loss` summed over ranks, as a run's step has them with these settings."""
     raws = [raw(v) for v in variables]
-    if reduction.needs_own_step(settings):
+    if reduction.needs_own_step(settings, variables):
         return reduction.rank_sums(tape.gradient(loss, raws), settings, variables)
     tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **reduction.arguments(settings))
     return tape.gradient(loss, raws, use_generic_names=True)

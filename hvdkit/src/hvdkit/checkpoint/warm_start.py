@@ -19,7 +19,7 @@ from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
-from hvdkit.train.state import names_of_model
+from hvdkit.train.state import Held, names_of_model
 
 _SMALLEST = 1_100  # bytes in one: gzip reaches 1,032
 
@@ -85,6 +85,16 @@ def load(
         if name not in faults:
             raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
     return faults
+
+
+def load_held(held: Held, path: Path) -> None:
+    """Sets what the task holds to a checkpoint's values. Raises ValueError where there is none."""
+    there = files.read(path, ("task/", "table/"))
+    for name, variable in held.variables.items():
+        if name not in there or there[name].shape != tuple(variable.shape):
+            raise ValueError(f"{path} holds no {name} of shape {list(variable.shape)}")
+        raw(variable).assign(there[name])
+    held.finalize()
 
 
 def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:

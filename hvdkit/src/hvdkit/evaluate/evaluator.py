@@ -17,7 +17,7 @@ from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
-from hvdkit.ranks.world import World, raw, say, unoptimized
+from hvdkit.ranks.world import World, say, unoptimized
 from hvdkit.settings import Settings
 from hvdkit.train import graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
@@ -60,7 +60,7 @@ class Evaluator:
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes, self._printed = tasks.optional(run.task, "notes"), set()
-        self._model, self._step = run.model, make_step(run.task, run.model, feed.spec)
+        self._state, self._step = run.state, make_step(run.task, run.model, feed.spec)
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         exact = bool(run.config.virtual_ranks)
         self._sums = metrics.ExactSums if exact else metrics.RankSums
@@ -74,7 +74,9 @@ class Evaluator:
         with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
             where = task_checks.user_code_errors("evaluating one sample")
-            with where, unchanged(self._model), unoptimized():
+            with where, unchanged(self._state), unoptimized():
+                graph = self._step.get_concrete_function().graph
+                graph_checks.check_state(graph, self._state, "the evaluation")
                 outputs, sums = self._step(batch)
             try:
                 self._figures({name: value.numpy() for name, value in sums.items()})
@@ -87,14 +89,14 @@ class Evaluator:
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
-        with unchanged(self._model):
+        with unchanged(self._state):
             return self._evaluate(stop_asked)
 
     def one(self, number: int) -> tuple[Example, Any]:
         """One sample as a batch, and its outputs."""
         example = self._feed.reader.read(tf.constant(number, tf.int64))
         batch = tf.nest.map_structure(lambda part: part[None], example)
-        with unchanged(self._model):
+        with unchanged(self._state):
             return batch, self._step(batch)[0]
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
@@ -186,13 +188,13 @@ def _losses(sums: Iterable[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def unchanged(model: keras.Model) -> Iterator[None]:
+def unchanged(state: State) -> Iterator[None]:
     """Restores all untrained state afterwards.
 
     Keras's recurrent layers draw dropout masks in evaluation too. Ranks have different numbers of
     batches, so their seeds would differ, and training would depend on the number of evaluations.
     """
-    before = [(raw(v), tf.identity(raw(v))) for v in model.non_trainable_variables]
+    before = [(v, tf.identity(v)) for v in state.untrained]
     try:
         yield
     finally:

@@ -183,9 +183,9 @@ def check_alike(run: RunContext) -> None:
     statistics of its own. (Weights get the same update everywhere; they are compared at the end.)
     """
     apart = _moving_statistics(run) if run.config.bn_sync == "none" else set()
-    untrained = {id(v) for v in run.model.non_trainable_variables}
+    untrained = set(map(id, run.state.untrained)) - apart
     named = run.state.variables.items()
-    named = {n: v for n, v in named if id(v) in untrained and id(raw(v)) not in apart}
+    named = {n: v for n, v in named if id(raw(v)) in untrained}
     agreement.check_same_state(run.world, named, "state that is not trained")
 
 

@@ -83,7 +83,7 @@ def prepare(config: Settings, world: World) -> RunContext:
             optimizer = optimizers.build(config, model, own)
     if own:
         agreement.check_optimizer(world, optimizers.hyperparameters(optimizer))
-    state = State(model, optimizer, config.precision)
+    state = State(model, optimizer, config.precision, task=task)
     with world.fail_together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
@@ -157,6 +157,21 @@ def notes(run: RunContext) -> list[str]:
     return found
 
 
+def bring_to_all(world: World, state: State) -> None:
+    """Gives every rank rank 0's variables, and layers what they make of them; all must call it."""
+    world.broadcast_variables(list(state.variables.values()))
+    with world.fail_together("comparing lookup tables"):
+        state.held.finalize()
+
+
+def train_reader(run: RunContext) -> Reader:
+    """Of training; made anew where it may hold constants of layers from before `begin`."""
+    if not any(hasattr(layer, "finalize_state") for layer in run.state.held.layers):
+        return run.train_reader
+    with run.world.fail_together("reading the training data"):
+        return task_checks.reader(run.task, run.train_source, training=True)
+
+
 class Start(NamedTuple):
     """Where a run begins, the same on every rank.
 
@@ -196,6 +211,6 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         with world.fail_together("reading the first weights"):
             if world.is_chief:
                 read(context.model, config)
-    world.broadcast_variables(list(state.variables.values()))
+    bring_to_all(world, state)
     source = "new" if not found else "own" if found.own else "other"
     return Start(int(state.step), source, found)

@@ -21,8 +21,10 @@ from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
+from hvdkit.train import optimizer as optimizers
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
+from hvdkit.train.state import State
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
@@ -52,11 +54,14 @@ class Health:
         feed: TrainingFeed,
         stop_signal: StopSignal,
         saver: Saver,
+        state: State,
     ) -> None:
         self._world, self._feed, self.stop_signal = world, feed, stop_signal
         self._sampler, self._most_bad = sampler, config.max_bad_steps
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
-        self._saver = saver
+        self._saver, self._state = saver, state
+        self._trainable = state.trainable_flags()
+        self._fault: str | None = None  # of this rank at the newest step
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._noted = False  # that gradients are too small
@@ -66,8 +71,11 @@ class Health:
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
+        self._fault = self._feed.error
+        if self._state.trainable_flags() != self._trainable:
+            self._fault = optimizers.changed_trainable(self._state.optimizer, self._state.model)
         return agreement.votes(
-            data_failed=self._feed.error is not None,
+            data_failed=self._fault is not None,
             stop_asked=self.stop_signal.asked,
             failed_saves=self._saver.failed,
         )
@@ -89,8 +97,10 @@ class Health:
         heartbeat.beat()
         self.pace.add(result["moments"])
         if counted[agreement.DATA_FAILED]:
-            errors = self._world.gather_objects(self._feed.error, "data.errors")
-            return Ending(WRONG_USE, "bad data", next(e for e in errors if e), save=True)
+            errors = self._world.gather_objects(self._fault, "data.errors")
+            why = next(error for error in errors if error)
+            reason = "trainable changed" if why.startswith("`trainable`") else "bad data"
+            return Ending(WRONG_USE, reason, why, save=True)
         note = virtual.too_small(result)
         if note and not self._noted:
             say(self._world, note)

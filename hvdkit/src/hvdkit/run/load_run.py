@@ -18,12 +18,13 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
-from hvdkit.run.context import RunContext, prepare
+from hvdkit.run.context import RunContext, bring_to_all, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings
 from hvdkit.stop import launch_rank
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
+from hvdkit.train.state import Held
 from hvdkit.train.task import Task
 
 Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
@@ -94,7 +95,7 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
         if world.is_chief:
             found = str(chosen(run.checkpoints.folder, which))
             checkpoints.load(Path(found), run.state.variables)
-    world.broadcast_variables(list(run.state.variables.values()))
+    bring_to_all(world, run.state)
     return run, Path(world.broadcast_object(found, "trained.restored"))
 
 
@@ -131,6 +132,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
             f"tasks/{config.task}.py return one"
         )
     warm_start.load(model, path, skip_mismatched=False, averages=averaged)
+    warm_start.load_held(Held(task, model), path)
     return task, model, path
 
 

@@ -27,7 +27,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Result, evaluates_first
-from hvdkit.run.context import begin, describe, notes, prepare
+from hvdkit.run.context import begin, describe, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
@@ -79,7 +79,7 @@ class Run:
         self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
         self.saver = Saver(context.checkpoints)
-        parts = {"sampler": self.sampler, "feed": self.feed, "saver": self.saver}
+        parts = {n: getattr(self, n) for n in ("sampler", "feed", "saver", "state")}
         self.health = Health(world, self.settings, stop_signal=stop_signal, **parts)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._result: Result | None = None  # of the newest step
@@ -113,7 +113,7 @@ class Run:
         self.feed = TrainingFeed(
             context.train_source,
             self.sampler,
-            context.train_reader,
+            train_reader(context),
             first_step=self.start.step,
             num_steps=settings.num_steps,
             workers=workers,
@@ -144,8 +144,8 @@ class Run:
         Raises:
           Stop: on all ranks, where the settings need the engine's step, which `make_step` brings.
         """
-        if flag := reduction.needs_own_step(self.settings):
-            raise Stop(WRONG_USE, f"--{flag} needs run.make_step in train.py")
+        if why := self.parts.special:
+            raise Stop(WRONG_USE, f"{why} needs run.make_step in train.py")
         return self._trace(function)
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
@@ -170,7 +170,7 @@ class Run:
         if own is None:
             return make(self)
         with self.world.fail_together("making the step"):
-            reduction.check_make_step(make, self.settings)
+            reduction.check_make_step(make, self.parts.special)
         return self._trace(own)
 
     # ---- the loop ---------------------------------------------------------------------------

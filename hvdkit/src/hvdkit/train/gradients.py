@@ -38,11 +38,17 @@ def to_means(sums: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(sums[2:-1:3], sums[1:-1:3])
 
 
+def overwritten(variable: keras.Variable) -> bool:
+    """Whether its gradient is its new value, as of float8's scales: no sum, unscaled, unclipped."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 class MicroBatches:
     """Forward and backward passes over a step's micro-batches, one after the other."""
 
-    def __init__(self, steps: int, weights: Sequence[tf.Variable], *, jit: bool = False) -> None:
-        self._steps, self._weights, self._jit = steps, weights, jit
+    def __init__(self, steps: int, weights: Sequence[keras.Variable], *, jit: bool = False) -> None:
+        self._steps, self._weights, self._jit = steps, list(map(raw, weights)), jit
+        self._overwritten = {i for i, v in enumerate(weights) if overwritten(v)}
         # What XLA compiles with `jit`, once it is traced.
         self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
@@ -64,8 +70,8 @@ class MicroBatches:
                 total: list[tf.Tensor | None] = [None] * len(reads)
                 for upstream, known in zip(upstreams, grads):
                     for i, g in known.items():
-                        part = g * tf.cast(upstream, g.dtype)
-                        total[i] = part if total[i] is None else total[i] + part
+                        part = g if i in self._overwritten else g * tf.cast(upstream, g.dtype)
+                        total[i] = part if total[i] is None else self._joined(i, total[i], part)
                 return total
 
             return [tf.identity(target) for target in targets], backward
@@ -94,7 +100,12 @@ class MicroBatches:
             return tf.nest.map_structure(lambda t: t[index], batch)
 
         def body(index, total):
-            return index + 1, tf.nest.map_structure(tf.add, total, passes(micro_batch(index)))
+            (*scalars, grads), (*more, further) = total, passes(micro_batch(index))
+            grads = [
+                [self._joined(i, *pair) for i, *pair in zip(at, known, found)]
+                for at, known, found in zip(connected, grads, further)
+            ]
+            return index + 1, (*tf.nest.map_structure(tf.add, scalars, more), grads)
 
         total = passes(micro_batch(tf.constant(0)))
         if self._jit:
@@ -109,13 +120,21 @@ class MicroBatches:
         targets, sums, grads = total
         return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
 
+    def _joined(self, place: int, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        return tf.maximum(one, other) if place in self._overwritten else one + other
+
 
 def unscale(
-    grads: Sequence[tf.Tensor | tf.IndexedSlices | None], factor: tf.Tensor
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    factor: tf.Tensor,
+    variables: Sequence[keras.Variable] = (),
 ) -> list[tf.Tensor | None]:
     """Reduced sums made dense (which adds rows named twice) times `factor`: global means."""
     whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-    return [g if g is None else g * tf.cast(factor, g.dtype) for g in whole]
+    still = {i for i, v in enumerate(variables) if overwritten(v)}
+    return [
+        g if g is None or i in still else g * tf.cast(factor, g.dtype) for i, g in enumerate(whole)
+    ]
 
 
 def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
@@ -141,10 +160,10 @@ def finish(
             g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
             for g, v in zip(grads, variables)
         ]
-    norm = global_norm(grads)
+    norm = global_norm([g for g, v in zip(grads, variables) if not overwritten(v)])
     if clip_norm:
         shrink = clip_norm / tf.maximum(norm, clip_norm)
-        grads = [g if g is None else g * tf.cast(shrink, g.dtype) for g in grads]
+        grads = unscale(grads, shrink, variables)
     return list(grads), norm
 
 

@@ -13,7 +13,7 @@ from tensorflow.python.eager import context
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import project
-from hvdkit.train.task import Task
+from hvdkit.train.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = {
@@ -78,31 +78,33 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
         )
 
 
-def check_state(graph: tf.Graph, known: Iterable[keras.Variable | tf.Variable], task: Task) -> None:
-    """Raises ValueError where a traced step uses variables that nobody trains or saves.
+def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = False) -> None:
+    """Raises ValueError where a traced function uses variables that nobody trains or saves.
 
     Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
-    Allowed are `known`, all that a checkpoint holds, and frozen models of the task (a teacher).
+    Where it `trains`, what the task holds must be frozen (a teacher), or changed by the function.
     """
-    layers = [x for x in vars(task).values() if isinstance(x, keras.Layer)]
-    frozen = [v for layer in layers if not layer.trainable_variables for v in layer.variables]
-    handles = {id(raw(v).handle) for v in [*known, *frozen]}
+    handles = {id(raw(v).handle) for v in state.variables.values()}
+    if trains:
+        changed = set(map(id, assigned_handles(graph)))
+        loose = {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable}
+        handles -= loose - changed
     named = {id(v.handle): v.name for v in graph.variables}
     used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
     if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:
         raise ValueError(
-            f"the step uses variables that the model does not hold: {join(others)}. They would be "
+            f"{what} uses variables that the model does not hold: {join(others)}. They would be "
             "neither trained nor saved. Make weights with add_weight, keep layers (and a "
             "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
-            "layers, a frozen model as one of the task; use tf.constant for fixed numbers"
+            "layers, a frozen model, or state with trainable=False, as one of the task, built "
+            "before the first step; use tf.constant for fixed numbers"
         )
 
 
 def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
     """Raises ValueError where a traced step made variables that are not among `known`."""
-    before = {id(v) for v in known}
-    now = [*model.trainable_variables, *model.non_trainable_variables]
-    if new := [v.path for v in now if id(raw(v)) not in before]:
+    before = {id(raw(v)) for v in known}
+    if new := [v.path for v in model.variables if id(raw(v)) not in before]:
         raise ValueError(
             f"the model makes variables only when it trains: {join(new)}. Make them in its "
             "__init__ or build, so that they are trained, saved and the same on every rank"

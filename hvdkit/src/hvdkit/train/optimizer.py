@@ -16,6 +16,8 @@ from hvdkit.settings import Settings
 from hvdkit.train import groups
 from hvdkit.train.gradients import is_kernel
 
+_REDUCED = (tf.float16, tf.float32, tf.float64)
+
 
 @keras.saving.register_keras_serializable(package="engine")
 class SGD(keras.optimizers.SGD):
@@ -226,14 +228,22 @@ def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
 
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
     """Raises ValueError when other weights are trainable than those the optimizer was built for."""
+    if why := changed_trainable(optimizer, model):
+        raise ValueError(why)
+
+
+def changed_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> str | None:
+    """A sentence about weights that are trainable now and were not, or the reverse."""
     built = {id(v): v for v in optimizer._trainable_variables}
     now = {id(v): v for v in model.trainable_variables}
     changed = [v.path for key, v in (built | now).items() if (key in built) != (key in now)]
-    if changed:
-        raise ValueError(
-            f"`trainable` changed after the optimizer was built, first of {changed[0]}, which has "
-            "no effect: set it in the task's build_model"
-        )
+    if not changed:
+        return None
+    return (
+        f"`trainable` changed after the optimizer was built, first of {changed[0]}, which has "
+        "no effect: set it in the task's build_model. To train a part later, start another run "
+        "from this one's weights (--init_from)"
+    )
 
 
 def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
@@ -241,6 +251,14 @@ def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> Non
         raise ValueError(
             f"--weight_decay={config.weight_decay} decays weights whose name ends with 'kernel', "
             f"and the model has none ({variables[0].path}, ...): name them so or leave it out"
+        )
+    own_sums = config.virtual_ranks or config.compression == "bf16"
+    odd = [v for v in variables if raw(v).dtype not in _REDUCED]
+    if odd and not own_sums:
+        raise ValueError(
+            f"{odd[0].path} is a weight of {raw(odd[0]).dtype.name}, whose gradients Horovod does "
+            "not add up: give its layer a dtype policy with weights of float32 (mixed_bfloat16 "
+            "computes in bfloat16)"
         )
     bound = [v.path for v in variables if v.constraint is not None]
     if config.ema_decay and bound:

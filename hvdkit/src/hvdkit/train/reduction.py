@@ -18,8 +18,11 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from horovod.common.util import split_list
 
+from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
+from hvdkit.train.gradients import overwritten
 
 _CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 NO_GRADIENTS = "the loss depends on none of the model's weights"
@@ -104,25 +107,34 @@ def refuse_empty_group(config: Settings) -> Iterator[None]:
         raise
 
 
-def needs_own_step(config: Settings) -> str:
-    """The flag whose messages hvd.DistributedGradientTape cannot send; "" where there is none."""
-    if config.compression == "bf16":
-        return "compression"
+def needs_own_step(config: Settings, variables: Sequence[keras.Variable]) -> str:
+    """What hvd.DistributedGradientTape cannot send, a flag or weights; "" where there is none."""
     flags = ("virtual_ranks", "pack_bytes", "gradient_groups")
-    return next((name for name in flags if getattr(config, name)), "")
+    if config.compression == "bf16":
+        flags = ("compression",)
+    if flag := next((name for name in flags if getattr(config, name)), ""):
+        return f"--{flag}={getattr(config, flag)}"
+    if special := [v.path for v in variables if overwritten(v)]:
+        return f"{special[0]}, which its gradient overwrites (as in float8),"
+    kinds = {raw(v).dtype.name: v.path for v in variables}
+    if config.deterministic and len(kinds) > 1:
+        return f"--deterministic with weights of several types ({kinds})"
+    return ""
 
 
-def check_make_step(make: Callable, settings: Settings) -> None:
-    """Raises ValueError where `make` is not the template's: the engine's step would ignore it."""
+def check_make_step(make: Callable, why: str) -> None:
+    """Raises ValueError where `make` is not the template's: the engine's step would ignore it.
+
+    `why`: what `needs_own_step` found.
+    """
     try:
         if _form(inspect.getsource(make)) == _form(TEMPLATE_STEP):
             return
     except (OSError, TypeError, SyntaxError):
         pass  # a lambda, a partial: not the template's
-    flag = needs_own_step(settings)
     raise ValueError(
-        f"--{flag}={getattr(settings, flag)} brings a step of the engine's own, and make_step in "
-        f"train.py is not the template's: leave out --{flag}, or use the template's make_step"
+        f"{why} brings a step of the engine's own, and make_step in train.py is not the "
+        "template's: leave it out, or use the template's make_step"
     )
 
 
@@ -144,21 +156,43 @@ def rank_sums(
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
     """This rank's gradients `own` of `variables` summed over ranks, in messages as flags say.
 
-    Only known gradients show which variables have one: Horovod fails on a group without any.
+    What overwrites its variable becomes the largest over ranks: float8's amax.
     """
-    if config.compression == "bf16":
-        return _sums_as_bfloat16(own)
+    special = [i for i, g in enumerate(own) if g is not None and overwritten(variables[i])]
+    ordinary = [None if i in special else g for i, g in enumerate(own)]
+    sums = (
+        _sums_as_bfloat16(ordinary)
+        if config.compression == "bf16"
+        else _sums_in_groups(ordinary, config, variables)
+    )
+    if special:
+        flat = [tf.reshape(tf.cast(own[i], tf.float64), [-1]) for i in special]
+        device = arguments(config)["device_dense"]
+        most = tf.concat(flat, 0)
+        most = hvd.allreduce(most, op=hvd.Max, name="grads.overwriting", device_dense=device)
+        for i, part in zip(special, tf.split(most, [part.shape[0] for part in flat])):
+            sums[i] = tf.cast(tf.reshape(part, own[i].shape), own[i].dtype)
+    return sums
+
+
+def _sums_in_groups(
+    own: Gradients, config: Settings, variables: Sequence[keras.Variable]
+) -> list[tf.Tensor | tf.IndexedSlices | None]:
+    """Only known gradients show which variables have one: Horovod fails on a group without any."""
     sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
-    connected = [i for i, g in enumerate(own) if g is not None]
-    if config.deterministic:
-        groups = 1
-    elif config.pack_bytes:
-        # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most") and agg_small_grads_max_group.
-        small = [_Place(i) for i in connected if sizes[i] <= config.pack_bytes]
-        most = config.pack_count
-        groups = [small[i : i + most] for i in range(0, len(small), most)]
-    else:
-        groups = min(config.gradient_groups, len(connected)) or None
+    places: dict[tf.DType, list[_Place]] = {}
+    for i, g in enumerate(own):
+        if g is not None:
+            places.setdefault(g.dtype, []).append(_Place(i))
+    groups = []  # each of one type
+    for alike in places.values():
+        if config.pack_bytes and not config.deterministic:
+            # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group
+            alike = [place for place in alike if sizes[place.number] <= config.pack_bytes]
+            most = config.pack_count
+            groups += [alike[i : i + most] for i in range(0, len(alike), most)]
+        elif count := 1 if config.deterministic else min(config.gradient_groups, len(alike)):
+            groups += split_list(alike, count)
 
     class Known(tf.GradientTape):
         """The base class of Horovod's tape, which reduces what this `gradient` returns."""
@@ -166,10 +200,11 @@ def rank_sums(
         def gradient(self, target, sources, output_gradients=None):
             return own
 
-    own_groups = {"groups": groups, "sparse_as_dense": groups is not None}
+    grouped = bool(config.deterministic or config.pack_bytes or config.gradient_groups)
+    own_groups = {"groups": groups if grouped else None, "sparse_as_dense": grouped}
     tape = hvd.DistributedGradientTape(Known(), op=hvd.Sum, **arguments(config) | own_groups)
-    places = [_Place(i) for i in range(len(own))]
-    return tape.gradient(None, places, use_generic_names=True)
+    sources = [_Place(i) for i in range(len(own))]
+    return tape.gradient(None, sources, use_generic_names=True)
 
 
 def _sums_as_bfloat16(own: Gradients) -> list[tf.Tensor | None]:

@@ -1,4 +1,4 @@
-"""The state of a run: model, optimizer, step, loss scale; averaged weights for evaluation.
+"""The state of a run: model, optimizer, step, loss scale, what the task holds; averaged weights.
 
 Names of variables come from the model's structure alone, so that checkpoints fit. Keras counts the
 layers that it names itself over the whole process (conv2d_5, seed_generator_7), so its paths depend
@@ -8,9 +8,11 @@ on what else was made before, and a copied or loaded model has other paths again
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,6 +21,90 @@ from keras.src.utils.naming import to_snake_case
 from hvdkit.ranks.world import raw
 from hvdkit.train.gradients import LossScale
 from hvdkit.train.optimizer import check_trainable
+
+Variable = keras.Variable | tf.Variable
+
+
+class Held:
+    """Found in the attributes of a task, also in lists, tuples and dicts.
+
+    Attributes:
+      of_task: by name, what layers, optimizers, metrics, seed generators and modules hold, and
+        variables themselves: task/teacher/0003/dense/kernel, task/queues/0/0000.
+      variables: these, and the fingerprint of each lookup table, table/0000.
+      layers: all of the model and of the task, at any depth.
+    """
+
+    def __init__(self, task: Any, model: keras.Model, others: Iterable[Variable] = ()) -> None:
+        """`others`: variables that have names of their own, besides the model's."""
+        self.of_task: dict[str, Variable] = {}
+        self._seen, roots = {id(raw(v)) for v in (*model.variables, *others)}, [model]
+        self._visit(dict(sorted(vars(task).items())) if task else {}, "task", roots)
+        layers = [layer for root in roots for layer in root._flatten_layers()]
+        self.layers = list({id(layer): layer for layer in layers}.values())
+        tables = [layer for layer in self.layers if _table(layer) is not None]
+        self._tables = {
+            f"table/{i:04d}": (layer, tf.Variable(_table(layer), trainable=False, dtype=tf.int64))
+            for i, layer in enumerate(tables)
+        }
+        self.variables = self.of_task | {n: known for n, (_, known) in self._tables.items()}
+
+    def _visit(self, value: Any, name: str, roots: list[keras.Layer]) -> None:
+        if isinstance(value, (list, tuple)):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                self._visit(part, f"{name}/{key}", roots)
+            return
+        for place, (variable, ending) in enumerate(_variables_of(value)):
+            if id(raw(variable)) not in self._seen:
+                self._seen.add(id(raw(variable)))
+                self.of_task[f"{name}/{place:04d}{ending}"] = variable
+        if isinstance(value, keras.Layer):
+            roots.append(value)
+
+    def finalize(self) -> None:
+        """Call it once variables were restored, broadcast or loaded, before anything is traced.
+
+        Layers such as Keras's Normalization compute with constants that they make of variables.
+
+        Raises:
+          ValueError: a lookup table, which no variable holds, is another than that of rank 0 or of
+            the checkpoint.
+        """
+        for layer in self.layers:
+            if make := getattr(layer, "finalize_state", None):
+                make()
+        for layer, known in self._tables.values():
+            if int(known) != _table(layer):
+                raise ValueError(
+                    f"{layer.path or layer.name} has another vocabulary or other boundaries than "
+                    "on rank 0, or than when the checkpoint was written: give them to the layer, "
+                    "or adapt it on the same data on every rank and at every start"
+                )
+
+
+def _variables_of(value: Any) -> list[tuple[Variable, str]]:
+    """The variables of an object that a task holds, and the endings of their names."""
+    if isinstance(value, keras.Layer):
+        return [(v, f"/{name}") for v, name in zip(value.variables, names_of_model(value))]
+    if isinstance(value, (keras.Variable, tf.Variable)):
+        return [(value, "")]
+    if isinstance(value, keras.random.SeedGenerator):
+        return [(value.state, "")]
+    kinds = (keras.Metric, keras.optimizers.Optimizer, tf.Module)
+    return [(v, "") for v in value.variables] if isinstance(value, kinds) else []
+
+
+def _table(layer: keras.Layer) -> int | None:
+    """63 bits of a layer's vocabulary or boundaries; None where it has none."""
+    found = getattr(layer, "bin_boundaries", None)
+    if found is None and hasattr(layer, "get_vocabulary"):
+        found = layer.get_vocabulary()
+    if found is None:
+        return None
+    digest = hashlib.sha256(repr([str(x) for x in found]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 class State:
@@ -30,9 +116,16 @@ class State:
     """
 
     def __init__(
-        self, model: keras.Model, optimizer: keras.optimizers.Optimizer, precision: str
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        precision: str,
+        *,
+        task: Any = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self.held = Held(task, model, optimizer.variables)
+        self._of_model = model.variables
         self.loss_scale = LossScale(precision)
         self.step, self.skipped, self.passed_over = (
             tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
@@ -64,7 +157,22 @@ class State:
             for i, (v, name) in enumerate(slots)
             if id(v) not in averaged
         }
-        return named
+        return named | self.held.variables
+
+    @property
+    def untrained(self) -> list[tf.Variable]:
+        """What the optimizer does not train, of the model and of the task."""
+        held = self.held.of_task.values()
+        return [raw(v) for v in [*self.model.non_trainable_variables, *held]]
+
+    @property
+    def of_forward(self) -> list[tf.Variable]:
+        """What a forward pass may change: moving statistics, seeds, counters, queues."""
+        frozen = [v for v in self.held.of_task.values() if not v.trainable]
+        return [raw(v) for v in [*self.model.non_trainable_variables, *frozen]]
+
+    def trainable_flags(self) -> list[bool]:
+        return [v.trainable for v in self._of_model]
 
     def advance(self, finite: tf.Tensor, readable: tf.Tensor) -> None:
         """After a step, inside its tf.function: a batch that no rank could read is not counted."""
@@ -104,7 +212,7 @@ def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
             raw(variable).assign(value)
 
 
-def names_of_model(model: keras.Model) -> list[str]:
+def names_of_model(model: keras.Layer) -> list[str]:
     """A name for each of `model.variables`, in their order: its layers' names, outermost first.
 
     A layer that Keras named (its class and perhaps a number) is numbered anew among its

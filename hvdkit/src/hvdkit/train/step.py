@@ -31,11 +31,22 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdkit.data.pipeline import Reader
+from hvdkit.data.source import Source
 from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import across, graph_checks, objective, reduction, schedule, task_checks, virtual
+from hvdkit.train import (
+    across,
+    combine,
+    graph_checks,
+    objective,
+    reduction,
+    schedule,
+    task_checks,
+    virtual,
+)
 from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
@@ -69,6 +80,7 @@ class Step:
     Attributes:
       weights: the model's trainable variables, as tf.Variables, in their order.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
+      special: why only the engine's step will do; "" where any does.
     """
 
     def __init__(
@@ -80,11 +92,14 @@ class Step:
         self._variables = state.model.trainable_variables
         self.weights = [raw(v) for v in self._variables]
         self.reduction = reduction.arguments(settings)
+        self.special = reduction.needs_own_step(settings, self._variables)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
-        self._untrained = [raw(v) for v in state.model.non_trainable_variables]
+        self._untrained = state.of_forward
+        self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
+        self._losses: Losses | None = None
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
-        how = (settings.accumulation_steps, self.weights)
+        how = (settings.accumulation_steps, self._variables)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
         for name in ("accumulation_steps", "virtual_ranks"):
@@ -110,6 +125,7 @@ class Step:
             called in training.
         """
         step = self._step("run.loss")
+        self._losses = losses
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
@@ -140,7 +156,8 @@ class Step:
         step = self._step("run.update")
         if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
-        grads = gradients_lib.unscale(gradients, step.factor)
+        self._combiner.over_ranks(step.before)
+        grads = gradients_lib.unscale(gradients, step.factor, self._variables)
         return self.apply(step.known._replace(grads=grads))
 
     def apply(self, found: Reduced) -> Result:
@@ -229,9 +246,10 @@ class Step:
         settings = self._settings
         if settings.virtual_ranks:
             how = {"forward": self._forward, "micro_batches": self._micro_batches}
+            how["rules"] = self._combiner.rules
             passes = virtual.Passes(settings, self._world, state=self._state, **how)
             return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
-        if not reduction.needs_own_step(settings):
+        if not self.special:
             return None
 
         def step(batch: Example) -> Result:
@@ -265,6 +283,7 @@ class Step:
                 terms = objective.loss(self._task, *pair, samples=samples)
         self._step("run.loss").terms = tuple(terms)
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
+        self._combiner.look(graph)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
         targets, sums = [], []
         for each, weights in terms.values():
@@ -281,10 +300,19 @@ class Step:
         sums.append(0.0 if added is None else added)
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
+    def try_state(self, source: Source, reader: Reader) -> None:
+        """Stop, on all ranks, where ranks would change state in ways of their own."""
+        forward = partial(self._forward, losses=self._losses)
+        key = tf.zeros([2], tf.int32)
+        self._combiner.try_out(
+            lambda batch: forward(batch)[1],
+            lambda place: reader.read(tf.constant(place % len(source), tf.int64), key),
+        )
+
     def _check(self, graph: tf.Graph) -> None:
-        graph_checks.check_variables(self._state.model, [*self.weights, *self._untrained])
+        graph_checks.check_variables(self._state.model, self._state.variables.values())
         optimizers.check_trainable(self._state.optimizer, self._state.model)
-        graph_checks.check_state(graph, self._state.variables.values(), self._task)
+        graph_checks.check_state(graph, self._state, "the step", trains=True)
         instead = (
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )

@@ -27,8 +27,16 @@ from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED
 from hvdkit.train import fixed_point
+from hvdkit.train.combine import Changed, Rule, check_micro_batches, joined, parts, settled
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import Forward, MicroBatches, Reduced, means_of, to_means
+from hvdkit.train.gradients import (
+    Forward,
+    MicroBatches,
+    Reduced,
+    means_of,
+    overwritten,
+    to_means,
+)
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
@@ -37,6 +45,9 @@ _Values = list[tuple[tf.Variable, tf.Tensor]]
 # A virtual rank's row of totals: the sums of `Forward`, then faults: not finite, a gradient beyond
 # the grid, state beyond it, all gradients below it.
 _NUM_FAULTS = 4
+
+
+_SUMMED, _LARGEST = ("mean", "sum"), ("max", "min", "same")
 
 
 class Share(NamedTuple):
@@ -60,7 +71,9 @@ class _Sums(NamedTuple):
     table: tf.Tensor  # float64 [V, row]: zeros but for the rows of those that are in it
     # By target: of the variables it depends on, all in one [n]; floats, or int64 once added up.
     grads: list[tf.Tensor]
-    state: tf.Tensor  # int64 [2, n]: the state that the forward pass changes, all in one
+    state: tf.Tensor  # int64 [2, n]: state whose mean or sum counts, all in one
+    most: tf.Tensor  # float64 [n]: that whose largest value counts, its negative for the smallest
+    rows: tf.Tensor  # float64 [n]: rows of all virtual ranks for queues, zeros of others
 
 
 class Passes:
@@ -74,6 +87,7 @@ class Passes:
         forward: Forward,
         state: State,
         micro_batches: MicroBatches,
+        rules: Mapping[int, Rule],
     ) -> None:
         self._count = config.virtual_ranks
         micro = config.global_batch_size // config.accumulation_steps
@@ -83,17 +97,23 @@ class Passes:
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
-        self._untrained = [
-            raw(v) for v in state.model.non_trainable_variables if id(raw(v)) not in seeds
-        ]
+        self._untrained = [v for v in state.of_forward if id(v) not in seeds]
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
-        self._changed: list[tf.Variable] = []
+        self._changed: list[Changed] = []
+        self._rules, self._steps = rules, config.accumulation_steps
+        self._firsts = [share(micro, v, self._count)[0] for v in range(self._count)]
+        self._samples = micro
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
         """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
+        if special := [v.path for v in self._variables if overwritten(v)]:
+            raise ValueError(
+                f"--virtual_ranks does not add up {special[0]}, which its gradient overwrites (as "
+                "in float8): leave it out"
+            )
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         total = None
@@ -109,7 +129,7 @@ class Passes:
         sums, faults = tf.split(tf.reduce_sum(table, 0), [num_sums, _NUM_FAULTS])
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
-        self._set_state(total.state)
+        self._set_state(total)
         return Reduced(
             grads=self._means(total.grads, sums, faults),
             sums=sums,
@@ -158,17 +178,24 @@ class Passes:
         ]
         if total is None:
             return found._replace(grads=grads)
-        return _Sums(total.table + found.table, grads, total.state + found.state)
+        most = tf.maximum(total.most, found.most)
+        rows = total.rows + found.rows
+        return _Sums(total.table + found.table, grads, total.state + found.state, most, rows)
 
     def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Sums:
         """Virtual rank `number`: forward and backward from the step's start."""
         for variable, value in start:
             variable.assign(value)
         self._seeds.assign(self._state.step, number)
+        self._start = {id(variable): value for variable, value in start}
         _, sums, grads = self._micro_batches.gradients(self._watched, part)
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
-        state = fixed_point.pack([tf.cast(v, tf.float64) for v in self._changed])
+        state = fixed_point.pack([tf.cast(c.variable, tf.float64) for c in self._of(*_SUMMED)])
+        most = [tf.cast(c.variable, tf.float64) for c in self._of(*_LARGEST)]
+        most = [-v if c.rule.kind == "min" else v for v, c in zip(most, self._of(*_LARGEST))]
+        size = tf.nest.flatten(part)[0].shape[1]
+        rows = [self._placed(c, number, size) for c in self._of("concatenate")]
         scale = self._state.loss_scale.value
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
         finite, fits, precise = (tf.reduce_all(part) for part in zip(*judged))
@@ -179,7 +206,21 @@ class Passes:
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
         row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
         state = fixed_point.state_to_fixed(state, self._count)
-        return _Sums(tf.where(own, row, tf.zeros_like(row)), packed, state)
+        table = tf.where(own, row, tf.zeros_like(row))
+        most, rows = (tf.cast(fixed_point.pack(x), tf.float64) for x in (most, rows))
+        return _Sums(table, packed, state, most, rows)
+
+    def _of(self, *kinds: str) -> list[Changed]:
+        return [c for c in self._changed if c.rule.kind in kinds]
+
+    def _placed(self, changed: Changed, number: tf.Tensor, size: int) -> tf.Tensor:
+        """The rows that virtual rank `number` appended, at its place among those of all."""
+        each = int(changed.rule.number)
+        rows = tf.cast(changed.variable.read_value()[-size * each :], tf.float64)
+        before = tf.gather(tf.constant(self._firsts), tf.cast(number, tf.int32)) * each
+        after = (self._samples - size) * each - before
+        rows = tf.pad(rows, [[before, after], *[[0, 0]] * (rows.shape.rank - 1)])
+        return tf.ensure_shape(rows, [self._samples * each, *changed.variable.shape[1:]])
 
     def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The forward pass; keeps which variables it changes, if virtual ranks can combine them."""
@@ -192,12 +233,13 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        self._changed = [v for v in self._untrained if id(v.handle) in changed]
-        if others := [v.name for v in self._changed if not v.dtype.is_floating]:
-            raise ValueError(
-                f"the forward pass changes {join(others)}, which --virtual_ranks cannot combine: "
-                "its type must be float"
-            )
+        same = Rule("same")  # what has no rule; `combine.try_out` looks
+        self._changed = [
+            Changed(v, self._rules.get(id(v), same), self._start[id(v)])
+            for v in self._untrained
+            if id(v.handle) in changed
+        ]
+        check_micro_batches(self._changed, self._steps)
         return found
 
     def _means(
@@ -222,15 +264,30 @@ class Passes:
                 means[place] = part if means[place] is None else means[place] + part
         return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
 
-    def _set_state(self, total: tf.Tensor) -> None:
-        """Sets what the forward pass changes to its mean over virtual ranks."""
-        if not self._changed:
-            return
-        total = self._sum(total, "virtual.state")
-        mean = fixed_point.state_from_fixed(total) / self._count
-        sizes = [v.shape.num_elements() for v in self._changed]
-        for variable, value in zip(self._changed, tf.split(mean, sizes)):
-            variable.assign(tf.cast(tf.reshape(value, variable.shape), variable.dtype))
+    def _set_state(self, total: _Sums) -> None:
+        """Sets what the forward pass changes to what its values on virtual ranks make."""
+        if summed := self._of(*_SUMMED):
+            state = fixed_point.state_from_fixed(self._sum(total.state, "virtual.state"))
+            for (variable, rule, before), value in parts(summed, state):
+                if rule.kind == "mean":
+                    value = value / self._count
+                else:  # each of them has the old value in it
+                    old = rule.number**self._steps * tf.cast(before, tf.float64)
+                    value -= self._count * tf.reshape(old, [-1])
+                variable.assign(settled(rule, before, value, self._steps))
+        if largest := self._of(*_LARGEST):
+            how = {"name": "virtual.most", "device_dense": self._device}
+            most = hvd.allreduce(total.most, op=hvd.Max, **how)
+            for (variable, rule, before), value in parts(largest, most):
+                variable.assign(settled(rule, before, value, self._steps))
+        if queues := self._of("concatenate"):
+            every = self._sum(total.rows, "virtual.rows")
+            for variable, rule, before in queues:
+                count = self._samples * int(rule.number)
+                size = count * before.shape[1:].num_elements()
+                rows = tf.cast(tf.reshape(every[:size], [count, *before.shape[1:]]), before.dtype)
+                every = every[size:]
+                variable.assign(joined(before, rows))
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, device_dense=self._device)

@@ -1,0 +1,211 @@
+"""How state that a forward pass changes comes together over ranks and virtual ranks.
+
+  mean                mean over shares of the batch, by their size (moving averages of means)
+  sum                 the old value and what each share added to it (counters)
+  ("sum", 0.99)       the same where an update keeps 0.99 of the old value (averages of counts)
+  max, min            the largest or smallest of all (observers of ranges)
+  concatenate         tf.concat([old, rows], 0)[-n:], rows of all shares in order, one a sample
+  ("concatenate", 2)  the same with two rows a sample (queues)
+  same                each rank's own, which must be equal on all
+
+Declared by a layer or its class, `combines = "sum"`, or by its variables' names, `combines =
+{"counts": ("sum", 0.99)}`; by a variable, `variable.combines = "max"`; or by the task, whose
+`combines` is a dict of layer classes and of names, with wildcards, as a checkpoint has them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdkit.logs import join
+from hvdkit.ranks.world import World, raw, weights_sha256
+from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE, Stop
+from hvdkit.train import task_checks
+from hvdkit.train.batch_norm import moving_statistics
+from hvdkit.train.graph_checks import assigned_handles
+from hvdkit.train.state import State
+
+KINDS = ("mean", "sum", "max", "min", "concatenate", "same")
+_KNOWN = {
+    keras.layers.BatchNormalization: {"moving_mean": "mean", "moving_variance": "mean"},
+    keras.layers.SpectralNormalization: "same",
+}
+
+
+class Rule(NamedTuple):
+    kind: str
+    number: float = 1.0  # sum: what one update keeps of the old value; concatenate: rows a sample
+
+
+class Changed(NamedTuple):
+    variable: tf.Variable
+    rule: Rule
+    before: tf.Tensor  # its value at the start of the step
+
+
+def rules(state: State, task: Any) -> dict[int, Rule]:
+    """Rules by id of the tf.Variable. Raises ValueError for one that is malformed or unused."""
+    declared = getattr(task, "combines", {})
+    found = {}
+    for layer in state.held.layers:
+        known = next((r for kind, r in _KNOWN.items() if isinstance(layer, kind)), None)
+        of_layer = declared.get(type(layer), getattr(layer, "combines", known))
+        for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
+            named = isinstance(of_layer, Mapping)
+            if rule := of_layer.get(variable.name) if named else of_layer:
+                found[id(raw(variable))] = _rule(rule, variable.name)
+        found |= {id(raw(generator.state)): Rule("same") for generator in layer._seed_generators}
+    for name, variable in state.variables.items():
+        chosen = [r for key, r in declared.items() if _matches(name, key)]
+        if rule := next(iter(chosen), getattr(variable, "combines", None)):
+            found[id(raw(variable))] = _rule(rule, name)
+    for key in declared:
+        if isinstance(key, str) and not any(_matches(name, key) for name in state.variables):
+            raise ValueError(f"the task's combines: no variable's name is like {key!r}")
+    return found
+
+
+class Combiner:
+    """Of one step: what its forward pass changes, and how that comes together."""
+
+    def __init__(
+        self, world: World, settings: Settings, state: State, *, task: Any, spec: Any
+    ) -> None:
+        """`spec`: of this rank's batch. Stop, on all ranks, where a rule is malformed."""
+        with world.fail_together("combining state"):
+            self.rules = rules(state, task)
+        self._world, self._state, self._virtual = world, state, settings.virtual_ranks
+        self._steps = settings.accumulation_steps
+        self._samples = tf.nest.flatten(spec)[0].shape[1]
+        self._share = self._samples * self._steps / settings.global_batch_size
+        on_host = settings.reduce_backend in ("gloo", "mpi")
+        self._device = {"device_dense": "/cpu:0" if on_host else ""}
+        self._assigned: dict[int, tf.Tensor] = {}  # handles
+
+    def look(self, graph: tf.Graph) -> None:
+        """Learns what a forward pass in this graph assigns; once it is traced."""
+        self._assigned |= {id(handle): handle for handle in assigned_handles(graph)}
+
+    def over_ranks(self, before: Sequence[tf.Tensor]) -> None:
+        """Sets state with a rule to what the ranks' values make; inside the step, on every rank.
+
+        `before`: values of `state.of_forward` at the start of the step. Moving statistics of the
+        model have a sync of their own.
+        """
+        if self._world.size == 1:
+            return
+        synced = {id(v) for part in moving_statistics(self._state.model) for v in part}
+        changed = [
+            Changed(v, self.rules[id(v)], start)
+            for v, start in zip(self._state.of_forward, before)
+            if id(v) in self.rules and id(v.handle) in self._assigned and id(v) not in synced
+        ]
+        check_micro_batches(changed, self._steps)
+        sums, most, rows = [], [], []
+        for variable, rule, start in changed:
+            value, start = (tf.cast(t, tf.float64) for t in (variable.read_value(), start))
+            if rule.kind == "mean":
+                sums.append(value * self._share)
+            elif rule.kind == "sum":
+                sums.append(value - rule.number**self._steps * start)
+            elif rule.kind in ("max", "min"):
+                most.append(value if rule.kind == "max" else -value)
+            elif rule.kind == "concatenate":
+                own = variable.read_value()[-self._samples * int(rule.number) :]
+                rows.append(hvd.allgather(own, name=f"state.rows.{len(rows)}"))
+        added = iter(_reduced(sums, op=hvd.Sum, name="state.sums", **self._device))
+        largest = iter(_reduced(most, op=hvd.Max, name="state.most", **self._device))
+        for variable, rule, start in changed:
+            if rule.kind == "concatenate":
+                variable.assign(joined(start, rows.pop(0)))
+            elif rule.kind != "same":
+                value = next(largest if rule.kind in ("max", "min") else added)
+                variable.assign(settled(rule, start, value, self._steps))
+
+    def try_out(self, forward: Callable[[Any], tf.Tensor], sample: Callable[[int], Any]) -> None:
+        """A forward pass on two samples and on one, others on each rank: what has no rule must end
+        alike; once the step is traced. All state goes back.
+
+        Raises:
+          Stop: on all ranks, where a value differs.
+        """
+        world, untrained = self._world, self._state.of_forward
+        names = {id(raw(v)): name for name, v in self._state.variables.items()}
+        changed = [v for v in untrained if id(v.handle) in self._assigned]
+        loose = {names[id(v)]: v for v in changed if id(v) not in self.rules}
+        if not loose or (world.size == 1 and not self._virtual):
+            return
+        own: dict[str, list[str]] = {name: [] for name in loose}
+        state = [*map(raw, self._state.model.trainable_variables), *untrained]
+        with world.fail_together("trying the state"), task_checks.user_code_errors("the model"):
+            before = [tf.identity(v) for v in state]
+            for places in ([2 * world.rank, 2 * world.rank + 1], [2 * world.rank]):
+                read = [sample(place) for place in places]
+                batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *read)
+                tf.function(lambda b=batch: forward(b), autograph=False)()
+                for name, variable in loose.items():
+                    own[name].append(weights_sha256([variable]))
+                for variable, value in zip(state, before):
+                    variable.assign(value)
+        everyone = world.gather_alike(own, "state.tried")
+        odd = [n for n in own if len({found for theirs in everyone for found in theirs[n]}) > 1]
+        if odd:
+            raise Stop(
+                WRONG_USE,
+                f"the forward pass changes {join(odd)} by the samples of a rank's share, and "
+                "nothing says how the ranks' values come together: declare `combines` in the "
+                f"layer or in the task: {join(KINDS, 9)} (hvdkit/train/combine.py)",
+            )
+
+
+def _matches(name: str, key: Any) -> bool:
+    return isinstance(key, str) and fnmatch.fnmatchcase(name, key)
+
+
+def _rule(given: Any, name: str) -> Rule:
+    rule = Rule(given) if isinstance(given, str) else Rule(*given)
+    if rule.kind not in KINDS:
+        raise ValueError(f"{name} combines by {given!r}: the rules are {', '.join(KINDS)}")
+    return rule
+
+
+def check_micro_batches(changed: Sequence[Changed], steps: int) -> None:
+    queues = [c.variable.name for c in changed if c.rule.kind == "concatenate"]
+    if queues and steps > 1:
+        raise ValueError(
+            f"--accumulation_steps={steps} would put the rows of {queues[0]} in another order: "
+            "leave it out"
+        )
+
+
+def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """A queue with new rows at its end."""
+    return tf.concat([start, rows], 0)[-start.shape[0] :]
+
+
+def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, steps: int) -> tf.Tensor:
+    """From a float64 total to the new value."""
+    if rule.kind == "sum":
+        value += rule.number**steps * tf.cast(before, tf.float64)
+    value = -value if rule.kind == "min" else value
+    return tf.cast(tf.reshape(value, before.shape), before.dtype)
+
+
+def _reduced(values: Sequence[tf.Tensor], **how: Any) -> list[tf.Tensor]:
+    """One collective for all; none where there is nothing."""
+    if not values:
+        return []
+    flat = hvd.allreduce(tf.concat([tf.reshape(v, [-1]) for v in values], 0), **how)
+    return tf.split(flat, [v.shape.num_elements() for v in values])
+
+
+def parts(changed: Sequence[Changed], flat: tf.Tensor) -> Iterator[tuple[Changed, tf.Tensor]]:
+    """Each with its part of all elements in a row."""
+    return zip(changed, tf.split(flat, [c.variable.shape.num_elements() for c in changed]))

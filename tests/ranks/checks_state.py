@@ -1,0 +1,285 @@
+"""Run on real ranks by test_small_runs.py: state beside the gradient, against plain Keras."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+from checks_tasks import refused
+from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, folder, numbers, same
+
+from hvdkit.data.sampler import Sampler
+from hvdkit.run import load_run
+from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE
+
+SIZE = 13  # samples, all in every batch: shares of 7 and 6
+WHOLE = {"global_batch_size": SIZE, "lr_policy": "constant", "momentum": 0.0, "base_lr": 0.1}
+WHOLE |= {"precision": "float64", "checkpoint_every": 1, "warmup_steps": 0}
+
+
+def arrays(seed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """What small_runs.numbers holds."""
+    x = np.random.default_rng(seed).normal(size=(size, FEATURES)).astype(np.float32)
+    return np.float64(x), np.argmax(x[:, :CLASSES], -1)
+
+
+X, Y = arrays(1, SIZE)
+
+
+class Whole(Small):
+    """Every step takes all samples, so that plain Keras needs no order of them."""
+
+    def sources(self):
+        return numbers(1, SIZE), numbers(2, 5)
+
+    def training_example(self, sample, key):
+        return {"inputs": tf.cast(sample["x"], tf.float64), "targets": sample["y"]}
+
+    def evaluation_example(self, sample):
+        return self.training_example(sample, None)
+
+
+def plain(model: keras.Model, steps: int = 3) -> list[np.ndarray]:
+    """The same steps by Keras alone, on this process."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    for _ in range(steps):
+        model.train_on_batch(tf.constant(X, tf.float64), Y)
+    return [v.numpy() for v in model.trainable_variables]
+
+
+def check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(world):
+    """Adapted on rank 0 only, and not at all when it resumes or is evaluated."""
+    adapted = [True]
+
+    class Task(Whole):
+        def build_model(self):
+            first = keras.layers.Normalization()
+            if adapted[0]:
+                first.adapt(1000 * X)
+            rescaled = keras.layers.Rescaling(1000.0)
+            return classifier(rescaled, first, keras.layers.Dense(5, activation="tanh"))
+
+    keras.utils.set_random_seed(1)
+    run_dir = str(folder(world) / "run")
+    how = WHOLE | {"seed": 1, "run_dir": run_dir}
+    adapted[0] = world.is_chief
+    fit(world, Task, num_steps=1, **how)
+    adapted[0] = False
+    ended = fit(world, Task, num_steps=3, **how)
+    adapted[0] = True
+    keras.utils.set_random_seed(1)
+    model = Task(None).build_model()
+    same([v.numpy() for v in ended.model.trainable_variables], plain(model), 1e-9)
+    if world.is_chief:
+        wanted = model.evaluate(*arrays(2, 5), verbose=0)
+        np.testing.assert_allclose(ended.summary["eval_loss"], wanted, 1e-6)
+
+
+def check_vocabularies_that_differ_are_refused(world):
+    """No variable holds them."""
+
+    def task(words):
+        def model(self):
+            x = keras.Input((FEATURES,))
+            lookup = keras.layers.IntegerLookup(vocabulary=words)
+            ids = lookup(keras.ops.cast(x, "int64"))
+            return keras.Model(x, keras.layers.Dense(CLASSES)(keras.ops.cast(ids, "float32")))
+
+        return type("Task", (Small,), {"build_model": model})
+
+    run_dir = folder(world) / "run"
+    fit(world, task([1, 2, 3]), run_dir=run_dir)
+    words, how = ("integer_lookup", "vocabulary"), {"run_dir": run_dir, "num_steps": 4}
+    fit(world, task([1, 2, 4]), *words, code=WRONG_USE, **how)
+    if world.size > 1:
+        refused(world, task([1, 2, 3 + world.rank]), *words)
+
+
+def check_trainable_changed_in_mid_run_is_refused_at_that_step(world):
+    def unfreeze(run, step, result):
+        run.model.layers[1].trainable = False
+
+    words = ("`trainable` changed", "/kernel", "--init_from")
+    ended = fit(world, acting(unfreeze, 2), *words, code=WRONG_USE, num_steps=5)
+    if world.is_chief:
+        assert ended.summary["step"] == 2 and ended.checkpoints == ["step-00000002"]
+
+
+def check_weights_of_two_types(world):
+    """Horovod sends a group of one type only."""
+
+    class Task(Whole):
+        def build_model(self):
+            keras.utils.set_random_seed(1)
+            return classifier(
+                keras.layers.Dense(5, activation="tanh", dtype="float32"),
+                keras.layers.Dense(4, activation="tanh"),
+            )
+
+    for flag in ({"deterministic": True}, {"gradient_groups": 2}, {"pack_bytes": 64}):
+        ended = fit(world, Task, **WHOLE | flag)
+        wanted = plain(Task(None).build_model())
+        same([v.numpy() for v in ended.model.trainable_variables], wanted, 1e-5, 1e-6)
+    half = keras.DTypePolicy("bfloat16")
+    task = type(
+        "Half",
+        (Small,),
+        {"build_model": lambda self: classifier(keras.layers.Dense(5, dtype=half))},
+    )
+    refused(world, task, "/kernel is", "bfloat16", "mixed_bfloat16")
+
+
+class Teacher(Whole):
+    """Evaluates by a mean teacher, which an action moves."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        keras.utils.set_random_seed(5)
+        self.parts = {"teacher": Whole(None).build_model()}
+
+    def predict(self, model, inputs):
+        return self.parts["teacher"](inputs, training=False)
+
+    def move(run, step, result):
+        for slow, fast in zip(run.task.parts["teacher"].variables, run.model.variables):
+            slow.assign(0.5 * slow + 0.5 * fast)
+
+    actions = acting(move).actions
+
+
+def check_what_the_task_holds_is_broadcast_saved_and_restored(world):
+    run_dir = str(folder(world) / "run")
+    whole = fit(world, Teacher, num_steps=4, **WHOLE)
+    fit(world, Teacher, num_steps=2, run_dir=run_dir, **WHOLE)
+
+    class Other(Teacher):  # another process starts with other values; ranks with different ones
+        def __init__(self, config):
+            super().__init__(config)
+            for v in self.parts["teacher"].variables:
+                v.assign(v + 1.0 + world.rank)
+
+    ended = fit(world, Other, num_steps=4, run_dir=run_dir, **WHOLE)
+    if world.is_chief:
+        assert ended.summary["eval_loss"] == whole.summary["eval_loss"]
+        names = [n for n in ended.state(4) if n.startswith("task/")]
+        assert names[0] == "task/parts/teacher/0000/dense/kernel", names
+    config = dataclasses.replace(Settings(), **WHOLE, run_dir=run_dir, task="small")
+    load, load_run.tasks.load = load_run.tasks.load, Other
+    try:
+        run, _ = load_run.restored(config, world, "last")
+    finally:
+        load_run.tasks.load = load
+    if world.is_chief:
+        same(
+            [v.numpy() for v in run.task.parts["teacher"].variables],
+            [ended.state(4)[n] for n in names],
+        )
+
+
+def check_what_evaluation_reads_and_nobody_holds_is_refused(world):
+    hidden = tf.Variable(1.0, trainable=False, name="hidden")
+
+    class Task(Small):
+        def predict(self, model, inputs):
+            return model(inputs) * hidden
+
+    refused(world, Task, "the evaluation uses", "hidden", "attribute")
+
+
+class Keeps(keras.layers.Layer):
+    """A queue as of MoCo, sums and counts as of VQ-VAE's codebook, a range, a counter."""
+
+    combines: ClassVar = {
+        "queue": "concatenate",
+        "counts": ("sum", 0.9),
+        "count": "sum",
+        "mean": "mean",
+        "highest": "max",
+        "lowest": "min",
+    }
+
+    def build(self, shape):
+        shapes = {"queue": (20, 6), "counts": (6,), "mean": (6,), "highest": (), "lowest": ()}
+        for name, size in shapes.items():
+            setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
+        self.count = self.add_weight(shape=(), dtype="int64", name="count", trainable=False)
+
+    def call(self, x, training=False):
+        pulled = x + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
+        if training:
+            self.queue.assign(tf.concat([self.queue.value, x], 0)[-20:])
+            self.counts.assign(0.9 * self.counts + 0.1 * tf.reduce_sum(x, 0))
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
+            self.highest.assign(tf.maximum(self.highest, tf.reduce_max(x)))
+            self.lowest.assign(tf.minimum(self.lowest, tf.reduce_min(x)))
+            self.count.assign_add(tf.shape(x, tf.int64)[0])
+        return pulled
+
+
+class Keeping(Whole):
+    def build_model(self):
+        return classifier(Keeps(), keras.layers.Dense(5, activation="tanh"))
+
+
+def check_state_combines_as_one_process_has_it(world):
+    """Queue, sums, mean, range and counter, resumed once; virtual ranks weigh shares alike."""
+    virtual = {"virtual_ranks": 3, "global_batch_size": 12}
+    for name, more in (("real", {}), ("virtual", virtual)):
+        size = more.get("global_batch_size", SIZE)
+        data = lambda self, size=size: (numbers(1, size), numbers(2, 5))  # noqa: E731
+        task = type("Task", (Keeping,), {"sources": data})
+        how = WHOLE | {"seed": 1, "run_dir": str(folder(world) / name)} | more
+        fit(world, task, num_steps=2, **how)
+        ended = fit(world, task, num_steps=3, **how)
+        keras.utils.set_random_seed(1)
+        model = task(None).build_model()
+        x, y = arrays(1, size)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
+        for step in range(3):
+            ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
+            model.train_on_batch(tf.constant(x[ids]), y[ids])
+        same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
+
+
+def check_state_without_a_rule_is_refused_before_the_first_step(world):
+    class Counts(Keeping):
+        combines: ClassVar = {Keeps: {}}
+
+    words = ("queue", "counts", "`combines`", "concatenate")
+    for more in ({}, {"virtual_ranks": 3}):
+        if world.size > 1 or more:
+            refused(world, Counts, *words, **WHOLE | more)
+    wrong = type("Task", (Keeping,), {"combines": {"*/nothing": "sum"}})
+    refused(world, wrong, "*/nothing", **WHOLE)
+    if world.size > 1:
+        refused(world, Keeping, "--accumulation_steps", "queue", accumulation_steps=2)
+
+
+def check_float8_is_kerass(world):
+    """Its scales are overwritten with the largest amax: neither summed, unscaled nor clipped."""
+
+    class Task(Whole):
+        def build_model(self):
+            model = classifier(keras.layers.Dense(8, activation="tanh"))
+            model.layers[1].quantize("float8")
+            return model
+
+    how = WHOLE | {"precision": "float32", "seed": 1, "num_steps": 3}
+    more = {"accumulation_steps": 2, "global_batch_size": 12}
+    for flags in ({}, {"clip_norm": 1e3}, more):
+        size = flags.get("global_batch_size", SIZE)
+        data = {"sources": lambda self, size=size: (numbers(1, size), numbers(2, 5))}
+        ended = fit(world, type("Task", (Task,), data), **how | flags)
+        keras.utils.set_random_seed(1)
+        model = Task(None).build_model()
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        x, y = arrays(1, size)
+        for _ in range(3):
+            model.train_on_batch(tf.constant(x, tf.float32), y)
+        same(ended.weights(), [v.numpy() for v in model.variables], 2e-3, 2e-4)
