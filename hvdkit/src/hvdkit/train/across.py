@@ -42,7 +42,7 @@ _batch: ContextVar[Batch | None] = ContextVar("batch", default=None)
 
 
 @contextlib.contextmanager
-def training(batch: Batch) -> Iterator[None]:
+def training(batch: Batch | None) -> Iterator[None]:
     """Inside, `gather` is over all ranks; outside, as in evaluation, it changes nothing."""
     token = _batch.set(batch)
     try:

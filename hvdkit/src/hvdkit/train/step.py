@@ -268,7 +268,7 @@ class Step:
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         graph = tf.compat.v1.get_default_graph()
         before = {op.name for op in graph.get_operations()}
-        with tf.GradientTape() as tape, across.training(self._rows):
+        with tf.GradientTape() as tape, across.training(self._traced and self._rows):
             with losses_lib.mean_activity_losses(model, samples):
                 if losses:
                     found = losses(micro)
@@ -281,7 +281,8 @@ class Step:
             else:
                 pair = (outputs, micro["targets"])
                 terms = objective.loss(self._task, *pair, samples=samples)
-        self._step("run.loss").terms = tuple(terms)
+        if self._traced:
+            self._traced.terms = tuple(terms)
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
         self._combiner.look(graph)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
