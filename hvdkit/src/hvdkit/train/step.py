@@ -100,6 +100,8 @@ class Step:
             task's, of the model called in training.
         """
         step = self._step("run.loss")
+        if step.known is not None:
+            raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         ready, own_loss = moment(sums), tf.math.divide_no_nan(sums[0], sums[1])[None]
@@ -268,6 +270,7 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )
         graph_checks.check_draws(graph, "the step", instead)
+        graph_checks.check_sums(graph)
         graph_checks.check_compiles(self._micro_batches.compiled)
 
     def _step(self, caller: str) -> _Traced:
