@@ -34,7 +34,7 @@ def say(port: list, message: bytes) -> int:
 
 
 task = json.load(sys.stdin)
-idle = [socket.create_connection(port, 5) for port in task["ports"] for _ in range(50)]
+idle = [socket.create_connection(port, 5) for port in task["ports"] for _ in range(200)]
 got = {f"{port}, {m}": say(port, text) for port in task["ports"] for m, text in MESSAGES.items()}
 places = {"ps": subprocess.run(["ps", "auxeww"], capture_output=True).stdout}
 for file in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):

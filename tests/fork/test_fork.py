@@ -265,6 +265,9 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
     own = {name for name in owners(fork) - merged if (fork / name).stat().st_size}
     for name in own:
         edit(fork / name, "", "# mine\n")
+    edit(
+        fork / ENGINE / "src/hvdkit/ranks/world.py", "from __future__", "MINE = 1\nfrom __future__"
+    )
     shell("git add -A && git commit -qm mine", fork)
     shell("make -o setup update", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
@@ -272,7 +275,8 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
         text = (fork / name).read_text()
         assert text.startswith("# mine\n") and "# changed by us" not in text, name
     engine = fork / ENGINE / "src/hvdkit"
-    assert "NEWER = True" in (engine / "ranks/world.py").read_text()
+    world = (engine / "ranks/world.py").read_text()
+    assert "NEWER = True" in world and "MINE" not in world
     assert (engine / "newer.py").exists() and not (engine / "testing.py").exists()
     for name in ("launch/bind.sh", "Dockerfile"):
         assert (fork / name).read_text().count("\n# changed by us\n") == 1

@@ -384,15 +384,15 @@ def usual(run, step, batch):
 usual_loop = loop_of(plain, usual)
 
 
-def own_result(made):
-    """A step that returns `made(loss, what run.update returned)`."""
+def own_result(made, times=1, op=hvd.Sum):
+    """A step of `times` losses that returns `made(loss, what run.update returned)`."""
 
     def make_step(run):
         @run.function
         def step(batch):
             with tf.GradientTape() as tape:
-                loss = run.loss(batch)
-            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+                loss = sum(run.loss(batch) for _ in range(times))
+            tape = hvd.DistributedGradientTape(tape, op=op, **run.reduction)
             return made(loss, run.update(tape.gradient(loss, run.weights)))
 
         return step
@@ -421,9 +421,13 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
         (loop_of(own_result(lambda loss, result: {"loss": loss}), usual), {}, "'step'"),
+        (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
         (lambda run: None, {}, "needs one run.after"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
+    if world.size > 1:
+        means = loop_of(own_result(lambda loss, result: result, op=hvd.Average), usual)
+        fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=means)
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -69,6 +70,18 @@ def written(path: Path) -> Iterator[Path]:
     finally:
         os.close(handle)
     flush(path.parent)
+
+
+def copy(path: Path, to: Path) -> None:
+    """A file, or the files of a folder at any depth; links are left out, raced ones refused."""
+    if path.is_dir() and not path.is_symlink():
+        to.mkdir()
+        with held(path) as inside:
+            for name in os.listdir(inside):
+                copy(inside / name, to / name)
+    elif path.is_file() and not path.is_symlink():
+        with opened(path) as old, open(to, "xb") as new:
+            shutil.copyfileobj(old, new)
 
 
 @contextlib.contextmanager

@@ -162,6 +162,9 @@ def linked(kind):
                 content.create_virtual_dataset(name, layout)
             elif kind == "terabytes":
                 content.create_dataset(name, (2**20, 2**20), "f4", chunks=(1024, 1024))
+            elif kind == "one chunk":
+                huge = {"chunks": (2**27,), "compression": "gzip", "maxshape": (None,)}
+                content.create_dataset(name, data=np.ones(1, np.float32), **huge)
             elif kind == "external":
                 where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
                 content.create_dataset(name, KERNEL, "f4", external=where)
@@ -192,6 +195,12 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
         ({}, {}, linked("layer"), ["conv1_conv is in another file"]),
         *(({}, {}, linked(kind), ELSEWHERE) for kind in ("kernel", "external", "virtual")),
         ({}, {}, linked("terabytes"), ["conv1_conv/conv1_conv/kernel claims 4,"]),
+        (
+            {},
+            {},
+            linked("one chunk"),
+            ["conv1_conv/conv1_conv/kernel holds 1 values in a chunk of 134,"],
+        ),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):

@@ -243,6 +243,7 @@ def test_a_keras_file_holds_all_that_it_claims(tmp_path):
     more = {
         "a.h5": (linked.getvalue(), "is in another file"),
         "a": (bytes(2**28), "its parts claim 268,"),
+        "model.weights.npz": (b"", "weights are read from .h5 only"),
     }
     for name, (content, words) in more.items():
         network().save(file)

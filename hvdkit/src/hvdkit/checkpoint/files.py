@@ -243,7 +243,7 @@ def _parse(path: Path) -> Manifest:
     manifest = Manifest(**record)
     if odd := [n for n, kind in _TYPES.items() if not isinstance(getattr(manifest, n), kind)]:
         raise Damaged(f"{file} is damaged: its {odd[0]} is {getattr(manifest, odd[0])!r:.40}")
-    if step_of(path) not in (None, manifest.step):
+    if manifest.step < 0 or step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
     return manifest
 

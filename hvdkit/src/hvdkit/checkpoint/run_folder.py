@@ -132,10 +132,7 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     # resumes with its own records.
     with whole_files.held(aside) as held:
         for name in there:
-            if (run_dir / name).is_dir():
-                shutil.copytree(run_dir / name, held / name, symlinks=True)
-            else:
-                shutil.copy2(run_dir / name, held / name, follow_symlinks=False)
+            whole_files.copy(run_dir / name, held / name)
         (held / "checkpoints").mkdir()
         # Newest first, for the same reason: what is left at any moment has no gap.
         for path in reversed(checkpoints):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import zipfile
 from collections import Counter
 from collections.abc import Iterable
@@ -114,7 +115,8 @@ def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
             )
         state |= {f"model/{n[4:]}": value for n, value in state.items() if n.startswith("ema/")}
     # model/0012/conv2d/kernel: the position is of no use in another model.
-    return [(n.split("/", 2)[2], value) for n, value in state.items() if n.startswith("model/")]
+    parts = {name: name.split("/", 2) for name in state if name.startswith("model/")}
+    return [(part[2], state[name]) for name, part in parts.items() if len(part) > 2]
 
 
 def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
@@ -127,6 +129,8 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             files.check_zip(archive, file)
             for name in archive.namelist():
+                if name.endswith(".npz"):  # arrays in arrays, that Keras does not check
+                    raise ValueError(f"it holds {name}: weights are read from .h5 only")
                 if name.endswith(".h5"):
                     _check_values(io.BytesIO(archive.read(name)))
         saved = keras.models.load_model(path, compile=False, safe_mode=True)
@@ -223,8 +227,13 @@ def _check_values(path: Path | IO[bytes]) -> None:
         there = there if isinstance(there, h5py.Dataset) else None
         if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
             return f"{name} is in another file, which is not allowed"
-        if there and there.nbytes > _SMALLEST * (stored := there.id.get_storage_size()):
-            return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
+        if there:
+            stored, chunk = there.id.get_storage_size(), math.prod(there.chunks or [0])
+            if there.nbytes > _SMALLEST * stored:
+                return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
+            # HDF5 unpacks whole chunks, also for one value.
+            if chunk > 2 * there.size + 2**20:
+                return f"{name} holds {there.size:,} values in a chunk of {chunk:,}"
         return None
 
     with h5py.File(path) as file:

@@ -81,7 +81,8 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
     evaluator.on_batch = worst.add
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
-    out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{config.val_split}"
+    split = config.val_split.replace("/", "-")
+    out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{split}"
     with world.fail_together(f"writing {out}"):  # known before what may take hours
         if world.is_chief:
             if not own.out and out.parent.is_symlink():

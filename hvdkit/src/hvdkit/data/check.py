@@ -97,7 +97,7 @@ def check(
         known = highest + 1
     names = [str(name) for name in getattr(source, "class_names", ())]
     for line in counted.lines(known, names):
-        print(f"{split}: {logs.printable(line)}", flush=True)
+        print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     return f"{len(source):,} samples, {labels}", counted.weights(known)
 
@@ -236,7 +236,7 @@ def main(argv: list[str]) -> int:
         faults.append(split)
         if sys.stderr.isatty():  # below the bar, not behind it
             print(file=sys.stderr, flush=True)
-        print(f"{split}: {logs.printable(fault)}", flush=True)
+        print(f"{logs.printable(split)}: {logs.printable(fault)}", flush=True)
 
     try:
         layout = args.data_format or _layout(args.data_dir)
@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
             parser.error(str(error))
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
-        print(f"{split}: {read} ({layout}): {verdict}", flush=True)
+        print(f"{logs.printable(split)}: {read} ({layout}): {verdict}", flush=True)
         if weights and not wrong and split == trained:
-            print(f"{split}: to balance classes: {weights}", flush=True)
+            print(f"{logs.printable(split)}: to balance classes: {weights}", flush=True)
     return 1 if faults else 0

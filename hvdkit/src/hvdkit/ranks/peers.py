@@ -40,6 +40,7 @@ _NONCE, _TAG = 16, 32  # bytes
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
 _ASKED_AT_ONCE = 64
+_ANSWERED_AT_ONCE = 64  # anybody on the host may connect, which takes open files
 _LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
 
 
@@ -68,6 +69,7 @@ class Peers:
         neighbour be silent, if that is less than _SILENT; 0: for ever.
         """
         self._rank, self._asking = world.rank, False
+        self._room = threading.Semaphore(_ANSWERED_AT_ONCE)
         self._main = threading.main_thread().ident
         if world.size == 1:  # nobody asks
             self._places = [_Place(hostname(), [])]
@@ -148,12 +150,16 @@ class Peers:
             try:
                 link, _ = server.accept()
                 # Each in a thread of its own: who says nothing must not keep others waiting.
-                threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+                if self._room.acquire(blocking=False):
+                    threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+                else:
+                    link.close()
             except (OSError, RuntimeError):
                 time.sleep(0.1)  # out of open files or threads
 
     def _answer(self, link: socket.socket) -> None:
-        with link, contextlib.suppress(OSError):
+        with link, contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            stack.callback(self._room.release)
             link.settimeout(_CONNECT)
             nonce = os.urandom(_NONCE)
             link.sendall(nonce)

@@ -255,6 +255,6 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
 def limits(field: dataclasses.Field) -> str:
     """In words: "one of a, b", or ", at least 1, less than 10"."""
     if choices := field.metadata["choices"]:
-        return "one of " + ", ".join(c or "(empty)" for c in choices)
+        return "one of " + ", ".join(str(c) or "(empty)" for c in choices)
     bounds = {w: field.metadata[k] for k, w in _LIMITS.items() if math.isfinite(field.metadata[k])}
     return "".join(f", {w} {int(b) if b == int(b) else b}" for w, b in bounds.items())

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container, Iterable
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -123,6 +124,17 @@ def check_weights(
             "the task's loss returns weights that depend on the model's outputs: put them through "
             "tf.stop_gradient, or multiply them into the losses and return weights of their own"
         )
+
+
+def check_sums(graph: tf.Graph) -> None:
+    """Raises ValueError where Horovod's tape takes means of gradients: `update` divides them."""
+    for node in nodes(graph):
+        of_tape = node.op.startswith("Horovod") and "Tape_Allreduce" in node.name
+        if of_tape and "reduce_op" in node.attr and node.attr["reduce_op"].i == hvd.Average:
+            raise ValueError(
+                "hvd.DistributedGradientTape averages unless told otherwise, and run.update "
+                "divides by the global batch: give it op=hvd.Sum"
+            )
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:

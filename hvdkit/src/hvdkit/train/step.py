@@ -125,6 +125,8 @@ class Step:
             called in training.
         """
         step = self._step("run.loss")
+        if step.known is not None:
+            raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
         self._losses = losses
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
@@ -318,6 +320,7 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )
         graph_checks.check_draws(graph, "the step", instead)
+        graph_checks.check_sums(graph)
         graph_checks.check_compiles(self._micro_batches.compiled)
 
     def _step(self, caller: str) -> _Traced:

@@ -122,6 +122,8 @@ def test_missing_or_empty_parts_are_named(root: Path):
     fails(root, root / "splits" / "test.txt", "train", split="test")
     list_names(root, "", " ", split="empty")
     fails(root, root / "splits" / "empty.txt", "lists no name", split="empty")
+    list_names(root, "a", "../../home/me", split="out")
+    fails(root, root / "splits" / "out.txt", "line 2: '../../home/me' leads out", split="out")
     (root / "splits" / "binary.txt").write_bytes(b"\xff\xfea\x00")
     fails(root, root / "splits" / "binary.txt", "UTF-8", split="binary")
     for name in ("images", "labels", "splits"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -59,6 +60,8 @@ def read_names(path: Path) -> dict[str, int]:
     for number, line in enumerate(text.split("\n"), start=1):
         if name := line.strip():
             check_new(known, name, line=number, where=path)
+            if ".." in re.split(r"[/\s]", name):
+                raise ValueError(f"{path}, line {number}: {name!r} leads out of the data set")
             names[name] = number
     if not names:
         raise ValueError(f"{path} lists no name; write one a line")

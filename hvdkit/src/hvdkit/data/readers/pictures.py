@@ -14,11 +14,16 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from hvdkit import whole_files
+
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 # Endings of pictures that are not read; they are reported, not skipped silently.
 OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_START = _PNG_SIGNATURE + b"\0\0\0\x0dIHDR"  # decoders pass over other chunks before it
+_MOST_SCANS = 100  # of a JPEG: each is decoded over the whole picture
+_MOST_BYTES = 2**30
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
 most_pixels = 64_000_000
@@ -117,7 +122,7 @@ def _stored_size(data: tf.Tensor) -> tf.Tensor:
         numbers = tf.strings.substr(data, 16, 8)
         return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
 
-    is_png = tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    is_png = tf.strings.substr(data, 0, 16) == _PNG_START
     return tf.cond(
         tf.io.is_jpeg(data),
         lambda: tf.io.extract_jpeg_shape(data)[:2],
@@ -204,7 +209,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
     is_palette = colour == _PALETTE
     fine = is_palette | ((colour == _GREY) & (depth == 8))
-    fine &= tf.strings.substr(data, 0, 8) == _PNG_SIGNATURE
+    fine &= tf.strings.substr(data, 0, 16) == _PNG_START
     require(fine, "a label must be an 8-bit grey or a palette PNG", path)
     data = fit(data)
     label = tf.cond(
@@ -247,7 +252,7 @@ def load(path: Path, deep: bool = False) -> Image.Image:
       deep: whether 16 bits a channel are accepted.
     """
     try:
-        data = path.read_bytes()
+        data = whole_files.read(path, _MOST_BYTES, links=True)
         if not (fault := refused(data, deep)):
             picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
             picture.load()
@@ -270,6 +275,10 @@ def refused(data: bytes, deep: bool = False) -> str:
             "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "
             "the range of values that matters"
         )
+    if data[:8] == _PNG_SIGNATURE and data[:16] != _PNG_START:
+        return "does not begin with its header: make it again"
+    if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
+        return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:
         height, width = _stored_size(tf.constant(data)).numpy().tolist()
     except (tf.errors.OpError, UnicodeDecodeError):  # its message may hold bytes of the file
