@@ -14,7 +14,7 @@ from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, folder
 from hvdkit.data.sampler import Sampler
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
-from hvdkit.stop import WRONG_USE
+from hvdkit.stop import DIVERGED, WRONG_USE
 
 SIZE = 13  # samples, all in every batch: shares of 7 and 6
 WHOLE = {"global_batch_size": SIZE, "lr_policy": "constant", "momentum": 0.0, "base_lr": 0.1}
@@ -283,3 +283,14 @@ def check_float8_is_kerass(world):
         for _ in range(3):
             model.train_on_batch(tf.constant(x, tf.float32), y)
         same(ended.weights(), [v.numpy() for v in model.variables], 2e-3, 2e-4)
+
+
+def check_labels_that_are_no_number_at_weight_0_are_named(world):
+    """The loss is finite, its gradient 0 * NaN."""
+
+    class Task(Small):
+        def loss(self, outputs, targets):
+            y = tf.where(targets == 0, np.nan, tf.cast(targets, tf.float32))
+            return tf.square(outputs[:, 0] - y), tf.cast(targets > 0, tf.float32)
+
+    fit(world, Task, "gradient norm nan", "weight is 0", "tf.where", code=DIVERGED)

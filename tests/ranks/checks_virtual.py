@@ -163,6 +163,8 @@ def check_sums_of_an_evaluation_are_rounded_once(world):
 class Draws(keras.layers.Layer):
     """Remembers what it drew and its square: their means tell whether the draws were alike."""
 
+    combines = "mean"
+
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.generator = keras.random.SeedGenerator(1)
@@ -300,7 +302,7 @@ class Counts(Small):
     def build_model(self):
         def count(layer, x, training):
             if training:
-                layer.seen.assign_add(1)
+                layer.seen.assign_add(tf.shape(x)[0])
             return x
 
         seen = weight("seen", initializer="zeros", dtype="int32", trainable=False)
@@ -308,7 +310,7 @@ class Counts(Small):
 
 
 def check_state_that_cannot_be_combined_is_refused(world):
-    ends(world, Counts, WRONG_USE, "seen", "must be float")
+    ends(world, Counts, WRONG_USE, "seen", "`combines`")
 
 
 def check_ranks_with_other_kernels_are_refused(world):

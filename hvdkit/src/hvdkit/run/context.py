@@ -147,6 +147,12 @@ def notes(run: RunContext) -> list[str]:
     others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {join(others)} alone: it decays kernels")
+    normed = [x for x in run.model._flatten_layers() if type(x).__name__ == "SpectralNormalization"]
+    if normed and config.accumulation_steps > 1:
+        found.append(
+            f"{normed[0].name} normalizes its weights once a micro-batch: with "
+            f"--accumulation_steps={config.accumulation_steps} it is another run than without"
+        )
     by_rank = run.world.size > 1 and not config.virtual_ranks
     random = dropout.drawing_layers(run.model) if by_rank else []
     if random:

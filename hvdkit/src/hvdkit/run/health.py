@@ -169,6 +169,8 @@ def _figures(result: Result) -> str:
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])
     labels = ", and check for labels that are no class" if math.isnan(loss) else ""
+    if math.isfinite(loss) and math.isnan(float(result["grad_norm"])):
+        labels = ", and replace labels that are no number by tf.where, also where weight is 0"
     return (
         f"diverged at step {int(result['step'])}{row}: loss {loss:g}, gradient norm "
         f"{float(result['grad_norm']):g} at learning rate {float(result['lr']):g}. Checkpoints are "

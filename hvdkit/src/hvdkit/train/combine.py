@@ -61,7 +61,7 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
             named = isinstance(of_layer, Mapping)
             if rule := of_layer.get(variable.name) if named else of_layer:
                 found[id(raw(variable))] = _rule(rule, variable.name)
-        found |= {id(raw(generator.state)): Rule("same") for generator in layer._seed_generators}
+    found |= {id(v): Rule("same") for v in _seeds(state)}
     for name, variable in state.variables.items():
         chosen = [r for key, r in declared.items() if _matches(name, key)]
         if rule := next(iter(chosen), getattr(variable, "combines", None)):
@@ -88,6 +88,7 @@ class Combiner:
         on_host = settings.reduce_backend in ("gloo", "mpi")
         self._device = {"device_dense": "/cpu:0" if on_host else ""}
         self._assigned: dict[int, tf.Tensor] = {}  # handles
+        self._seeds = {id(v) for v in _seeds(state)}
 
     def look(self, graph: tf.Graph) -> None:
         """Learns what a forward pass in this graph assigns; once it is traced."""
@@ -146,14 +147,16 @@ class Combiner:
         state = [*map(raw, self._state.model.trainable_variables), *untrained]
         with world.fail_together("trying the state"), task_checks.user_code_errors("the model"):
             before = [tf.identity(v) for v in state]
-            for places in ([2 * world.rank, 2 * world.rank + 1], [2 * world.rank]):
+            for places in ([2 * world.rank], [2 * world.rank, 2 * world.rank + 1]):
                 read = [sample(place) for place in places]
                 batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *read)
                 tf.function(lambda b=batch: forward(b), autograph=False)()
                 for name, variable in loose.items():
                     own[name].append(weights_sha256([variable]))
                 for variable, value in zip(state, before):
-                    variable.assign(value)
+                    # Seeds go on, as a share draws others than another; then all goes back.
+                    if len(places) > 1 or id(variable) not in self._seeds:
+                        variable.assign(value)
         everyone = world.gather_alike(own, "state.tried")
         odd = [n for n in own if len({found for theirs in everyone for found in theirs[n]}) > 1]
         if odd:
@@ -163,6 +166,10 @@ class Combiner:
                 "nothing says how the ranks' values come together: declare `combines` in the "
                 f"layer or in the task: {join(KINDS, 9)} (hvdkit/train/combine.py)",
             )
+
+
+def _seeds(state: State) -> list[tf.Variable]:
+    return [raw(g.state) for layer in state.held.layers for g in layer._seed_generators]
 
 
 def _matches(name: str, key: Any) -> bool:
