@@ -17,6 +17,7 @@ from hvdkit.evaluate import metrics, whole_pictures
 from hvdkit.models.deeplab import deeplabv3plus
 from hvdkit.settings import Settings, project
 from hvdkit.train import losses
+from hvdkit.train.outputs import softmax
 from hvdkit.train.task import Example
 from PIL import Image
 
@@ -145,6 +146,9 @@ class Task:
             smoothing=self.config.label_smoothing,
             class_weights=self.config.class_weight_list,
         )
+
+    def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return softmax(outputs)
 
     def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)

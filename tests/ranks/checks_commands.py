@@ -232,4 +232,4 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     assert said.count("KeyError: 'missing'") == 2, said
     with mock.patch.object(load_run.tasks, "load", OfDicts):
         said = call(predict, world, **where, code=WRONG_USE)
-    assert "need one tensor of logits" in said and "the model gives a dict" in said, said
+    assert "decode failed: outputs.py, line" in said and "'dict' object has no" in said, said

@@ -85,6 +85,15 @@ class Task(Protocol):
         `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
         """
 
+    def decode(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """What outputs mean, for `hvdkit predict` and `export`: names -> tensors [batch, ...].
+
+        Optional where the loss is softmax cross-entropy of all outputs. hvdkit.train.outputs has
+        softmax, one_logit and sigmoid. "classes" [batch] with "probabilities" [batch, classes] are
+        listed by probability, "classes" [batch, height, width] drawn; anything else (labels,
+        numbers, boxes, text) is written by name. TensorFlow ops only.
+        """
+
     def loss(self, outputs: Any, targets: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Losses and weights, float tensors of one shape [batch, ...].
 
