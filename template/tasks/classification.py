@@ -35,7 +35,6 @@ LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 class Task:
     main_metric = "accuracy"
     # What it reads of the flags that not every task reads: others are refused.
-    uses = ("train_split", "val_split", "mirror")
 
     def __init__(self, config: Settings) -> None:
         self.config = config

@@ -32,8 +32,6 @@ DEMO = project.folder() / "datasets" / "demo"  # made when it is first asked for
 
 class Task:
     main_metric = "miou"
-    uses = ("train_split", "val_split", "mirror", "scale_range")
-    uses += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
     # Height and width of the model's inputs are multiples of it; evaluation pads pictures to it.
     # None: that of --model. Set it with a `build_model` of your own: 32 for a U-Net that halves
     # five times.

@@ -77,6 +77,8 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
         feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, **share)
     evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
     evaluator.try_out()
+    with world.fail_together("reading the settings"):
+        tasks.check_read(run.task, config, tasks.EVALUATION)
     evaluator.on_batch = worst.add
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema

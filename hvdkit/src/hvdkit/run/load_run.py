@@ -134,6 +134,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> Trained:
         example = tf.nest.map_structure(lambda part: part[None], example)
     # A model that makes its variables at the first call has them then.
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
+    tasks.check_read(task, config, tasks.EVALUATION[:-1])
     warm_start.load(model, path, skip_mismatched=False, averages=averaged)
     return Trained(task, model, path, decode)
 
