@@ -144,7 +144,7 @@ def load(file: Path) -> np.ndarray:
 def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> list[Row]:
     """Draws "classes" [height, width]; returns the row of anything else."""
     classes, chances = outputs.get("classes"), outputs.get("probabilities")
-    if np.ndim(classes) == 0 and np.ndim(chances) == 1:
+    if classes is not None and classes.ndim == 0 and np.ndim(chances) == 1:
         first = np.argsort(-chances, kind="stable")[:5]
         return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
     if np.ndim(classes) != 2:

@@ -112,8 +112,18 @@ class Task(Protocol):
         Any names but "loss" and "weight", which hold the sums of the loss.
         """
 
+    def per_sample(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+        """What figures over all predictions need (exact AUC): tensors [batch, ...]. Optional.
+
+        `metrics` finds them beside the sums, [samples, ...], each sample once, in their order, on
+        any number of ranks. Every rank holds all of them, 1 GiB at most.
+        """
+
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Figures from the added sums; logged as eval_NAME. The run adds `loss`."""
+        """Figures from the added sums; logged as eval_NAME. The run adds `loss`.
+
+        It is tried with one sample before the first step; hvdkit.evaluate.metrics has KerasMetrics.
+        """
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
         """Sentences to print with the figures, each once. Optional."""
