@@ -6,6 +6,7 @@ The reference of each figure is scikit-learn, or Keras in this process, on what 
 from __future__ import annotations
 
 import json
+import shutil
 
 import keras
 import numpy as np
@@ -45,7 +46,11 @@ def expected(name, images, digits, found):
 
 @pytest.mark.parametrize("name", ["multilabel", "regression"])
 def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(project, "_folder", [PROJECT.parent / "examples" / name])
+    monkeypatch.setattr(project, "_folder", [tmp_path])
+    (tmp_path / "tasks").mkdir()
+    shutil.copy(PROJECT.parent / "examples" / name / f"{name}.py", tmp_path / "tasks")
+    for file in ("train.py", "settings.py"):
+        shutil.copy(PROJECT / file, tmp_path)
     weights, figures = [], []
     for ranks in (1, 2):
         run = tmp_path / str(ranks)

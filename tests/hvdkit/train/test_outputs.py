@@ -15,43 +15,28 @@ from hvdkit.train import losses, outputs
 LOGITS = tf.constant(np.random.default_rng(3).normal(size=(4, CLASSES)), tf.float32)
 
 
-class OfKeras(Small):
-    def loss(self, outputs, targets):
-        each = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
-        return each, tf.ones_like(each)
+def of(loss, decode=None, base=Small):
+    return type("Of", (base,), {"loss": loss} | ({"decode": decode} if decode else {}))
 
 
-class OfProbabilities(Small):
-    def loss(self, outputs, targets):
-        each = keras.losses.sparse_categorical_crossentropy(targets, outputs)
-        return each, tf.ones_like(each)
+def by_label(function, **how):
+    return lambda task, out, targets: (
+        found := function(targets, out, **how),
+        tf.ones_like(found),
+    )
 
 
-class OfHalf(Small):
-    def loss(self, outputs, targets):
-        return losses.cross_entropy(outputs[:, :2], targets)
-
-
-class OfLabels(Small):
-    def loss(self, outputs, targets):
-        each = tf.nn.sigmoid_cross_entropy_with_logits(tf.one_hot(targets, CLASSES), outputs)
-        return each, tf.ones_like(each)
-
-    def decode(self, out):
-        return outputs.sigmoid(out)
-
-
-class BackToClasses(OfLabels):
-    loss = Small.loss  # for which the inherited decode was not written
-
-
-class ToOthers(OfLabels):
-    loss = OfProbabilities.loss
-
-
-class Wrong(OfLabels):
-    def decode(self, out):
-        return {"mean": tf.reduce_mean(out)}
+OfProbabilities = of(by_label(keras.losses.sparse_categorical_crossentropy))
+OfKeras = of(by_label(keras.losses.sparse_categorical_crossentropy, from_logits=True))
+OfHalf = of(lambda task, out, targets: losses.cross_entropy(out[:, :2], targets))
+OfLabels = of(
+    by_label(lambda y, x: tf.nn.sigmoid_cross_entropy_with_logits(tf.one_hot(y, CLASSES), x)),
+    decode=lambda task, out: outputs.sigmoid(out),
+)
+Wrong = of(OfLabels.loss, decode=lambda task, out: {"mean": tf.reduce_mean(out)})
+# An inherited decode was written for another loss.
+BackToClasses = of(Small.loss, base=OfLabels)
+ToOthers = of(OfProbabilities.loss, base=OfLabels)
 
 
 @pytest.mark.parametrize("task", [Small, OfKeras, BackToClasses])
