@@ -62,6 +62,7 @@ def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_
     out = digits / "evaluation" / f"step-{best['step']:08d}-val"
     found = json.loads((out / "evaluation.json").read_text())
     assert found["step"] == best["step"] and found["averaged"] and len(found["worst"]) == 8
+    assert found["chose_checkpoint"] and "(val) chose this checkpoint as the best" in ended.output
     assert found["figures"] == {n[5:]: v for n, v in best.items() if n.startswith("eval_")}
 
 
