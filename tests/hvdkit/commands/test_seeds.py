@@ -15,7 +15,7 @@ flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 folder, seed = pathlib.Path(flags["run_dir"]), int(flags["seed"])
 folder.mkdir(parents=True)
 (folder / "config.cfg").touch()
-(folder / "starts.jsonl").write_text(json.dumps({"step": 0, "score": "miou"}) + "\\n")
+(folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 sys.exit(75 * (seed == 5))
@@ -28,7 +28,7 @@ def test_the_interval_is_scipys(count):
     mean, deviation, half = seeds.interval(values.tolist())
     sure = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
     assert deviation == pytest.approx(values.std(ddof=1))
-    np.testing.assert_allclose((mean - half, mean + half), sure, atol=2e-5 * deviation)
+    np.testing.assert_allclose((mean - half, mean + half), sure, atol=1e-4 * deviation)
 
 
 def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):

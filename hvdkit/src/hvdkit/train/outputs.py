@@ -65,7 +65,8 @@ def decoder(task: Task, outputs: Any) -> Callable[[Any], Decoded]:
 
 def _made_for_its_loss(kind: type) -> bool:
     """Whether no subclass of the class that has `decode` replaced the loss it was written for."""
-    owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in ("decode", "loss")]
+    names = ("decode", "loss")
+    owners = [next((c for c in kind.__mro__ if name in vars(c)), kind) for name in names]
     return issubclass(*owners)
 
 
