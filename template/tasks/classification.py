@@ -14,6 +14,7 @@ from hvdkit.evaluate import metrics
 from hvdkit.models import resnet
 from hvdkit.settings import Settings
 from hvdkit.train import losses
+from hvdkit.train.outputs import softmax
 from hvdkit.train.task import Example
 from PIL import Image, ImageDraw
 
@@ -34,7 +35,6 @@ LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 class Task:
     main_metric = "accuracy"
     # What it reads of the flags that not every task reads: others are refused.
-    uses = ("train_split", "val_split", "mirror")
 
     def __init__(self, config: Settings) -> None:
         self.config = config
@@ -88,6 +88,9 @@ class Task:
             smoothing=self.config.label_smoothing,
             class_weights=self.config.class_weight_list,
         )
+
+    def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return softmax(outputs)
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
         hits = metrics.in_top(targets, outputs, k=1)

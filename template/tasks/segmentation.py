@@ -17,6 +17,7 @@ from hvdkit.evaluate import metrics, whole_pictures
 from hvdkit.models.deeplab import deeplabv3plus
 from hvdkit.settings import Settings, project
 from hvdkit.train import losses
+from hvdkit.train.outputs import softmax
 from hvdkit.train.task import Example
 from PIL import Image
 
@@ -31,8 +32,6 @@ DEMO = project.folder() / "datasets" / "demo"  # made when it is first asked for
 
 class Task:
     main_metric = "miou"
-    uses = ("train_split", "val_split", "mirror", "scale_range")
-    uses += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
     # Height and width of the model's inputs are multiples of it; evaluation pads pictures to it.
     # None: that of --model. Set it with a `build_model` of your own: 32 for a U-Net that halves
     # five times.
@@ -145,6 +144,9 @@ class Task:
             smoothing=self.config.label_smoothing,
             class_weights=self.config.class_weight_list,
         )
+
+    def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        return softmax(outputs)
 
     def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)

@@ -110,9 +110,14 @@ def check_each_class_and_the_worst_samples(world):
     assert Image.open(sheets[0]).size[0] >= 96
 
     # Another evaluation replaces these files; weights as trained are not the averaged ones.
-    call(evaluate, world, checkpoint="last", out=out, ema=False)
+    said = call(evaluate, world, "--val_split=train", out=out, ema=False)
     found = evaluated(out)
-    assert not found["averaged"] and found["figures"]["loss"] != figures["loss"]
+    assert not found["chose_checkpoint"] and "chose this checkpoint" not in said
+    assert (
+        not found["averaged"]
+        and found["samples"] == 1438
+        and found["figures"]["loss"] != figures["loss"]
+    )
     assert not list((out / "worst").iterdir())
 
 
@@ -232,4 +237,4 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     assert said.count("KeyError: 'missing'") == 2, said
     with mock.patch.object(load_run.tasks, "load", OfDicts):
         said = call(predict, world, **where, code=WRONG_USE)
-    assert "need one tensor of logits" in said and "the model gives a dict" in said, said
+    assert "decode failed: outputs.py, line" in said and "'dict' object has no" in said, said

@@ -63,6 +63,34 @@ def check_a_kill_between_log_and_score_loses_no_evaluation(world):
     assert not world.is_chief or again.evaluated == [2, 4, 6, 8]
 
 
+def check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
+    class Keeps(Small):
+        def evaluation_example(self, sample):
+            return {
+                "inputs": sample["x"],
+                "targets": tf.stack([tf.cast(sample["y"], tf.int64), sample["id"]]),
+            }
+
+        def loss(self, outputs, targets):
+            return super().loss(outputs, targets[..., 0] if targets.shape.rank == 2 else targets)
+
+        def sums(self, outputs, targets):
+            return super().sums(outputs, targets[:, 0])
+
+        def per_sample(self, outputs, targets):
+            return {"id": targets[:, 1]}
+
+        def metrics(self, sums):
+            own = sums["id"].tolist()
+            return super().metrics(sums) | {"in_order": own == [*range(20)]}
+
+    ended = fit(world, Keeps, num_steps=1)
+    assert "keep 8 bytes of each of 20 samples" in ended.printed or not world.is_chief
+    assert not world.is_chief or ended.records[-1]["eval_in_order"] == 1.0
+    Keeps.per_sample = lambda self, outputs, targets: {"id": tf.zeros([1, 2**24])}
+    fit(world, Keeps, "1.2 GiB: every rank holds them all, 1 GiB", code=WRONG_USE, num_steps=1)
+
+
 def check_failed_pictures_and_nan_scores_end_no_run(world):
     class Faulty(Small):
         """The first evaluation has no score; pictures fail after the try-out."""

@@ -20,6 +20,7 @@ COMMANDS = {
     "predict": ("hvdkit.commands.predict", "predictions on pictures"),
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
+    "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
     "demo-data": ("hvdkit.data.scenes", "makes the demo's data set"),
 }

@@ -22,6 +22,7 @@ from hvdkit.commands.export import Exported, export
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
+from hvdkit.train import outputs
 from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_commands.py"
@@ -61,6 +62,7 @@ def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_
     out = digits / "evaluation" / f"step-{best['step']:08d}-val"
     found = json.loads((out / "evaluation.json").read_text())
     assert found["step"] == best["step"] and found["averaged"] and len(found["worst"]) == 8
+    assert found["chose_checkpoint"] and "(val) chose this checkpoint as the best" in ended.output
     assert found["figures"] == {n[5:]: v for n, v in best.items() if n.startswith("eval_")}
 
 
@@ -124,10 +126,10 @@ def test_ranks_with_different_flags_are_refused_before_they_wait(digits, tmp_pat
 
 
 def test_the_likeliest_classes_come_first_with_their_probabilities(tmp_path):
-    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32)) + 50
-    (row,) = predict.write(tmp_path, "a.png", image=np.zeros((2, 2, 3), np.uint8), outputs=logits)
+    found = {name: x[0].numpy() for name, x in outputs.softmax(tf.constant([[1.0, 3, 2]])).items()}
+    (row,) = predict.write(tmp_path, "a.png", image=np.zeros((2, 2, 3), np.uint8), outputs=found)
     assert row[0] == "a.png" and row[1::2] == [1, 2, 0]
-    np.testing.assert_allclose(row[2::2], [0.6, 0.3, 0.1], rtol=1e-5)
+    np.testing.assert_allclose(row[2::2], [0.665241, 0.244728, 0.090031], rtol=1e-5)
     predict.table(tmp_path / "a.csv", [["a.png", 1, 1.0, 0, 0.0]], ["cat", "dog"])
     assert "a.png,dog,1.0,cat,0.0" in (tmp_path / "a.csv").read_text()
 
@@ -221,7 +223,7 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
     model = keras.Model(x, keras.layers.Activation("linear")(x))
     task = SimpleNamespace(picture_inputs=lambda image: tf.cast(image[0, 0], tf.float32) / 255.0)
     pictures = tf.constant([[[[255, 0, 0]]], [[[0, 0, 255]]]], tf.uint8)
-    found = Exported(task, model).of_pictures(pictures)
+    found = Exported(task, model, outputs.softmax).of_pictures(pictures)
     high, low = np.e / (np.e + 2), 1 / (np.e + 2)
     np.testing.assert_allclose(found["probabilities"], [[high, low, low], [low, low, high]])
     np.testing.assert_array_equal(found["classes"], [0, 2])

@@ -43,7 +43,7 @@ def test_batch_norm_and_dropout_are_as_in_use():
     norm.moving_mean.assign([1.0])
     norm.moving_variance.assign([4.0])
     given = feed(4, batch_size=4)
-    outputs, sums = make_step(Plain(), model, given.spec)(next(iter(given)))
+    outputs, sums, _ = make_step(Plain(), model, given.spec)(next(iter(given)))
     np.testing.assert_allclose(outputs[:, 0], [-0.5, 0.0, 0.5, 1.0], rtol=1e-6)
     assert sums["loss"].numpy() == pytest.approx(-0.5 * 1 + 0.5 * 3 + 1.0 * 4)
     assert sums["weight"] == 1 + 2 + 3 + 4 and sums["outputs"] == 1.0

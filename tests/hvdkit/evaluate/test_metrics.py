@@ -1,5 +1,6 @@
 """Scores against counts made by hand and scikit-learn's."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -47,3 +48,16 @@ def test_figures_of_each_class():
     assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
     np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])
     np.testing.assert_allclose(found["iou"][:2], [8 / 14, 1 / 7])
+
+
+def test_a_keras_metric_whose_state_is_no_sum_is_refused():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.most = self.add_variable((), "zeros", name="most")
+
+        def update_state(self, labels, predictions):
+            self.most.assign(keras.ops.maximum(self.most, keras.ops.max(labels - predictions)))
+
+    with pytest.raises(ValueError, match="most: the state of Largest is no sum over samples"):
+        metrics.KerasMetrics(most=Largest()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))

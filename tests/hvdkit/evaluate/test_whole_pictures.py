@@ -23,6 +23,11 @@ def test_a_small_scale_leaves_no_pixel_out():
     np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.05)
 
 
+def test_passes_of_one_logit_are_refused():
+    with pytest.raises(ValueError, match="softmax probabilities, which of one logit are 1"):
+        predict(lambda x: x[..., :1], tf.zeros([1, 8, 8, 3]), Passes(1, mirror=True))
+
+
 @pytest.mark.parametrize("size", [(3, 5), (8, 8), (9, 21)])
 def test_one_pass_gives_the_models_own_logits_of_a_padded_picture(size):
     kernel = tf.constant(RNG.normal(size=(5, 5, 3, 3)), tf.float32)

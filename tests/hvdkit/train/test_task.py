@@ -120,6 +120,11 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
     ("function", "name", "value"),
     [
         ("", "train_split", "nope"),
+        ("", "dropout", 0.5),
+        ("", "label_smoothing", 0.1),
+        ("", "class_weights", "1,2,3,4,5,6,7,8,9,10,11"),
+        ("", "model", "large"),
+        ("", "data_dir", "elsewhere"),
         ("", "val_split", "train"),
         ("", "mirror", "off"),
         ("", "scale_range", "1,2"),
@@ -131,18 +136,23 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
         ("schedule", "warmup_steps", 5),
         ("schedule", "power", 2.0),
         ("schedule", "end_lr", 0.001),
+        ("schedule", "base_lr", 0.5),
         ("optimizer", "momentum", 0.5),
         ("optimizer", "ema_decay", 0.9),
     ],
 )
 def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value, load):
-    text, setting = COMPLETE, {name: value}
+    config, by = Settings(task="mine", **{name: value}), function or "build_model"
+    text = f"{COMPLETE}    def {by}(self, config=None): "
     if function:  # it stands in the place of what reads the flag
-        assert load(text, **setting)
-        text += f"    def {function}(self, config): ...\n"
+        base.check_read(load(COMPLETE, **{name: value}), config)
+    task = load(f"{text}...\n", **{name: value})
     with pytest.raises(ValueError, match=rf"--{name}={value}: .*--task=mine does not read it"):
-        load(text, **setting)
-    assert load(f'{text}    uses = ("{name}",)\n', **setting)
+        base.check_read(task, config)
+    read = {"class_weights": "class_weight_list", "scale_range": "scale_limits"}.get(name, name)
+    task = load(f"{text}(config or self.config).{read}\n", **{name: value})
+    base.optional(task, by)(*[config] * bool(function))
+    base.check_read(task, config)
 
 
 def test_the_engine_names_no_task():

@@ -3,5 +3,6 @@
 browse      samples as the model gets them
 evaluate    scores of a checkpoint, of each class, the worst samples
 predict     predictions on pictures
+seeds       several seeds of one run, their mean and its confidence interval
 export      a SavedModel that needs none of this code
 """

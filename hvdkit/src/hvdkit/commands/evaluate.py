@@ -1,6 +1,7 @@
 """Evaluates a checkpoint of a run: overall scores, scores of each class, the worst samples.
 
     hvdkit evaluate --run_dir=runs/demo                    the best checkpoint, one rank
+    hvdkit evaluate --run_dir=runs/demo --split=test       samples that chose no checkpoint
     horovodrun -np 2 hvdkit evaluate --run_dir=runs/demo --checkpoint=last --split=train
 
 The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
@@ -22,6 +23,7 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit import logs, whole_files
+from hvdkit.checkpoint import files
 from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
@@ -78,6 +80,8 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
         feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, **share)
     evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
     evaluator.try_out()
+    with world.fail_together("reading the settings"):
+        tasks.check_read(run.task, config, tasks.EVALUATION)
     evaluator.on_batch = worst.add
     step = int(run.state.step)
     averaged = own.ema and run.optimizer.use_ema
@@ -100,10 +104,20 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
                 about |= {"split": config.val_split, "samples": len(run.val_source)}
+                about["chose_checkpoint"] = own.checkpoint == "best" and chosen_by(run, path)
                 with whole_files.held(out.resolve() if own.out else out) as held:
                     write(run, held, about=about, found=found, worst=samples)
                     pictures(run, evaluator, out=held / "worst", worst=samples)
     say(world, f"written: {out}")
+
+
+def chosen_by(run: RunContext, path: Path) -> bool:
+    """Whether scores of these samples chose the checkpoint as the best; it then tells."""
+    measured = files.read_manifest(path).measure.get("the validation data's fingerprint")
+    if same := measured == run.val_source.fingerprint()[:16]:
+        chose = f"note: these samples ({run.config.val_split}) chose this checkpoint as the best"
+        print(f"{chose}: of others expect less (--split=test, where the data have one)")
+    return same
 
 
 def write(

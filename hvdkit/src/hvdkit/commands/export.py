@@ -5,11 +5,12 @@
 OUT/saved_model has two signatures, for any number of pictures of one size:
     serving_default   "image": JPEG or PNG files, text [B]
     pictures          "image": uint8 [B, height, width, 3]
-Both give "probabilities", float32 [B, classes] or [B, height, width, classes], and "classes",
-int64, the most probable class. The SavedModel includes everything that evaluation does to a
-picture. To check it, a new process without this code loads it and predicts a picture; the outputs
-must equal those of `hvdkit predict`. OUT/model.keras is the model alone, for use with Keras; if it
-has layers that are not Keras's own, loading it needs their code, and a note names them.
+Both give what the task's `decode` returns; without it "probabilities", float32 [B, classes] or
+[B, height, width, classes], and "classes", int64, the most probable class. The SavedModel includes
+everything that evaluation does to a picture. To check it, a new process without this code loads it
+and predicts a picture; the outputs must equal those of `hvdkit predict`. OUT/model.keras is the
+model alone, for use with Keras; if it has layers that are not Keras's own, loading it needs their
+code, and a note names them.
 """
 
 from __future__ import annotations
@@ -44,16 +45,17 @@ folder, file, found = sys.argv[1:]
 data = open(file, "rb").read()
 loaded = tf.saved_model.load(folder)
 outputs = loaded.signatures["serving_default"](image=tf.constant([data, data]))
-np.savez(found, **{name: value.numpy() for name, value in outputs.items()})
+found_by_name = {name: value.numpy() for name, value in outputs.items()}
+np.savez(found, **{n: x.astype("S") if x.dtype == object else x for n, x in found_by_name.items()})
 """
 
 
 class Exported(tf.Module):
     """What is saved: the model, with the task's processing before and after it."""
 
-    def __init__(self, task: Task, model: keras.Model) -> None:
+    def __init__(self, task: Task, model: keras.Model, decode: load_run.Decode) -> None:
         super().__init__()
-        self.model, self._task = model, task
+        self.model, self._task, self._decode = model, task, decode
 
     def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """Of pictures of one size, uint8 [B, height, width, 3]."""
@@ -63,8 +65,8 @@ class Exported(tf.Module):
         )
         inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
         outputs = task_checks.outputs(self._task, self.model, inputs)
-        found = tf.nn.softmax(tf.cast(outputs, tf.float32))
-        return {"probabilities": found, "classes": tf.argmax(outputs, -1)}
+        with task_checks.user_code_errors("decode"):
+            return self._decode(outputs)
 
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """Of JPEG or PNG files, text [B], whose pictures are of one size."""
@@ -80,8 +82,8 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         data = _picture(own.check)
         own.out.mkdir(parents=True, exist_ok=True)
         averaged = own.ema and config.ema_decay > 0
-        task, model, path = load_run.model_of(config, own.checkpoint, averaged)
-        module, folder = Exported(task, model), own.out / "saved_model"
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
+        module, folder = Exported(task, model, decode), own.out / "saved_model"
         signatures = {
             "serving_default": _function(module.of_files, [None], tf.string),
             "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
@@ -101,9 +103,9 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         )
     found = loaded_elsewhere(folder, data)
     for name, value in wanted.items():
-        if not np.array_equal(value.numpy(), found[name]):
-            most = np.max(np.abs(value.numpy().astype(float) - found[name]))
-            raise Stop(BUG, f"loaded in a new process {name} differ by {most:g}: do not use it")
+        own_value = value.numpy().astype("S") if value.dtype == tf.string else value.numpy()
+        if not np.array_equal(own_value, found[name], equal_nan=own_value.dtype.kind == "f"):
+            raise Stop(BUG, f"loaded in a new process {name} differ: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
     print(f"loaded in a new process without this code: equal outputs ({shapes})")
 

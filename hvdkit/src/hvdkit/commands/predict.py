@@ -4,7 +4,8 @@
 
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
-five most probable classes of each picture, by name where the run's confusion.csv has names.
+five most probable classes of each picture, by name where the run's confusion.csv has names. What
+else a task's `decode` returns is in OUT/predictions.jsonl, a line a picture.
 Pictures can be PNG, JPEG, BMP, GIF, JPEG 2000, PPM, TGA, TIFF or WebP. Files that cannot be read
 are listed and skipped, and the exit code is 1. With horovodrun, the ranks share the pictures. Flags
 of train.py may follow (--eval_flip, ...).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,24 +39,26 @@ from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 
 _OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF", "WEBP")  # EPS would start Ghostscript
-WRITTEN = ("labels", "overlays", "predictions.csv")  # in --out
-Row = list[str | float]  # of predictions.csv: file, then classes and probabilities in turn
+WRITTEN = ("labels", "overlays", "predictions.csv", "predictions.jsonl")  # in --out
+# Of predictions.csv: file, then classes and probabilities in turn; of predictions.jsonl: file, dict
+Row = list[Any]
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
     with world.fail_together("making the model"):
         averaged = own.ema and config.ema_decay > 0
-        task, model, path = load_run.model_of(config, own.checkpoint, averaged)
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
         files = listed(own.pictures, own.out)
         own.out.mkdir(parents=True, exist_ok=True)
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
     world.check_same(repr(list(files)), "the names of the pictures")
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
-    def outputs_of(image: tf.Tensor) -> tf.Tensor:
+    def outputs_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
         inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
-        return task_checks.outputs(task, model, inputs)[0]
+        decoded = decode(task_checks.outputs(task, model, inputs))
+        return {name: value[0] for name, value in decoded.items()}
 
     say(world, f"{len(files)} pictures, by {path}")
     rows: list[Row] = []
@@ -66,7 +70,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
             break
         try:  # an error ends no rank here: the others wait for it below
             image = load(file)
-            found = outputs_of(tf.constant(image)).numpy()
+            found = {name: x.numpy() for name, x in outputs_of(tf.constant(image)).items()}
             rows += write(own.out, name, image=image, outputs=found)
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
@@ -81,10 +85,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
     with world.fail_together(f"writing {own.out}"):
         if world.is_chief and rows:
-            names: list[str] = []  # of the classes
-            with contextlib.suppress(OSError, ValueError):
-                names, _ = metrics.read_confusion(Path(config.run_dir) / "confusion.csv")
-            table(own.out / "predictions.csv", rows, names)
+            record(own.out, rows, Path(config.run_dir))
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
@@ -140,15 +141,17 @@ def load(file: Path) -> np.ndarray:
     raise ValueError(f"{file} {fault}")
 
 
-def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> list[Row]:
-    """Writes pictures of logits [height, width, classes]; returns the row of those of a class."""
-    if outputs.ndim == 1:
-        chances = tf.nn.softmax(outputs.astype(np.float64)).numpy()
+def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> list[Row]:
+    """Draws "classes" [height, width]; returns the row of anything else."""
+    classes, chances = outputs.get("classes"), outputs.get("probabilities")
+    if classes is not None and classes.ndim == 0 and np.ndim(chances) == 1:
         first = np.argsort(-chances, kind="stable")[:5]
         return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
-    if outputs.shape[-1] > len(COLOURS):
-        raise ValueError(f"{name}: {outputs.shape[-1]} classes: a PNG of labels holds 256")
-    classes = Image.fromarray(outputs.argmax(-1).astype(np.uint8), "P")
+    if np.ndim(classes) != 2:
+        return [[name, {part: _plain(value) for part, value in outputs.items()}]]
+    if classes.max(initial=0) >= len(COLOURS) or np.shape(chances)[2:] > (len(COLOURS),):
+        raise ValueError(f"{name}: more than {len(COLOURS)} classes: a PNG of labels holds 256")
+    classes = Image.fromarray(classes.astype(np.uint8), "P")
     classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
     classes.putpalette(COLOURS.tobytes())
     over = Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
@@ -158,6 +161,30 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: np.ndarray) -> li
         with whole_files.written(file) as partial:
             picture.save(partial, "PNG")
     return []
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts, in lists; NaN and infinity become null, as in the run's records."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, np.ndarray) and value.ndim:
+        return [_plain(part) for part in value]
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and not np.isfinite(plain) else plain
+
+
+def record(out: Path, rows: Sequence[Row], run_dir: Path) -> None:
+    """Writes and prints the rows, which are all of one kind."""
+    if not isinstance(rows[0][1], dict):
+        names: list[str] = []  # of the classes
+        with contextlib.suppress(OSError, ValueError):
+            names, _ = metrics.read_confusion(run_dir / "confusion.csv")
+        table(out / "predictions.csv", rows, names)
+        return
+    with whole_files.written(out / "predictions.jsonl") as partial:
+        partial.write_text("".join(json.dumps({"file": n} | x) + "\n" for n, x in rows))
+    for name, found in rows:
+        print(logs.printable(f"{name}: {json.dumps(found):.200}"))
 
 
 def table(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:

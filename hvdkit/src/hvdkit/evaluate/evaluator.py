@@ -77,9 +77,10 @@ class Evaluator:
             with where, unchanged(self._state), unoptimized():
                 graph = self._step.get_concrete_function().graph
                 graph_checks.check_state(graph, self._state, "the evaluation")
-                outputs, sums = self._step(batch)
+                outputs, sums, rows = self._step(batch)
+            self._check_size(rows)
             try:
-                self._figures({name: value.numpy() for name, value in sums.items()})
+                self._figures({name: value.numpy() for name, value in (sums | rows).items()})
             except ValueError as error:  # one sample may be too few for a metric
                 if not isinstance(error.__cause__, ZeroDivisionError):
                     raise
@@ -100,15 +101,17 @@ class Evaluator:
             return batch, self._step(batch)[0]
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
-        total, drawn, error = self._sums(self._world, metrics.zeros(self._step)), [], None
+        zeros, empty = metrics.zeros(self._step)
+        total, kept, drawn, error = self._sums(self._world, zeros), metrics.Rows(empty), [], None
         batches, ballot = iter(self._feed), Ballot()
         for place in range(self._feed.rounds):  # as many as the rank that has most batches
             batch = None
             try:
                 batch = next(batches, None)
                 if batch is not None:
-                    outputs, more = self._one(batch, place)
+                    outputs, more, rows = self._one(batch, place)
                     total.add(more)
+                    kept.add(rows, self._feed.ids(place))
                     self.on_batch(batch, outputs, self._feed.ids(place))
                     if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
                         try:
@@ -124,7 +127,7 @@ class Evaluator:
         with self._world.fail_together("evaluating the validation data"):
             if error:
                 raise error
-        sums = total.over_ranks()
+        sums, rows = total.over_ranks(), kept.of_all_ranks()
         with self._world.fail_together("computing the figures"):
             for name in ("weight" + loss.removeprefix("loss") for loss in _losses(sums)):
                 if not sums[name]:
@@ -132,7 +135,7 @@ class Evaluator:
                     raise ValueError(
                         f"all weights of the validation set{of} are 0: nothing to score"
                     )
-            figures = self._figures(sums)
+            figures = self._figures(sums | rows)
             with task_checks.user_code_errors("notes"):
                 notes = task_checks.notes(self._notes(sums)) if self._notes else []
         for note in notes:
@@ -140,14 +143,14 @@ class Evaluator:
         alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
         return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
 
-    def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """Outputs and sums of this rank's batch number `place`; a ValueError names its samples."""
+    def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Outputs, sums, rows of this rank's batch number `place`; a ValueError names samples."""
         if self._seeds:
             number = place * self._world.size + self._world.rank
             self._seeds.assign(self._at, tf.constant(number, tf.int64))
         try:
-            outputs, sums = self._step(batch)
-            return outputs, {name: value.numpy() for name, value in sums.items()}
+            outputs, *found = self._step(batch)
+            return outputs, *({name: x.numpy() for name, x in part.items()} for part in found)
         except (tf.errors.OpError, ValueError) as error:
             shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
             if isinstance(error, tf.errors.ResourceExhaustedError):
@@ -165,6 +168,18 @@ class Evaluator:
                 f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
                 f"{reason_of(error)}: the task's model, loss and sums must take every {fix}"
             ) from None
+
+    def _check_size(self, rows: dict[str, tf.Tensor]) -> None:
+        """Tells the memory that `per_sample` takes; ValueError where it is too much."""
+        size, samples = sum(row.numpy().nbytes for row in rows.values()), len(self._source)
+        most, taken = metrics.Rows.MOST_BYTES, f"{size:,} bytes of each of {samples:,} samples"
+        if size * samples > most:
+            raise ValueError(
+                f"the task's per_sample keeps {taken}, {size * samples / 2**30:,.1f} GiB: every "
+                f"rank holds them all, {most / 2**30:g} GiB at most: keep less, or add up `sums`"
+            )
+        if rows:
+            self._say_once(f"metrics of all predictions keep {taken} on each rank")
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         means = {}
@@ -225,7 +240,7 @@ def make_step(task: Task, model: keras.Model, spec: Any):
     """Returns the function of one evaluation batch; it has no collectives."""
 
     @tf.function(input_signature=[spec], autograph=False)
-    def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor]]:
+    def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         outputs = task_checks.outputs(task, model, batch["inputs"])
         terms = objective.loss(task, outputs, batch["targets"])
         sums = task_checks.sums(task, outputs, batch["targets"])
@@ -235,7 +250,7 @@ def make_step(task: Task, model: keras.Model, spec: Any):
             sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         graph = tf.compat.v1.get_default_graph()
         graph_checks.check_collectives(graph, "the task, in evaluation,")
-        return outputs, sums
+        return outputs, sums, task_checks.per_sample(task, outputs, batch["targets"], set(sums))
 
     return eval_step
 

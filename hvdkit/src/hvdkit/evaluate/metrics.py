@@ -2,7 +2,7 @@
 
 A task adds up tensors (counts as int64, losses as float64); the sums are added over the ranks in
 one collective; figures come from the totals. A mean of per-rank means would be wrong where ranks
-have different numbers of samples.
+have different numbers of samples. What is no sum (an exact AUC) needs `Rows`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -86,10 +87,97 @@ def _rounded(units: int) -> float:
         return math.inf if units > 0 else -math.inf
 
 
-def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> dict[str, np.ndarray]:
-    """Zero sums of `eval_step(batch) -> (outputs, sums)`, for a rank without batches."""
-    _, sums = eval_step.get_concrete_function().structured_outputs
-    return {n: np.zeros(t.shape, t.dtype.as_numpy_dtype) for n, t in sums.items()}
+class Rows:
+    """What a task keeps of each sample (`per_sample`): first of this rank, then of all."""
+
+    MOST_BYTES = 2**30  # of all samples, on each rank
+
+    def __init__(self, empty: dict[str, np.ndarray]) -> None:
+        self._found = {name: [rows] for name, rows in empty.items()}
+        self._ids: list[int] = []
+
+    def add(self, more: dict[str, np.ndarray], ids: list[int]) -> None:
+        for name, rows in more.items():
+            if len(rows) != len(ids):
+                raise ValueError(f"the task's per_sample has {len(rows)} {name} of {len(ids)}")
+            self._found[name].append(rows)
+        self._ids += ids
+
+    def of_all_ranks(self) -> dict[str, np.ndarray]:
+        """[samples, ...] by name, in the order of the samples; every rank must call it."""
+        if not self._found:
+            return {}
+        ids = hvd.allgather(tf.constant(self._ids, tf.int64), name="metrics.ids").numpy()
+        together = {}
+        for name in sorted(self._found):
+            own = tf.constant(np.concatenate(self._found[name]))
+            together[name] = hvd.allgather(own, name=f"metrics.per_sample.{name}").numpy()
+        return {name: rows[np.argsort(ids)] for name, rows in together.items()}
+
+
+def zeros(
+    eval_step: tf.types.experimental.PolymorphicFunction,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Zero sums and no rows of `eval_step(batch) -> (outputs, sums, rows)`, before any batch."""
+    _, *found = eval_step.get_concrete_function().structured_outputs
+    sums, rows = ({n: (t.shape, t.dtype.as_numpy_dtype) for n, t in x.items()} for x in found)
+    rows = {name: np.zeros([0, *shape[1:]], dtype) for name, (shape, dtype) in rows.items()}
+    return {name: np.zeros(*like) for name, like in sums.items()}, rows
+
+
+class KerasMetrics:
+    """Keras metrics as they are: the state of each batch, added over batches and ranks.
+
+        self.scores = KerasMetrics(auc=keras.metrics.AUC(), f1=keras.metrics.F1Score())
+        sums(...):     return self.scores.sums(targets, probabilities)
+        metrics(sums): return self.scores.figures(sums)
+
+    A metric whose state is no sum (a maximum, a moving mean) is refused with a ValueError.
+    """
+
+    def __init__(self, **named: keras.metrics.Metric) -> None:
+        self._named = named
+
+    def sums(self, *batch: tf.Tensor) -> dict[str, tf.Tensor]:
+        """For a task's `sums`; `batch`: what update_state takes, labels first."""
+        found = {}
+        for name, metric in self._named.items():
+            with tf.init_scope():
+                _require_sums(name, metric, batch)
+            empty = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
+            state = metric.stateless_update_state(empty, *batch)
+            found |= {f"{name}/{place}": value for place, value in enumerate(state)}
+        return found
+
+    def figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """For a task's `metrics`; NAME, or NAME_0, NAME_1 ... of a metric with several values."""
+        found = {}
+        for name, metric in self._named.items():
+            kinds = enumerate(metric.variables)
+            state = [tf.cast(sums[f"{name}/{place}"], v.dtype) for place, v in kinds]
+            value = np.asarray(metric.stateless_result(state))
+            parts = enumerate(np.ravel(value)) if value.ndim else [("", value)]
+            found |= {f"{name}_{place}".rstrip("_"): float(part) for place, part in parts}
+        return found
+
+
+def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]) -> None:
+    """Makes the metric's variables; ValueError unless the same batch twice is twice its state."""
+    shapes = [[size or 2 for size in part.shape] for part in batch]
+    like = [tf.ones(shape, part.dtype) for shape, part in zip(shapes, batch)]
+    if len(like) > 1 and like[1].dtype.is_floating:
+        like[1] *= 0.25  # not the labels: a maximum of errors must not be 0
+    states = []
+    for times in range(3):
+        metric.reset_state()
+        for _ in range(times):
+            metric.update_state(*like)
+        states.append([v.numpy() for v in metric.variables])
+    metric.reset_state()
+    none, once, twice = (states[0] or [0.0 * x for x in states[1]]), *states[1:]
+    if any(np.any(x) for x in none) or not all(map(np.allclose, twice, [2 * x for x in once])):
+        kind = type(metric).__name__
+        raise ValueError(f"{name}: the state of {kind} is no sum over samples: use per_sample")
 
 
 def confusion_matrix(

@@ -48,6 +48,11 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
         input_signature=[tf.TensorSpec([None, None, None, 3], images.dtype)],
         autograph=False,
     )
+    if traced.get_concrete_function().structured_outputs.shape[-1] == 1:
+        raise ValueError(
+            "--eval_window, --eval_scales and --eval_flip average softmax probabilities, which of "
+            "one logit are 1: leave them out, or give the task a `predict` of its own"
+        )
     views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
     total = None
     for scale, turned in views:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -22,11 +23,12 @@ from hvdkit.run.context import RunContext, bring_to_all, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings
 from hvdkit.stop import launch_rank
+from hvdkit.train import outputs, task_checks
 from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
 from hvdkit.train.state import Held
 from hvdkit.train.task import Task
 
+Decode = Callable[[Any], dict[str, tf.Tensor]]
 Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
 _ALIKE = ("checkpoint", "ema")  # the same on every rank
 # What only a new run begins with.
@@ -99,12 +101,21 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     return run, Path(world.broadcast_object(found, "trained.restored"))
 
 
-def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.Model, Path]:
-    """Task and model with a checkpoint's weights, and its path, on this rank; opens no data.
+class Trained(NamedTuple):
+    """A task, its model with a checkpoint's weights, that checkpoint, what outputs mean."""
+
+    task: Task
+    model: keras.Model
+    path: Path
+    decode: Decode
+
+
+def model_of(config: Settings, which: str, averaged: bool) -> Trained:
+    """What was trained, on this rank; opens data only where the task has no `decode`.
 
     Raises:
-      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model; the
-        model's outputs for a picture are not one tensor of logits.
+      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model; nothing
+        says what the model's outputs mean.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
@@ -123,17 +134,11 @@ def model_of(config: Settings, which: str, averaged: bool) -> tuple[Task, keras.
         example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
         example = tf.nest.map_structure(lambda part: part[None], example)
     # A model that makes its variables at the first call has them then.
-    outputs = task_checks.outputs(task, model, example)
-    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 4):
-        there = outputs.shape if tf.is_tensor(outputs) else f"a {type(outputs).__name__}"
-        raise ValueError(
-            "predict and export need one tensor of logits, [B, classes] or [B, height, width, "
-            f"classes]; for a picture the model gives {there}: let `predict` in "
-            f"tasks/{config.task}.py return one"
-        )
+    decode = outputs.decoder(task, task_checks.outputs(task, model, example))
+    tasks.check_read(task, config, tasks.EVALUATION[:-1])
     warm_start.load(model, path, skip_mismatched=False, averages=averaged)
     warm_start.load_held(Held(task, model), path)
-    return task, model, path
+    return Trained(task, model, path, decode)
 
 
 def chosen(folder: Path, which: str) -> Path:

@@ -31,7 +31,7 @@ from hvdkit.run.context import begin, describe, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
-from hvdkit.train import batch_norm, reduction, task_checks
+from hvdkit.train import batch_norm, reduction, task, task_checks
 from hvdkit.train.step import Step
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
@@ -71,12 +71,13 @@ class Run:
         say(world, self.what)
         for note in notes(context):
             say(world, f"note: {note}")
+        self.settings = task.settings_of(self.task, self.settings)  # as train.py reads them
         self.start = begin(context, back)
         self.step = self.start.step
         self._make_feeds()
         self.mode = modes.of(self.settings)
         self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
-        self.parts = Step(self.settings, world, self.task, state=self.state, spec=self.feed.spec)
+        self.parts = Step(context.config, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
         self.saver = Saver(context.checkpoints)
         parts = {n: getattr(self, n) for n in ("sampler", "feed", "saver", "state")}

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +62,8 @@ def before_folder(run: Run) -> None:
         run.benchmark = Benchmark(run)
     else:
         run.evaluator.try_out()
+        with run.world.fail_together("reading the settings"):
+            tasks.check_read(run.task, run.context.config)
 
 
 def actions_of_task(context: RunContext) -> list[Action]:
@@ -72,7 +75,8 @@ def actions_of_task(context: RunContext) -> list[Action]:
         context.world.fail_together("making the task's actions"),
         task_checks.user_code_errors("actions"),
     ):
-        return [Own(context.world, action) for action in task_checks.actions(make(context))]
+        seen = dataclasses.replace(context, config=tasks.settings_of(context.task, context.config))
+        return [Own(context.world, action) for action in task_checks.actions(make(seen))]
 
 
 def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:

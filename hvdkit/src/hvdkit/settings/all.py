@@ -6,13 +6,15 @@ limits. The command-line flags, --help, flagfiles and RUN_DIR/config.cfg are mad
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from hvdkit.settings import fields
 from hvdkit.settings.data import DataSettings, EvaluationSettings, TaskSettings
 from hvdkit.settings.fields import Room
+from hvdkit.settings.project import folder
 from hvdkit.settings.run import CheckpointSettings, ObserveSettings, RanksSettings, RunSettings
 from hvdkit.settings.train import ReductionSettings, ScheduleSettings, TrainSettings
 
@@ -67,10 +69,26 @@ class Settings(
         needed = {"deterministic": True, "cpu_threads": threads} if self.virtual_ranks else {}
         return dataclasses.replace(self, **needed)
 
+    def watched(self) -> Self:
+        """A copy whose `reads` names the settings that were asked of it."""
+        view = copy.copy(self)
+        object.__setattr__(view, "reads", set())
+        return view
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__(self, "__dict__")
+        if "reads" in own:
+            own["reads"].add(name)
+        return object.__getattribute__(self, name)
+
     def not_defaults(self) -> Mapping[str, object]:
         """Settings with another value than their default, by name."""
-        found = {name: getattr(self, name) for name in fields.of(self)}
-        return {name: value for name, value in found.items() if value != getattr(type(self), name)}
+        found = {}
+        for name, field in fields.of(self).items():
+            default = getattr(type(self), name)
+            if getattr(self, name) not in (default, fields.placed(field, default, folder())):
+                found[name] = getattr(self, name)
+        return found
 
     def notes(self) -> list[str]:
         found = [note for room in _ROOMS for note in room.notes(self)]

@@ -106,7 +106,8 @@ class DataSettings(Room):
         return [f"{both}: the score is measured on the training data"] if alike else []
 
     def without_effect(self) -> dict[str, str]:
-        names = ("train_split", "val_split") if self.synthetic_data else ()
+        names = ("train_split", "val_split", "data_dir", "data_format")
+        names = names if self.synthetic_data else ()
         return dict.fromkeys(names, "--synthetic_data")
 
 

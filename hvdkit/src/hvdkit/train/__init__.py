@@ -4,6 +4,7 @@ step.Step               loss and update of a step, for train.py
 task.Task               what a task must have; load, optional
 objective, across       terms of a loss; rows of the whole global batch
 losses                  cross_entropy, require_classes; losses that a model adds by itself
+outputs                 what outputs mean: softmax, one_logit, sigmoid
 preprocessing           first layers of models: scaled, wide, Preprocess
 dropout                 SampleDropout, the same on any number of ranks; other draws in training
 gradients, reduction    from a loss to gradients that are summed over ranks

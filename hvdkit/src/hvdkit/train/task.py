@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -15,14 +15,16 @@ from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
 from hvdkit.train.groups import Group
 
-# Settings that only some tasks read, and those that a task's own function leaves without a reader;
-# a task says in `uses` which of them it reads.
-_OF_SOME_TASKS = ("train_split", "val_split", "mirror", "scale_range")
-_OF_SOME_TASKS += ("eval_crop", "eval_window", "eval_scales", "eval_flip")
+# Settings that only tasks read, and those that a task's own function leaves without a reader.
+EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
+_OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
+_OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
+_OF_TASKS += EVALUATION
 _REPLACED = {
     "optimizer": ("optimizer", "momentum", "ema_decay"),
     "schedule": ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma"),
 }
+_REPLACED["schedule"] += ("base_lr",)
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 
@@ -33,13 +35,14 @@ Example = dict[str, Any]
 
 
 class Task(Protocol):
-    """Made once a process, with the run's settings: `Task(config)`."""
+    """Made once a process, with the run's settings: `Task(config)`.
+
+    A setting that was given, that only tasks read and that this one does not is refused.
+    """
 
     # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
     # "loss").
     main_metric: str
-    # Which settings of _OF_SOME_TASKS and _REPLACED it reads; the others are refused. Optional.
-    uses: tuple[str, ...]
 
     def prepare(self) -> None:
         """Runs once on every host before the data is opened: make or unpack it. Optional.
@@ -86,6 +89,15 @@ class Task(Protocol):
         `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
         """
 
+    def decode(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """What outputs mean, for `hvdkit predict` and `export`: names -> tensors [batch, ...].
+
+        Optional where the loss is softmax cross-entropy of all outputs. hvdkit.train.outputs has
+        softmax, one_logit and sigmoid. "classes" [batch] with "probabilities" [batch, classes] are
+        listed by probability, "classes" [batch, height, width] drawn; anything else (labels,
+        numbers, boxes, text) is written by name. TensorFlow ops only.
+        """
+
     def loss(self, outputs: Any, targets: Any) -> Any:
         """Losses and weights, float tensors of one shape [batch, ...].
 
@@ -106,8 +118,18 @@ class Task(Protocol):
         sums of the loss.
         """
 
+    def per_sample(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+        """What figures over all predictions need (exact AUC): tensors [batch, ...]. Optional.
+
+        `metrics` finds them beside the sums, [samples, ...], each sample once, in their order, on
+        any number of ranks. Every rank holds all of them, 1 GiB at most.
+        """
+
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """Figures from the added sums; logged as eval_NAME. The run adds `loss`."""
+        """Figures from the added sums; logged as eval_NAME. The run adds `loss`.
+
+        It is tried with one sample before the first step; hvdkit.evaluate.metrics has KerasMetrics.
+        """
 
     def notes(self, sums: dict[str, np.ndarray]) -> list[str]:
         """Sentences to print with the figures, each once. Optional."""
@@ -148,28 +170,39 @@ def load(config: Settings) -> Task:
         raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
-    _check_read(config, task_class)
     if missing := [name for name in _REQUIRED if not _has(task_class, name)]:
         raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
-    task = task_class(config)
+    watched = config.watched()
+    task = task_class(watched)
+    task._watched = watched
     if not isinstance(getattr(task, "main_metric", None), str):
         raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
     return task
 
 
-def _check_read(config: Settings, task_class: type) -> None:
-    """Raises ValueError where a setting is not its default, and the task does not read it."""
-    readers = {f"--task={config.task}": _OF_SOME_TASKS}
-    for function, names in _REPLACED.items():
-        if _has(task_class, function):
+def settings_of(task: Task, config: Settings) -> Settings:
+    """The run's settings, where what the task reads of them is noted."""
+    return getattr(task, "_watched", config)
+
+
+def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
+    """Raises ValueError for a setting that was given, and that the task alone reads but did not.
+
+    Call it once all functions of the task were called or traced; or `among` the settings of those
+    that were.
+    """
+    reads = getattr(settings_of(task, config), "reads", None)
+    readers = {f"--task={config.task}": among or _OF_TASKS}
+    for function, names in _REPLACED.items() if not among else ():
+        if optional(task, function) and not (config.find_lr and function == "schedule"):
             readers[f"the {function} of --task={config.task}"] = names
-    given, uses = config.not_defaults(), getattr(task_class, "uses", ())
-    for reader, names in readers.items():
+    given, without = config.not_defaults(), config.without_effect()
+    for reader, names in readers.items() if reads is not None else ():
         for name in names:
-            if name in given and name not in uses:
+            if name in given and name not in reads and name not in without:
                 raise ValueError(
-                    f'--{name}={given[name]}: {reader} does not read it (no "{name}" in the `uses` '
-                    "of its class Task): leave it out"
+                    f"--{name}={given[name]}: {reader} does not read it: leave it out, or use "
+                    f"config.{name} in tasks/{config.task}.py"
                 )
 
 
@@ -181,7 +214,13 @@ def _has(task_class: type, name: str) -> bool:
 def optional(task: Task, name: str) -> Callable | None:
     """One of the functions that a task may leave out; None where it does."""
     inherited = getattr(type(task), name, None) is vars(Task)[name]
-    return None if inherited else getattr(task, name, None)
+    found = None if inherited else getattr(task, name, None)
+    if found is None or name not in _REPLACED:
+        return found
+    # What it reads of the settings that it is given counts too.
+    return lambda *given: found(
+        *(settings_of(task, x) if isinstance(x, Settings) else x for x in given)
+    )
 
 
 def available() -> list[str]:

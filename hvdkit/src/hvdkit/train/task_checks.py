@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,23 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
         for name, value in found.items()
     }
+
+
+def per_sample(task: Task, outputs: Any, targets: Any, taken: Set[str]) -> dict[str, tf.Tensor]:
+    """The task's `per_sample`: tensors [batch, ...] of fixed shapes; no name of `taken` sums."""
+    keep = optional(task, "per_sample")
+    with user_code_errors("the task's per_sample"):
+        found = dict(keep(outputs, targets)) if keep else {}
+        found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
+    for name, value in found.items():
+        number = value.dtype.is_bool or value.dtype.is_floating or value.dtype.is_integer
+        fixed = value.shape.rank and value.shape[1:].is_fully_defined()
+        if name in taken or not (number and fixed):
+            raise ValueError(
+                f"the task's per_sample has {name}, {value.dtype.name} {value.shape}: give it a "
+                "name that no sum has, and numbers of one shape for each sample"
+            )
+    return found
 
 
 def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:

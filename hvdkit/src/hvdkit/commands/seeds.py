@@ -1,0 +1,75 @@
+"""Runs a command with several seeds, one after the other: mean, deviation, confidence interval.
+
+    hvdkit seeds --count=5 --run_dir=runs/five -- horovodrun -np 2 python train.py --flagfile=...
+
+Seed N runs COMMAND --seed=N --run_dir=RUN_DIR/seed-N. The figure is the main metric of the run's
+last evaluation. The interval is Student's, of 95 %: mean +- t * deviation / sqrt(count). Given
+again, the command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.logs import complain, printable, refuse
+from hvdkit.observe import records
+from hvdkit.stop import DONE, WRONG_USE
+
+# Student's t at 97.5 %, by degrees of freedom, from 1.
+T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
+T += (2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739)
+T += (2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, standard deviation (of a sample: n - 1), half the width of the 95 % interval."""
+    mean, deviation = statistics.mean(values), statistics.stdev(values)
+    return mean, deviation, T[len(values) - 2] * deviation / math.sqrt(len(values))
+
+
+def score(folder: Path) -> tuple[str, float]:
+    """The main metric and its newest value; ValueError where the run has none."""
+    found = records.read(folder)
+    name = found.last_start().get("score", "")
+    value = found.scores().get(name)
+    if value is None or not math.isfinite(value):
+        raise ValueError(f"{folder}: its last evaluation has no {name or 'main metric'}")
+    return name, value
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 wrong use, or that of a run that did not end well."""
+    kind = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
+    made.error = refuse
+    made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
+    made.add_argument("--first", type=int, default=1, help="the first seed")
+    made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")
+    made.add_argument("command", nargs="+", help="after --: what trains")
+    own, scores = made.parse_args(argv[1:]), []
+    for seed in range(own.first, own.first + own.count):
+        folder = own.run_dir / f"seed-{seed}"
+        run = subprocess.Popen([*own.command, f"--seed={seed}", f"--run_dir={folder}"])
+        signal.signal(signal.SIGTERM, lambda number, _, run=run: run.send_signal(number))
+        if code := run.wait():
+            complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
+            return code if code > 0 else 128 - code
+        try:
+            name, value = score(folder)
+        except (ValueError, OSError) as error:
+            complain(str(error))
+            return WRONG_USE
+        scores.append(value)
+        print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
+    mean, deviation, half = interval(scores)
+    print(
+        f"{name} of {own.count} seeds: mean {mean:.6g}, standard deviation {deviation:.3g},", end=""
+    )
+    print(f" 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}")
+    return DONE

@@ -1,0 +1,99 @@
+"""What a model's outputs mean outside of training: what `hvdkit predict` and `export` give.
+
+A task says it in `decode`. Without it, or where a subclass has a loss of its own, outputs are
+logits of classes if the graph of the loss proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
+from hvdkit.train.losses import at_least_float32
+from hvdkit.train.task import Task
+
+Decoded = dict[str, tf.Tensor]
+_SOFTMAX_LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+_SAME_VALUES = ("Cast", "Identity", "Reshape")
+_DEFINE = "let its class Task say what outputs mean: decode(outputs), see hvdkit/train/task.py"
+
+
+def softmax(logits: tf.Tensor) -> Decoded:
+    """One of several classes: logits [..., classes] -> "probabilities" float32, "classes" int64.
+
+    Raises ValueError for one class, whose probability would be 1 whatever the logit.
+    """
+    if logits.shape[-1] == 1:
+        raise ValueError("softmax of one logit is always 1: use hvdkit.train.outputs.one_logit")
+    found = tf.nn.softmax(at_least_float32(logits))
+    return {"probabilities": tf.cast(found, tf.float32), "classes": tf.argmax(logits, -1)}
+
+
+def one_logit(logits: tf.Tensor) -> Decoded:
+    """Two classes told apart by a sigmoid: logits [..., 1] -> as `softmax` of [0, logit]."""
+    return softmax(tf.concat([tf.zeros_like(logits), logits], -1))
+
+
+def sigmoid(logits: tf.Tensor) -> Decoded:
+    """Several labels at once: logits [..., labels] -> "probabilities" float32, "labels" bool."""
+    found = tf.cast(tf.sigmoid(at_least_float32(logits)), tf.float32)
+    return {"probabilities": found, "labels": logits > 0}
+
+
+def decoder(task: Task, outputs: Any) -> Callable[[Any], Decoded]:
+    """The function of outputs that says what they mean; `outputs`: those of a batch, as a sample.
+
+    Raises ValueError where nothing says it, or `decode` returns something else.
+    """
+    decode = tasks.optional(task, "decode")
+    if decode is None or not _made_for_its_loss(type(task)):
+        _require_softmax(task, outputs)
+        decode = softmax
+    with task_checks.user_code_errors("decode"):
+        found = decode(outputs)
+    good = isinstance(found, dict) and found and all(map(tf.is_tensor, found.values()))
+    samples = tf.nest.flatten(outputs)[0].shape[0]
+    if not good or any(x.shape.rank == 0 or x.shape[0] != samples for x in found.values()):
+        what = "the task's decode must return a dict of tensors [batch, ...]"
+        raise ValueError(f"{what}; it returns {found!r:.99}")
+    return decode
+
+
+def _made_for_its_loss(kind: type) -> bool:
+    """Whether no subclass of the class that has `decode` replaced the loss it was written for."""
+    names = ("decode", "loss")
+    owners = [next((c for c in kind.__mro__ if name in vars(c)), kind) for name in names]
+    return issubclass(*owners)
+
+
+def _require_softmax(task: Task, outputs: Any) -> None:
+    """Raises ValueError unless the loss is softmax cross-entropy of all outputs; opens the data."""
+    where = f"{type(task).__module__}: "
+    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 4) or outputs.shape[-1] == 1:
+        there = f"{outputs.shape}" if tf.is_tensor(outputs) else f"a {type(outputs).__name__}"
+        raise ValueError(f"{where}a picture's outputs are {there}, no logits of classes: {_DEFINE}")
+    try:
+        _, source = task.sources()
+        example = task_checks.reader(task, source, training=False).read.structured_outputs
+        batch = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape], x.dtype), example)
+        spec = tf.TensorSpec([None, *outputs.shape[1:]], outputs.dtype, name="logits")
+        traced = tf.function(task.loss, autograph=False)
+        graph = traced.get_concrete_function(spec, batch["targets"]).graph
+    except Exception as error:
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{where}its loss could not be looked at ({why}): {_DEFINE}") from error
+    logits = [op.inputs[0] for op in graph.get_operations() if op.type in _SOFTMAX_LOSSES]
+    if not any(_is_all_of(part, graph.inputs[0]) for part in logits):
+        raise ValueError(f"{where}its loss is no softmax cross-entropy of all outputs: {_DEFINE}")
+
+
+def _is_all_of(found: tf.Tensor, outputs: tf.Tensor) -> bool:
+    """Whether a tensor holds these values, perhaps in another shape or type."""
+    classes = found.shape[-1]
+    while found is not outputs and found.op.type in _SAME_VALUES:
+        found = found.op.inputs[0]
+    return found is outputs and classes == outputs.shape[-1]

@@ -1,0 +1,44 @@
+"""hvdkit seeds: several runs, their mean, and how sure it is."""
+
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hvdkit.commands import seeds
+
+# Stands for train.py: its score is a function of the seed; seed 5 is interrupted.
+RUN = """
+import json, pathlib, sys
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+folder, seed = pathlib.Path(flags["run_dir"]), int(flags["seed"])
+folder.mkdir(parents=True)
+(folder / "config.cfg").touch()
+(folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
+lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+sys.exit(75 * (seed == 5))
+"""
+
+
+@pytest.mark.parametrize("count", [2, 4, 31])
+def test_the_interval_is_scipys(count):
+    values = np.random.default_rng(1).normal(size=count)
+    mean, deviation, half = seeds.interval(values.tolist())
+    sure = stats.t.interval(0.95, count - 1, values.mean(), stats.sem(values))
+    assert deviation == pytest.approx(values.std(ddof=1))
+    np.testing.assert_allclose((mean - half, mean + half), sure, atol=1e-4 * deviation)
+
+
+def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
+    words = [f"--run_dir={tmp_path}", "--", sys.executable, "-c", RUN]
+    assert seeds.main(["hvdkit seeds", "--count=3", *words]) == 0
+    said = capfd.readouterr().out.splitlines()
+    mean = np.mean(np.sqrt([1, 2, 3]) / 2)
+    assert (
+        said[1] == f"seed 2: miou {2**0.5 / 2:.6g}"
+        and f"miou of 3 seeds: mean {mean:.6g}" in said[3]
+    )
+    assert seeds.main(["hvdkit seeds", "--first=4", *words]) == 75
+    assert "seed 5 ended with exit code 75" in capfd.readouterr().err
