@@ -124,6 +124,12 @@ def check_terms_that_are_none_are_refused(world):
         (lambda terms: {"a/b": terms["box"]}, ("['a/b']", "letters")),
         (lambda terms: {"box": terms["box"][0]}, ("loss 'box'", "must return two tensors")),
         (lambda terms: {"box": (*terms["box"], terms["box"][0])}, ("'box'", "a factor")),
+        (
+            lambda terms: {
+                "box": (terms["box"][0] * tf.reduce_mean(terms["box"][0]), *terms["box"][1:])
+            },
+            ("loss 'box' of a sample depends on the others", "across.gather"),
+        ),
         (lambda terms: {f"box{world.rank}": terms["box"]}, ("step.totals.box0",)),
     ):
 

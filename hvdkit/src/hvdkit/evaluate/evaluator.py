@@ -19,7 +19,7 @@ from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, say, unoptimized
 from hvdkit.settings import Settings
-from hvdkit.train import graph_checks, objective, task_checks
+from hvdkit.train import across, graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.state import State
@@ -66,6 +66,7 @@ class Evaluator:
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
+        self._divided = run.world.size > 1 or exact or run.config.accumulation_steps > 1
         # Called with each batch of this rank, its outputs and its samples' numbers.
         self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
@@ -79,6 +80,8 @@ class Evaluator:
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 outputs, sums, rows = self._step(batch)
             self._check_size(rows)
+            if self._divided and not across.used and len(self._source) > 1:
+                self._check_rows(batch)
             try:
                 self._figures({name: value.numpy() for name, value in (sums | rows).items()})
             except ValueError as error:  # one sample may be too few for a metric
@@ -87,6 +90,12 @@ class Evaluator:
             if self._draw:
                 with task_checks.user_code_errors("draw"):
                     self._drawn(batch, outputs)
+
+    def _check_rows(self, batch: Example) -> None:
+        other, _ = self.one(len(self._source) - 1)
+        pair = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), batch, other)
+        with unchanged(self._state), unoptimized():
+            objective.check_rows(self._task, self._step(pair)[0], pair["targets"])
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""

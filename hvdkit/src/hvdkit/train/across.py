@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     refused: str = ""  # why its rows cannot be gathered, and what to do
 
 
+used = False  # whether a training step gathers rows
 _batch: ContextVar[Batch | None] = ContextVar("batch", default=None)
 
 
@@ -67,7 +68,8 @@ def gather(x: tf.Tensor) -> tf.Tensor:
     x = at_least_float32(x) if x.dtype.is_floating else x
     if batch is None:
         return x
-    sizes = _rows(x, batch)
+    global used
+    sizes, used = _rows(x, batch), True
     if batch.size == 1:
         return x
 

@@ -27,6 +27,25 @@ def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) 
     return made
 
 
+def check_rows(task: Task, outputs: Any, targets: Any) -> None:
+    """Raises ValueError where a sample's losses depend on the other one of a batch of two.
+
+    The run's loss would then change with how a batch is divided.
+    """
+    if any(not t.shape.rank or t.shape[0] != 2 for t in tf.nest.flatten((outputs, targets))):
+        return
+    first = tf.nest.map_structure(lambda part: part[:1], (outputs, targets))
+    both, alone = loss(task, outputs, targets), loss(task, *first)
+    for name, term in both.items():
+        for among, own in zip(term, alone[name]):
+            if not np.allclose(among[0], own[0], rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    f"the task's loss{f' {name!r}' if name else ''} of a sample depends on the "
+                    "others of its batch, which ranks, virtual ranks and micro-batches divide: "
+                    "bring them together with hvdkit.train.across.gather, or use one rank"
+                )
+
+
 def terms(found: Any, samples: int | None) -> Terms:
     """What a loss returned for `samples` examples, all terms of one type, float32 at least."""
     if not isinstance(found, Mapping):

@@ -219,6 +219,7 @@ class Step:
         @tf.function(input_signature=signature, autograph=False)
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
             graph = tf.compat.v1.get_default_graph()
+            across.used = False
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
                 outside = self._rows._replace(refused="it belongs into the losses of run.loss")
