@@ -156,3 +156,9 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply():
 def test_the_average_is_right_from_the_start():
     assert find_lr.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0] * 3)
     assert find_lr.smoothed([1.0, 2.0])[1] == pytest.approx((0.9 * 1 + 2) / 1.9)
+
+
+def test_a_setting_that_the_task_does_not_read_ends_the_run_before_its_folder_is_made(tmp_path):
+    ended = launch(1, ["train.py", *FLAGS[:1], "--dropout=0.5", f"--run_dir={tmp_path}/run"])
+    assert ended.code == 2 and "--dropout=0.5: --task=blank does not read it" in ended.errors()[0]
+    assert not list(tmp_path.glob("run/*.cfg"))

@@ -70,15 +70,15 @@ class Settings(
         return dataclasses.replace(self, **needed)
 
     def watched(self) -> Self:
-        """A copy whose `reads` names the settings that were asked of it."""
+        """A copy whose `_reads` names the settings that were asked of it."""
         view = copy.copy(self)
-        object.__setattr__(view, "reads", set())
+        object.__setattr__(view, "_reads", set())
         return view
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
-        if "reads" in own:
-            own["reads"].add(name)
+        if "_reads" in own:
+            own["_reads"].add(name)
         return object.__getattribute__(self, name)
 
     def not_defaults(self) -> Mapping[str, object]:

@@ -191,7 +191,7 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
     Call it once all functions of the task were called or traced; or `among` the settings of those
     that were.
     """
-    reads = getattr(settings_of(task, config), "reads", None)
+    reads = getattr(settings_of(task, config), "_reads", None)
     readers = {f"--task={config.task}": among or _OF_TASKS}
     for function, names in _REPLACED.items() if not among else ():
         if optional(task, function) and not (config.find_lr and function == "schedule"):
