@@ -114,7 +114,7 @@ def notes(train_split: str, train_source, val_source) -> list[str]:
     config = settings_lib.Settings(train_split=train_split)
     parts = {"config": config, "train_source": train_source, "val_source": val_source}
     world = SimpleNamespace(is_chief=True, size=1)
-    model = SimpleNamespace(compiled=False, trainable_variables=[])
+    model = SimpleNamespace(compiled=False, trainable_variables=[], _flatten_layers=list)
     found = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
     return [note for note in found if "validation pictures" in note]
 
