@@ -61,7 +61,7 @@ def test_what_looks_at_weights_waits_until_the_step_was_judged():
 def test_one_step_is_saved_once():
     saved = []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    state = SimpleNamespace(variables={})
+    state = SimpleNamespace(variables={}, untrained=[])
     context = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
     waited = []
     saver = SimpleNamespace(
