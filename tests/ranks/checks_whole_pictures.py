@@ -24,6 +24,7 @@ from hvdkit.run import context as run_lib
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
+from hvdkit.train.state import State
 from tasks.segmentation import Task
 
 Model = Callable[[np.ndarray], np.ndarray]  # [H, W, 3] -> logits [H, W, classes]
@@ -193,7 +194,10 @@ def check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
     def made(stride: int) -> Evaluator:
         Deep.stride = stride
         task = Deep(usual.config)
-        run = dataclasses.replace(usual, task=task, model=task.build_model())
+        model, optimizer = task.build_model(), keras.optimizers.SGD()
+        optimizer.build(model.trainable_variables)
+        state = State(model, optimizer, "float32", task=task)
+        run = dataclasses.replace(usual, task=task, model=model, state=state)
         return Evaluator(run, feed(run, world.rank, world.size, 1))
 
     small, sample = made(2), 1 if world.size == 1 else 4  # the lowest rank speaks: 0 has even ones

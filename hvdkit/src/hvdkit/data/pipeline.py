@@ -158,7 +158,7 @@ class EvaluationFeed:
         batch_size = 1 if self.one_by_one else min(batch_size, len(source))
         starts = range(rank * batch_size, len(source), size * batch_size)
         self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank that has most
-        self._source, self._batch_size = source, batch_size
+        self._source, self.batch_size = source, batch_size
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
         self._batches = (
             tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
@@ -182,7 +182,7 @@ class EvaluationFeed:
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
-        return self._ids[place * self._batch_size :][: self._batch_size]
+        return self._ids[place * self.batch_size :][: self.batch_size]
 
 
 def _on_own_threads(workers: int) -> tf.data.Options:

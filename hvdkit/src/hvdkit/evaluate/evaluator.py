@@ -26,6 +26,7 @@ from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
+_TRIED = 6  # samples, together and one by one
 _DRAWN = 4  # batches, where one is a single example
 
 
@@ -66,6 +67,7 @@ class Evaluator:
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
+        self._near = 1e-3 if run.config.precision in ("float32", "float64", "tf32") else 0.05
         self._divided = run.world.size > 1 or exact or run.config.accumulation_steps > 1
         # Called with each batch of this rank, its outputs and its samples' numbers.
         self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
@@ -80,8 +82,8 @@ class Evaluator:
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 outputs, sums, rows = self._step(batch)
             self._check_size(rows)
-            if self._divided and not across.used and len(self._source) > 1:
-                self._check_rows(batch)
+            if self._divided and not across.used:
+                self._check_sum()
             try:
                 self._figures({name: value.numpy() for name, value in (sums | rows).items()})
             except ValueError as error:  # one sample may be too few for a metric
@@ -91,11 +93,32 @@ class Evaluator:
                 with task_checks.user_code_errors("draw"):
                     self._drawn(batch, outputs)
 
-    def _check_rows(self, batch: Example) -> None:
-        other, _ = self.one(len(self._source) - 1)
-        pair = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), batch, other)
-        with unchanged(self._state), unoptimized():
-            objective.check_rows(self._task, self._step(pair)[0], pair["targets"])
+    def _check_sum(self) -> None:
+        """Raises ValueError where the loss of a few samples is not the sum of each one's."""
+        count = len(self._source)
+        tried = range(0, count, -(-count // _TRIED))[: self._feed.batch_size]
+        if len(tried) < 2:
+            return
+        each = [self.one(number)[0] for number in tried]
+        whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *each)
+
+        def sums(batch: Example) -> dict[str, float]:
+            with unchanged(self._state), unoptimized():
+                found = self._step(batch)[1]
+            return {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
+
+        together, alone = sums(whole), [sums(batch) for batch in each]
+        if together != sums(whole):  # it draws random numbers
+            return
+        for name, total in together.items():
+            parts = [found[name] for found in alone]
+            if abs(total - sum(parts)) > self._near * (1 + sum(map(abs, parts))):
+                raise ValueError(
+                    f"the task's {name} of {len(each)} samples together is {total:.6g}, and "
+                    f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
+                    "ranks, virtual ranks and micro-batches divide. Bring them together with "
+                    "hvdkit.train.across.gather, or use one rank"
+                )
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""

@@ -150,7 +150,8 @@ def check_same_state(
         raise Stop(
             BUG,
             f"{what}: {join(odd, 3)} on rank {join(ranks)} differ from rank 0's: every rank must "
-            "change what is not trained in the same way",
+            "change what is not trained in the same way, or its layer must say how the ranks' "
+            "values come together (`combines`, hvdkit/train/combine.py)",
         )
 
 

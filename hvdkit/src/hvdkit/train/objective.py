@@ -21,36 +21,29 @@ def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) 
     """The terms of the task's loss for `samples` examples (None: any number)."""
     with user_code_errors("the task's loss"):
         found = task.loss(outputs, targets)
-    made = terms(found, samples)
+    made = {n: (e, _unmasked(w, outputs)) for n, (e, w) in terms(found, samples).items()}
     if samples:
         _check_independent(task, outputs, targets, made=made)
     return made
 
 
-def check_rows(task: Task, outputs: Any, targets: Any) -> None:
-    """Raises ValueError where a sample's losses depend on the other one of a batch of two.
+def _unmasked(weights: tf.Tensor, outputs: Any) -> tf.Tensor:
+    """No weight where Keras's mask hides padding: its losses are zeros there, and no part of means.
 
-    The run's loss would then change with how a batch is divided.
+    So does Keras's `fit`.
     """
-    if any(not t.shape.rank or t.shape[0] != 2 for t in tf.nest.flatten((outputs, targets))):
-        return
-    first = tf.nest.map_structure(lambda part: part[:1], (outputs, targets))
-    both, alone = loss(task, outputs, targets), loss(task, *first)
-    for name, term in both.items():
-        for among, own in zip(term, alone[name]):
-            if not np.allclose(among[0], own[0], rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise ValueError(
-                    f"the task's loss{f' {name!r}' if name else ''} of a sample depends on the "
-                    "others of its batch, which ranks, virtual ranks and micro-batches divide: "
-                    "bring them together with hvdkit.train.across.gather, or use one rank"
-                )
+    mask = getattr(outputs, "_keras_mask", None)
+    if mask is None or mask.shape.as_list() != weights.shape.as_list():
+        return weights
+    return weights * tf.cast(mask, weights.dtype)
 
 
 def terms(found: Any, samples: int | None) -> Terms:
     """What a loss returned for `samples` examples, all terms of one type, float32 at least."""
     if not isinstance(found, Mapping):
         return {"": _losses_and_weights(found, samples, "the task's loss")}
-    names = sorted(map(str, found))  # one order on all ranks
+    found = {str(name): term for name, term in found.items()}
+    names = sorted(found)  # one order on all ranks
     if wrong := [n for n in names if not re.fullmatch(r"[A-Za-z0-9_]+", n)] or not names:
         raise ValueError(
             f"the task's loss returns terms named {wrong if names else names}: give at least one, "
