@@ -77,6 +77,7 @@ def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
     ("text", "words"),
     [
         ("--seed=1\nnum_steps=5\n", ["a.cfg, line 2", "'num_steps=5' is not a flag"]),
+        ("--run_dir=a --num_steps=5\n", ["a.cfg, line 1", "no other flag"]),
         ("--num_steps 5\n", ["a.cfg, line 1", "is not a flag"]),
         ("\n--num_steps=x\n", ["a.cfg, line 2", "num_steps=x"]),
         ("--learning_rate=1\n", ["a.cfg, line 1", "--base_lr"]),

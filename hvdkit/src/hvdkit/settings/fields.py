@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import re
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -200,7 +201,7 @@ def value(field: dataclasses.Field, text: str) -> Any:
     except (ValueError, TypeError):
         found = None
     if found is None or not _fits(field, found):
-        named = _KINDS.get(kind(field), "one line of text without spaces at its ends")
+        named = _KINDS.get(kind(field), "one line of text, no spaces at its ends, no other flag")
         words = limits(field) if field.metadata["choices"] else f"{named}{limits(field)}"
         raise ValueError(f"--{field.name}={text}: must be {words}")
     return found
@@ -247,7 +248,8 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
     if meta["choices"]:
         return value in meta["choices"]
     if isinstance(value, str):
-        return value == value.strip() and not set(value) & set("\n\r\0")
+        own_line = not re.search(r"\s--\w", value)  # a flagfile has one flag a line
+        return own_line and value == value.strip() and not set(value) & set("\n\r\0")
     low, above, below = meta["low"], meta["above"], meta["below"]
     return math.isfinite(value) and low <= value and above < value < below
 
