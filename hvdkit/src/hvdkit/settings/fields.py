@@ -7,8 +7,8 @@ import dataclasses
 import difflib
 import inspect
 import math
-import re
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
