@@ -220,7 +220,9 @@ def test_a_task_of_another_kind_gives_the_same_weights_on_1_and_2_ranks(
     assert len(written.read_text().splitlines()) < 90
     shutil.copy(written, forks["blank"] / "tasks")
     monkeypatch.setattr(project, "_folder", [forks["blank"]])
-    flags = ["--task=sequences", "--precision=float64", "--num_steps=12"]
+    # configs/default.cfg is that of another task.
+    (forks["blank"] / "configs/sequences.cfg").write_text("--task=sequences\n")
+    flags = ["--flagfile=configs/sequences.cfg", "--precision=float64", "--num_steps=12"]
     flags += ["--global_batch_size=7", "--optimizer=sgd", "--base_lr=0.2", "--log_every=12"]
     states = []
     for size in (1, 2):
