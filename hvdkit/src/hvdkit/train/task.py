@@ -201,8 +201,8 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
         for name in names:
             if name in given and name not in reads and name not in without:
                 raise ValueError(
-                    f"--{name}={given[name]}: {reader} does not read it: leave it out, also of the flagfile, or use "
-                    f"config.{name} in tasks/{config.task}.py"
+                    f"--{name}={given[name]}: {reader} does not read it: leave it out, also of "
+                    f"the flagfile, or use config.{name} in tasks/{config.task}.py"
                 )
 
 
