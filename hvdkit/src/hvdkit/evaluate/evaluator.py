@@ -282,7 +282,11 @@ def make_step(task: Task, model: keras.Model, spec: Any):
             sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         graph = tf.compat.v1.get_default_graph()
         graph_checks.check_collectives(graph, "the task, in evaluation,")
-        return outputs, sums, task_checks.per_sample(task, outputs, batch["targets"], set(sums))
+        return (
+            outputs,
+            sums,
+            task_checks.per_sample(task, outputs, batch["targets"], taken=set(sums)),
+        )
 
     return eval_step
 

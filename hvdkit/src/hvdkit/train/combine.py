@@ -128,7 +128,7 @@ class Combiner:
                 variable.assign(joined(start, rows.pop(0)))
             elif rule.kind != "same":
                 value = next(largest if rule.kind in ("max", "min") else added)
-                variable.assign(settled(rule, start, value, self._steps))
+                variable.assign(settled(rule, start, value, steps=self._steps))
 
     def try_out(self, forward: Callable[[Any], tf.Tensor], sample: Callable[[int], Any]) -> None:
         """A forward pass on two samples and on one, others on each rank: what has no rule must end
@@ -197,7 +197,7 @@ def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     return tf.concat([start, rows], 0)[-start.shape[0] :]
 
 
-def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, steps: int) -> tf.Tensor:
+def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> tf.Tensor:
     """From a float64 total to the new value."""
     if rule.kind == "sum":
         value += rule.number**steps * tf.cast(before, tf.float64)

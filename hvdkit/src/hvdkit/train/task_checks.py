@@ -185,7 +185,7 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     }
 
 
-def per_sample(task: Task, outputs: Any, targets: Any, taken: Set[str]) -> dict[str, tf.Tensor]:
+def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> dict[str, tf.Tensor]:
     """The task's `per_sample`: tensors [batch, ...] of fixed shapes; no name of `taken` sums."""
     keep = optional(task, "per_sample")
     with user_code_errors("the task's per_sample"):

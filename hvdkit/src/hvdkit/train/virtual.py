@@ -274,12 +274,12 @@ class Passes:
                 else:  # each of them has the old value in it
                     old = rule.number**self._steps * tf.cast(before, tf.float64)
                     value -= self._count * tf.reshape(old, [-1])
-                variable.assign(settled(rule, before, value, self._steps))
+                variable.assign(settled(rule, before, value, steps=self._steps))
         if largest := self._of(*_LARGEST):
             how = {"name": "virtual.most", "device_dense": self._device}
             most = hvd.allreduce(total.most, op=hvd.Max, **how)
             for (variable, rule, before), value in parts(largest, most):
-                variable.assign(settled(rule, before, value, self._steps))
+                variable.assign(settled(rule, before, value, steps=self._steps))
         if queues := self._of("concatenate"):
             every = self._sum(total.rows, "virtual.rows")
             for variable, rule, before in queues:
