@@ -34,7 +34,6 @@ LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 
 class Task:
     main_metric = "accuracy"
-    # What it reads of the flags that not every task reads: others are refused.
 
     def __init__(self, config: Settings) -> None:
         self.config = config

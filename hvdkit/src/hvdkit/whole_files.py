@@ -73,7 +73,7 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def copy(path: Path, to: Path) -> None:
-    """A file, or the files of a folder at any depth; links are left out, raced ones refused."""
+    """A file with its mode, or all in a folder; links are left out, raced ones refused."""
     if path.is_dir() and not path.is_symlink():
         to.mkdir()
         with held(path) as inside:
@@ -81,6 +81,7 @@ def copy(path: Path, to: Path) -> None:
                 copy(inside / name, to / name)
     elif path.is_file() and not path.is_symlink():
         with opened(path) as old, open(to, "xb") as new:
+            os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
             shutil.copyfileobj(old, new)
 
 
@@ -95,7 +96,8 @@ def held(folder: Path) -> Iterator[Path]:
     try:
         yield Path(path)
     except OSError as error:
-        error.filename = str(error.filename or "").replace(path, str(folder)) or None
+        if error.filename:
+            error.filename = str(error.filename).replace(path, str(folder))
         raise
     finally:
         os.close(handle)

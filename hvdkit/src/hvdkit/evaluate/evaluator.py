@@ -82,8 +82,6 @@ class Evaluator:
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 outputs, sums, rows = self._step(batch)
             self._check_size(rows)
-            if self._divided and not across.used:
-                self._check_sum()
             try:
                 self._figures({name: value.numpy() for name, value in (sums | rows).items()})
             except ValueError as error:  # one sample may be too few for a metric
@@ -93,13 +91,19 @@ class Evaluator:
                 with task_checks.user_code_errors("draw"):
                     self._drawn(batch, outputs)
 
+    def check_loss(self) -> None:
+        """Raises Stop, on all ranks, where batches are divided and samples depend on each other."""
+        if self._divided and not across.used:
+            with self._world.fail_together("trying the loss"):
+                self._check_sum()
+
     def _check_sum(self) -> None:
         """Raises ValueError where the loss of a few samples is not the sum of each one's."""
         count = len(self._source)
         tried = range(0, count, -(-count // _TRIED))[: self._feed.batch_size]
         if len(tried) < 2:
             return
-        each = [self.one(number)[0] for number in tried]
+        each = [self._batch(number) for number in tried]
 
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
@@ -127,10 +131,13 @@ class Evaluator:
 
     def one(self, number: int) -> tuple[Example, Any]:
         """One sample as a batch, and its outputs."""
-        example = self._feed.reader.read(tf.constant(number, tf.int64))
-        batch = tf.nest.map_structure(lambda part: part[None], example)
+        batch = self._batch(number)
         with unchanged(self._state):
             return batch, self._step(batch)[0]
+
+    def _batch(self, number: int) -> Example:
+        example = self._feed.reader.read(tf.constant(number, tf.int64))
+        return tf.nest.map_structure(lambda part: part[None], example)
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         zeros, empty = metrics.zeros(self._step)

@@ -150,10 +150,14 @@ class Peers:
             try:
                 link, _ = server.accept()
                 # Each in a thread of its own: who says nothing must not keep others waiting.
-                if self._room.acquire(blocking=False):
-                    threading.Thread(target=self._answer, args=(link,), daemon=True).start()
-                else:
+                if not self._room.acquire(blocking=False):
                     link.close()
+                    continue
+                try:
+                    threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+                except RuntimeError:
+                    self._room.release()
+                    raise
             except (OSError, RuntimeError):
                 time.sleep(0.1)  # out of open files or threads
 

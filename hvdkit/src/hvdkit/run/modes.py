@@ -62,6 +62,7 @@ def before_folder(run: Run) -> None:
         run.benchmark = Benchmark(run)
     else:
         run.evaluator.try_out()
+        run.evaluator.check_loss()
         with run.world.fail_together("reading the settings"):
             tasks.check_read(run.task, run.context.config)
 

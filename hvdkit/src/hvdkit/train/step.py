@@ -101,6 +101,7 @@ class Step:
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self._variables)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
+        across.used = False
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
         for name in ("accumulation_steps", "virtual_ranks"):
             if (parts := getattr(settings, name)) > 1:
@@ -219,7 +220,6 @@ class Step:
         @tf.function(input_signature=signature, autograph=False)
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
             graph = tf.compat.v1.get_default_graph()
-            across.used = False
             self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
             try:
                 outside = self._rows._replace(refused="it belongs into the losses of run.loss")

@@ -22,9 +22,11 @@ _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirro
 _OF_TASKS += EVALUATION
 _REPLACED = {
     "optimizer": ("optimizer", "momentum", "ema_decay"),
-    "schedule": ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma"),
+    "schedule": (
+        *("lr_policy", "power", "end_lr", "warmup_steps"),
+        *("lr_boundaries", "lr_gamma", "base_lr"),
+    ),
 }
-_REPLACED["schedule"] += ("base_lr",)
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 
