@@ -1,6 +1,7 @@
 # make, make help: what there is. PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
 PYTHON ?= python3
-NP ?= 2
+# All GPUs of this host, else two ranks.
+NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)
 TORCH ?= .cache/peers/bin/python
 # Where .venv leads to: a set-up elsewhere may switch it in mid-run.
 IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
@@ -33,7 +34,7 @@ audit: setup ## known vulnerabilities in uv.lock, but for those that SECURITY.md
 wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
 	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"
 
-train: setup ## the demo on two ranks; NP=4, ARGS=--num_steps=200
+train: setup ## the demo on all GPUs, else on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) exec $(TIED) ../launch/hosts.sh --plain -np $(NP) python train.py \
 		--flagfile=configs/demo.cfg $(ARGS)
 

@@ -9,7 +9,12 @@ The same command again resumes from the newest checkpoint in --run_dir; --help l
 
 import sys
 
-import hvdkit  # before TensorFlow: it quiets its start, and reads the flags first
+try:
+    import hvdkit  # before TensorFlow: it quiets its start, and reads the flags first
+except ModuleNotFoundError as error:
+    hint = "`make setup` makes .venv, then `source .venv/bin/activate`"
+    print(f"error: {error} in {sys.executable}: {hint}", file=sys.stderr)
+    sys.exit(2)
 
 from settings import Settings
 

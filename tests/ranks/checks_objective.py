@@ -13,7 +13,7 @@ from small_runs import CLASSES, FEATURES, Small, fit, folder, same
 
 from hvdkit.data.source import Arrays
 from hvdkit.ranks.world import set_precision
-from hvdkit.stop import BUG, WRONG_USE
+from hvdkit.stop import BUG, DONE, WRONG_USE
 from hvdkit.train import across
 from hvdkit.train.groups import Group
 
@@ -182,6 +182,28 @@ def check_terms_that_are_none_are_refused(world):
 
         task = type("Wrong", (Terms,), {"loss": loss})
         fit(world, task, *words, code=BUG if "totals" in words[0] else WRONG_USE, **EXACT)
+
+
+def check_own_losses_that_mix_samples_are_refused(world):
+    """The task's own loss does not; run.loss was given another."""
+
+    def own_train(run):
+        def losses(micro):
+            outputs = run.context.model(micro["inputs"], training=True)[:, 0]
+            return tf.square(outputs - tf.reduce_mean(outputs)), tf.ones_like(outputs)
+
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch, losses)
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+            return run.update(tape.gradient(loss, run.weights))
+
+        for batch in run.batches():
+            run.after_step(step(batch))
+
+    words = ("run.loss(batch, losses)", "one by one") if world.size > 1 else ()
+    fit(world, Terms, *words, own_train=own_train, code=WRONG_USE if words else DONE, **EXACT)
 
 
 def contrast(outputs, gather, places):

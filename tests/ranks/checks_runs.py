@@ -19,7 +19,7 @@ from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import loop
-from hvdkit.settings import project
+from hvdkit.settings import Settings, fields, project
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
 
 # ---- Losses that the model adds ----------------------------------------------------------------
@@ -201,6 +201,8 @@ def check_moving_statistics_are_alike_after_a_run_unless_they_are_not_synced(wor
         ended = fit(world, Normalized, bn_sync=mode)
         everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
         assert (len({*everyone}) == 1) == alike, mode
+        noted = "normalize with each rank's own batch" in ended.printed
+        assert noted == (world.size > 1 and world.is_chief), ended.printed
 
 
 def check_ranks_whose_weights_differ_in_the_end_are_named(world):
@@ -486,3 +488,15 @@ def check_a_rate_that_an_optimizer_calls_is_refused_by_its_line(world):
 
     line = rate.__code__.co_firstlineno
     fit(world, Own, f"checks_runs.py, line {line}); a task's `schedule`", code=WRONG_USE)
+
+
+def check_epochs_become_steps_once_the_data_are_counted(world):
+    """60 samples, 12 a step."""
+    known = fields.of(Settings)
+    given = {"num_steps": "0.6epochs", "eval_every": "0.2epochs"}
+    epochs = {name: fields.value(known[name], text) for name, text in given.items()}
+    ended = fit(world, **epochs)
+    if world.is_chief:
+        assert ended.summary["step"] == 3 and ended.evaluated == [1, 2, 3]
+        assert "--num_steps=3\n" in (ended.folder / "config.cfg").read_text()
+        assert "3 steps of 12 (0.6 epochs)" in ended.printed and "epoch 0.6" in ended.printed

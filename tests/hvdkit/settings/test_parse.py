@@ -43,6 +43,9 @@ def test_what_readme_and_docs_promise_of_every_run():
         ("--base_lr=-0.1", ["base_lr=-0.1", "a number, greater than 0"]),
         ("--num_steps=ten", ["num_steps=ten", "a whole number, at least 1, less than 100000000"]),
         ("--seed=4294967297", ["--seed=4294967297", "less than 2147483648"]),
+        ("--num_steps=0epochs", ["num_steps=0epochs", "or epochs such as 2epochs"]),
+        ("--epochs=-1", ["num_steps=-1epochs", "at least 1"]),
+        ("--seed=1epoch", ["--seed=1epoch", "less than 2147483648"]),
         ("--num_steps", ["--num_steps needs a value"]),
         ("--lr_policy=polly", ["lr_policy=polly", "one of poly, cosine"]),
         ("--benchmark=maybe", ["benchmark=maybe", "true or false"]),
@@ -54,6 +57,8 @@ def test_what_readme_and_docs_promise_of_every_run():
         # The nearest name is offered, also for names that other programs have.
         ("--undefok=seeds", ["--undefok", "--help"]),
         ("--learning_rate=1", ["no flag --learning_rate", "--base_lr?"]),
+        ("--batchsize=1", ["--global_batch_size or --batch_per_rank?"]),
+        ("--num_epochs=1", ["--epochs?"]),
         ("--batch_size=1", ["--global_batch_size or --batch_per_rank?"]),
         ("--base-lr=1", ["--base_lr?"]),
         ("--momentun=1", ["--momentum?"]),
@@ -68,7 +73,7 @@ def test_a_bad_flag_is_named_with_its_value_and_limits(flag, words):
 
 
 def test_every_name_of_elsewhere_leads_to_a_flag():
-    there_are = {*FIELDS, "flagfile"}
+    there_are = {*FIELDS, "flagfile", "epochs"}
     for meant, names in fields._ELSEWHERE.items():
         assert {name.removeprefix("--") for name in meant.split(" or ")} <= there_are
         assert not set(names.split()) & there_are
@@ -78,6 +83,17 @@ def test_a_value_may_be_the_next_word():
     config = parse("--num_steps", "5", "-keep", "2", "--benchmark", "--seed=2")
     assert (config.num_steps, config.benchmark, config.seed) == (5, True, 2)
     refused(lambda: parse("--run_dir", "--benchmark"), "needs a value")
+
+
+def test_epochs_become_steps():
+    """Of two that say how long a run is, the later counts."""
+    config = parse(
+        "--num_steps=9", "--epochs", "2.5", "--eval_every=1epoch", "--log_every=.01epochs"
+    )
+    assert int(config.num_steps) > 10**7 and str(config.eval_every) == "1epochs"
+    steps = config.for_samples(100)  # 32 a step
+    assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
+    assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
 
 
 # ---- several flags -----------------------------------------------------------------------------

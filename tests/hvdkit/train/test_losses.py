@@ -50,3 +50,19 @@ def test_scaled_pictures_are_from_minus_1_to_1():
     model = keras.Model(image, preprocessing.scaled(image))
     found = model(tf.constant([[[[0.0, 127.5, 255.0]]]]))
     np.testing.assert_allclose(found[0, 0, 0], [-1.0, 0.0, 1.0], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("units", "activation", "words"),
+    [
+        (3, "softmax", "ends with a softmax"),
+        (3, "sigmoid", "ends with a sigmoid"),
+        (1, None, "one"),
+    ],
+)
+def test_what_is_no_logits_is_refused(units, activation, words):
+    """In a graph, where a run traces its loss."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, activation)])
+    traced = tf.function(lambda x: cross_entropy(model(x), LABELS), autograph=False)
+    with pytest.raises(ValueError, match=words):
+        traced(np.ones((4, 2), np.float32))

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +202,12 @@ def test_same_weights_on_1_and_3_ranks(flagfile, tmp_path):
         assert one.files == three.files
         for name in one.files:
             np.testing.assert_allclose(three[name], one[name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():
+    given = settings_lib.parse(["", "--epochs=2", "--task=mine"])
+    task = types.SimpleNamespace(_watched=given.watched())
+    found = base.counted(task, given, 64)
+    assert found.num_steps == task._watched.num_steps == 4
+    with pytest.raises(ValueError, match=r"tasks/mine.py reads config.num_steps before its data"):
+        base.counted(task, given, 64)

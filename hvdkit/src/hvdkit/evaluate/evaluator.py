@@ -67,8 +67,8 @@ class Evaluator:
         self._sums = metrics.ExactSums if exact else metrics.RankSums
         self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
         self._at = run.state.step
-        self._near = 1e-3 if run.config.precision in ("float32", "float64", "tf32") else 0.05
-        self._divided = run.world.size > 1 or exact or run.config.accumulation_steps > 1
+        self._near = objective.nearness(run.config)
+        self._divided = objective.divides(run.config, run.world.size)
         # Called with each batch of this rank, its outputs and its samples' numbers.
         self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
 
@@ -111,18 +111,8 @@ class Evaluator:
                 found = self._step(whole)[1]
             return {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
 
-        together, turned, alone = sums(*each), sums(*each[::-1]), [sums(batch) for batch in each]
-        for name, total in together.items():
-            parts = [found[name] for found in alone]
-            near = self._near * (1 + sum(map(abs, parts)))
-            drawn = abs(total - turned[name]) > near  # random numbers by the place in a batch
-            if not drawn and abs(total - sum(parts)) > near:
-                raise ValueError(
-                    f"the task's {name} of {len(each)} samples together is {total:.6g}, and "
-                    f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
-                    "ranks, virtual ranks and micro-batches divide. Bring them together with "
-                    "hvdkit.train.across.gather, or use one rank"
-                )
+        found = [sums(*each), sums(*each[::-1]), *(sums(batch) for batch in each)]
+        objective.check_sum("the task's ", found, self._near)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""

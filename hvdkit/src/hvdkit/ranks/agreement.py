@@ -52,7 +52,7 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     flags that are no settings of a run, by name.
     """
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
-    own = {name: v for name, v in dataclasses.asdict(config).items() if name not in paths}
+    own = {n: f"{v}" for n, v in dataclasses.asdict(config).items() if n not in paths}
     everyone = world.gather_alike(own | dict(others or {}), "agreement.settings")
     for name, first in everyone[0].items():
         if ranks := [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]:

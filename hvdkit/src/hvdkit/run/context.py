@@ -62,6 +62,8 @@ def prepare(config: Settings, world: World) -> RunContext:
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
     train_source, val_source = open_sources(world, task)
+    with world.fail_together("counting epochs"):
+        config = tasks.counted(task, config, len(train_source))
     with world.fail_together("building the model"):
         with task_checks.user_code_errors("build_model"):
             model = task.build_model()
@@ -123,11 +125,12 @@ def describe(run: RunContext) -> str:
     """What is trained, on how many samples and at which rate."""
     config = run.config
     own = tasks.optional(run.task, "optimizer")
+    epochs = config.num_steps * config.global_batch_size / len(run.train_source)
     rule = f"the task's {type(run.optimizer).__name__}" if own else config.optimizer
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
         f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
-        f"{config.global_batch_size}, {rule}, "
+        f"{config.global_batch_size} ({epochs:.3g} epochs), {rule}, "
         f"{schedule.describe(run.task, config, run.world.size)}"
     )
 
@@ -154,6 +157,11 @@ def notes(run: RunContext) -> list[str]:
             f"--accumulation_steps={config.accumulation_steps} it is another run than without"
         )
     by_rank = run.world.size > 1 and not config.virtual_ranks
+    if by_rank and (own := batch_norm.normalizing(run.model)):
+        found.append(
+            f"{join(own)} normalize with each rank's own batch, so weights depend on the number of "
+            "ranks (with --bn_sync=full they do not)"
+        )
     random = dropout.drawing_layers(run.model) if by_rank else []
     if random:
         found.append(

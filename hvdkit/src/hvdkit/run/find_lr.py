@@ -1,14 +1,17 @@
 """--find_lr: the loss while the learning rate rises, and a rate to begin with.
 
 The range test of Smith 2017 (arXiv:1506.01186, section 3.3): from schedule.LOWEST the rate grows by
-the same factor each step, until the loss blows up. It suggests the rate where the smoothed loss
-falls most steeply over the rate's logarithm (fastai's "steep"). It keeps a page beside --run_dir.
+the same factor each step, until the loss blows up. It suggests the rate where the loss falls most
+steeply over the rate's logarithm (fastai's "steep"), as lines through windows of the curve have it,
+if that is clear of the noise. It keeps a page beside --run_dir.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +21,10 @@ from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE
 
-_SMOOTH = 0.9  # of the moving average that is judged
+_WINDOW = math.log(32.0)  # over which the loss is smoothed: a factor of the rate
+_CLEAR = 4.0  # standard errors that a fall must have
 _BLOWN_UP = 4.0  # times the least: then it ends
+_RECENT = 5  # losses whose median is judged
 _FEWEST = 10  # steps
 _ROWS = 16  # of the table
 
@@ -34,6 +39,7 @@ class FindLr:
         self._run, self._page = run, page
         self._rates: list[float] = []
         self._losses: list[float] = []
+        self._least = math.inf
 
     def due(self, step: int) -> bool:
         return True
@@ -41,55 +47,93 @@ class FindLr:
     def __call__(self, step: int, result: Result) -> Ending | None:
         self._rates.append(float(result["lr"]))
         self._losses.append(float(result["loss"]))
-        smooth = smoothed(self._losses)
-        blown_up = not math.isfinite(smooth[-1]) or smooth[-1] > _BLOWN_UP * min(smooth)
+        recent = float(np.median(self._losses[-_RECENT:]))
+        self._least = min(self._least, recent)
+        blown_up = not math.isfinite(recent) or recent > _BLOWN_UP * self._least
         if not (step >= self._run.config.num_steps or (blown_up and step >= _FEWEST)):
             return None
-        rate = suggested(self._rates, smooth)
+        found = suggested(self._rates, self._losses)
         with self._run.world.fail_together(f"writing {self._page}"):
             if self._run.world.is_chief:
-                self._write(smooth, rate)
-        if len(smooth) < _FEWEST:
-            message = f"--num_steps={len(smooth)} is too few: give {_FEWEST} or more, better 100"
-        elif rate is None:
-            message = "the loss did not fall at any rate: is the model's loss right?"
+                self._write(found)
+        steps = len(self._losses)
+        if steps < _FEWEST:
+            message = f"--num_steps={steps} is too few: give {_FEWEST} or more, better 100"
+        elif found is None:
+            message = (
+                f"in {steps} steps the loss did not fall clearly at any rate: give a larger batch "
+                "or more --num_steps; if that does not help, is the model's loss right?"
+            )
         else:
-            message = f"try --base_lr={rate:.1e}: there the loss falls most steeply"
+            rate, low, high = found
+            message = (
+                f"try --base_lr={rate:.1e}: there the loss falls most steeply, and at least half "
+                f"as steeply from {low:.1e} to {high:.1e}"
+            )
         return Ending(DONE, "find_lr", f"{message}; page: {self._page}", save=False)
 
-    def _write(self, smooth: list[float], rate: float | None) -> None:
+    def _write(self, found: tuple[float, float, float] | None) -> None:
         from hvdkit.observe import pages  # here: plots take half a second to load
 
-        world, rows = self._run.world, np.linspace(0, len(smooth) - 1, _ROWS).round().astype(int)
-        say(world, f"{'lr':>10}  {'loss':>10}  smoothed")
-        for place in dict.fromkeys(rows.tolist()):
-            numbers = self._rates[place], self._losses[place], smooth[place]
-            say(world, "{:>10.2e}  {:>10.4g}  {:.4g}".format(*numbers))
-        lines = {"loss": (self._rates, self._losses), "smoothed": (self._rates, smooth)}
+        world, rows = self._run.world, np.linspace(0, len(self._losses) - 1, _ROWS).round()
+        say(world, f"{'lr':>10}  {'loss':>10}")
+        for place in dict.fromkeys(rows.astype(int).tolist()):
+            say(world, f"{self._rates[place]:>10.2e}  {self._losses[place]:>10.4g}")
+        lines = {"loss": (self._rates, self._losses)}
+        if all(map(math.isfinite, self._losses)):
+            lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         drawn = pages.curves(
-            "Loss over learning rate" + (f", suggested: {rate:.1e}" if rate else ""),
+            "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else ""),
             lines,
             xlabel="learning rate",
             log_x=True,
-            marks=[rate] if rate else [],
+            marks=list(found or []),
         )
         pages.write(self._page, pages.page("Learning rate", [pages.cards([drawn])]))
 
 
-def smoothed(losses: list[float]) -> list[float]:
-    """Exponential moving average, corrected for its start as Adam's are."""
-    found, average = [], 0.0
-    for count, loss in enumerate(losses, start=1):
-        average = _SMOOTH * average + (1 - _SMOOTH) * loss
-        found.append(average / (1 - _SMOOTH**count))
-    return found
+class Slopes(NamedTuple):
+    """Of the loss over the rate's natural logarithm, by local straight lines; each [points]."""
+
+    smooth: np.ndarray
+    slope: np.ndarray
+    error: np.ndarray  # standard error of the slope
 
 
-def suggested(rates: list[float], smooth: list[float]) -> float | None:
-    """The rate of the steepest fall before the least loss; None where it never falls."""
-    finite = [loss if math.isfinite(loss) else math.inf for loss in smooth]
-    least = int(np.argmin(finite))
-    if least < 2:
+def slopes(rates: Sequence[float], losses: Sequence[float]) -> Slopes:
+    """Lines through the points of a window of `_WINDOW` around each, near ones weigh more."""
+    x, y = np.log(rates), np.array(losses, np.float64)
+    # From neighbours, which differ by noise alone; 0.6745: of a normal distribution's median.
+    noise = np.median(np.abs(np.diff(y))) / 0.6745 / np.sqrt(2)
+    far = np.abs(x[:, None] - x) / (_WINDOW / 2)
+    weights = np.where(far < 1, (1 - far**3) ** 3, 0.0)  # tricube (Cleveland 1979)
+    weights /= weights.sum(1, keepdims=True)
+    off = x - (weights @ x)[:, None]
+    spread = (weights * off**2).sum(1)
+    lever = weights * off / np.maximum(spread, 1e-12)[:, None]
+    slope = lever @ y
+    error = noise * np.sqrt((lever**2).sum(1))
+    return Slopes(weights @ y + slope * (x - weights @ x), slope, error)
+
+
+def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float, float] | None:
+    """The rate of the steepest fall, and from where to where it is at least half as steep.
+
+    None where no fall before the least loss is clear of the noise.
+    """
+    finite = [math.isfinite(loss) for loss in losses]
+    end = len(losses) if all(finite) else finite.index(False)
+    if end < _FEWEST:
         return None
-    slopes = np.gradient(np.array(finite[: least + 1]), np.log(rates[: least + 1]))
-    return rates[int(np.argmin(slopes))]
+    found = slopes(rates[:end], losses[:end])
+    fall = found.slope[: int(np.argmin(found.smooth)) + 1]
+    place = int(np.argmin(fall))
+    if fall[place] > -_CLEAR * found.error[place]:
+        return None
+    steep = fall <= fall[place] / 2
+    low, high = place, place
+    while low > 0 and steep[low - 1]:
+        low -= 1
+    while high + 1 < len(steep) and steep[high + 1]:
+        high += 1
+    return rates[place], rates[low], rates[high]

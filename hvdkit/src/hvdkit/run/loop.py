@@ -71,7 +71,7 @@ class Run:
         say(world, self.what)
         for note in notes(context):
             say(world, f"note: {note}")
-        self.settings = task.settings_of(self.task, self.settings)  # as train.py reads them
+        self.settings = task.settings_of(self.task, context.config)  # as train.py reads them
         self.start = begin(context, back)
         self.step = self.start.step
         self._make_feeds()

@@ -86,7 +86,8 @@ def take(program: str, settings: Room, others: Sequence[Given]) -> None:
     """Makes FLAGS those of this run, if the fork's validators let them: settings, other flags."""
     for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
         FLAGS[name].unparse()
-    words = [f"--{name}={getattr(settings, name)}" for name in _settings]
+    values = {name: getattr(settings, name) for name in _settings}
+    words = [f"--{name}={int(v) if isinstance(v, int) else v}" for name, v in values.items()]
     try:
         FLAGS([program, *words, *(f"--{flag.name}={flag.value}" for flag in others)])
     except flags.Error as error:

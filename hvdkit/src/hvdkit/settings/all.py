@@ -63,6 +63,16 @@ class Settings(
         resolved.check()
         return resolved
 
+    def for_samples(self, samples: int) -> Self:
+        """The settings with steps for what was given in epochs of `samples` training samples."""
+        given = {n: v for n, v in vars(self).items() if isinstance(v, fields.Epochs)}
+        batch = self.global_batch_size
+        steps = {name: str(v.steps(samples, batch)) for name, v in given.items()}
+        known = fields.of(self)
+        return dataclasses.replace(
+            self, **{name: fields.value(known[name], v) for name, v in steps.items()}
+        )
+
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""
         threads = self.cpu_threads or 1  # kernels on CPUs split their sums by threads

@@ -44,16 +44,33 @@ _ELSEWHERE = {
     "data_dir": "data dataset dataset_dir data_path data_root",
     "accumulation_steps": "grad_accum gradient_accumulation_steps",
     "flagfile": "config config_file cfg",
-    "global_batch_size or --batch_per_rank": "batch batch_size train_batch_size",
+    "global_batch_size or --batch_per_rank": "batch batchsize batch_size bs train_batch_size",
     "jit": "xla jit_compile compile",
     "init_from": "pretrained checkpoint restore init_checkpoint",
     "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
     "model": "arch backbone network",
-    "num_steps": "epochs num_epochs max_epochs steps max_steps train_steps num_train_steps",
+    "epochs": "num_epochs max_epochs num_train_epochs n_epochs",
+    "num_steps": "steps max_steps train_steps num_train_steps",
     "precision": "fp16 bf16 amp mixed_precision dtype",
     "run_dir": "output_dir model_dir out_dir save_dir logdir log_dir workdir",
     "weight_decay": "wd l2",
 }
+
+
+class Epochs(int):
+    """Steps that were given in epochs: more than any number, until the data are counted."""
+
+    def __new__(cls, count: float) -> Epochs:
+        self = super().__new__(cls, 10**8 - 1)
+        self.count = count
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.count:g}epochs"
+
+    def steps(self, samples: int, batch: int) -> int:
+        """Of a training set of `samples`, with `batch` samples a step; 1 at least."""
+        return max(1, round(self.count * samples / batch))
 
 
 def setting(
@@ -66,17 +83,19 @@ def setting(
     below: float = math.inf,
     path: bool = False,
     words: tuple = (),
+    steps: bool = False,
 ) -> Any:
     """A field with its help and limits.
 
     Args:
+      steps: it counts steps, and takes epochs too: 2epochs.
       choices, low, above, below: one of `choices`; low <= value, above < value < below.
       path: it names a file or folder, unless it is one of `words`.
     """
     if type(default) is int:
         below = min(below, INT_LIMIT)
     meta = {"help": help, "choices": choices, "path": path}
-    meta |= {"words": words, "low": low, "above": above, "below": below}
+    meta |= {"words": words, "low": low, "above": above, "below": below, "steps": steps}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -120,7 +139,7 @@ def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclass
     """A field with another default: the engine's limits hold beside its own."""
     own, there = field.metadata, engines.metadata
     meta = {"help": own["help"], "below": min(own["below"], there["below"])}
-    meta |= {name: own[name] or there[name] for name in ("choices", "path", "words")}
+    meta |= {name: own[name] or there[name] for name in ("choices", "path", "words", "steps")}
     meta |= {name: max(own[name], there[name]) for name in ("low", "above")}
     return dataclasses.field(default=field.default, metadata=meta)
 
@@ -196,6 +215,9 @@ def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
 
 def value(field: dataclasses.Field, text: str) -> Any:
     """The value that `text` stands for, in the field's type and limits; else ValueError."""
+    epochs = field.metadata["steps"] and re.fullmatch(r"(\d+\.?\d*|\.\d+)epochs?", text)
+    if epochs and float(epochs[1]) > 0:
+        return Epochs(float(epochs[1]))
     try:
         found = PARSERS[kind(field)].parse(text)
     except (ValueError, TypeError):
@@ -203,6 +225,7 @@ def value(field: dataclasses.Field, text: str) -> Any:
     if found is None or not _fits(field, found):
         named = _KINDS.get(kind(field), "one line of text, no spaces at its ends, no other flag")
         words = limits(field) if field.metadata["choices"] else f"{named}{limits(field)}"
+        words += ", or epochs such as 2epochs" if field.metadata["steps"] else ""
         raise ValueError(f"--{field.name}={text}: must be {words}")
     return found
 
@@ -210,6 +233,8 @@ def value(field: dataclasses.Field, text: str) -> Any:
 def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     """The flag under its own name and with a value; `switches`: whether each flag needs none."""
     name, value = flag.name, flag.value
+    if name == "epochs" and name not in switches and value:
+        name, value = "num_steps", f"{value}epochs"
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):
         if value is not None:

@@ -63,12 +63,18 @@ class ScheduleSettings(Room):
     """Steps and learning rate: base * (1 - step/N) ** power by default"""
 
     # Below 10**8: checkpoints are named by eight digits of the step.
-    num_steps: int = setting(1000, "steps of the run (N of the schedule)", low=1, below=10**8)
+    num_steps: int = setting(
+        1000,
+        "steps of the run (N of the schedule); 30epochs, or --epochs=30: passes over the data",
+        low=1,
+        below=10**8,
+        steps=True,
+    )
     base_lr: float = setting(0.01, "learning rate after warm-up", above=0)
     lr_policy: str = setting("poly", "schedule", choices=("poly", "cosine", "step", "constant"))
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
-    warmup_steps: int = setting(0, "steps of linear warm-up", low=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up", low=0, steps=True)
     lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, comma-separated")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
     lr_scaling: str = setting(

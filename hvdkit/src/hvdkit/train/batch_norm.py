@@ -27,6 +27,12 @@ def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Va
     return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
 
 
+def normalizing(model: keras.Model) -> list[str]:
+    """Names of the batch norms that normalize with a rank's own batch in training."""
+    layers = [layer for layer in _batch_norms(model) if layer.trainable]
+    return [_name(x) for x in layers if not isinstance(x, SyncBatchNormalization)]
+
+
 def make_sync(
     model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
 ) -> Callable[[], None]:

@@ -56,7 +56,10 @@ def cross_entropy(
       smoothing: the target is (1 - smoothing) on the label and smoothing / classes on every
         class (Szegedy et al. 2016, arXiv:1512.00567, section 7).
       class_weights: weight of each class; empty: 1 for all.
+    Raises:
+      ValueError: for probabilities instead of logits, and for a single class.
     """
+    _require_logits(logits)
     logits = at_least_float32(tf.convert_to_tensor(logits))
     labels = tf.cast(labels, tf.int64)
     if valid is not None:
@@ -76,6 +79,22 @@ def cross_entropy(
     if valid is not None:
         weights = tf.where(valid, weights, tf.zeros_like(weights))
     return losses, weights
+
+
+def _require_logits(logits: tf.Tensor) -> None:
+    if logits.shape[-1] == 1:
+        raise ValueError(
+            "cross_entropy of one output is 0, whatever it is: give the last layer a unit for each "
+            "class, also of two (or take tf.nn.sigmoid_cross_entropy_with_logits)"
+        )
+    op = getattr(logits, "op", None) if tf.is_symbolic_tensor(logits) else None
+    while op is not None and op.type in ("Cast", "Identity", "Reshape"):
+        op = op.inputs[0].op
+    if op is not None and op.type in ("Softmax", "Sigmoid"):
+        raise ValueError(
+            f"the model ends with a {op.type.lower()}, and cross_entropy takes logits, to which it "
+            "applies a softmax: leave out the last layer's activation"
+        )
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.settings import Settings
 from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
@@ -115,3 +116,53 @@ def _check_independent(task: Task, outputs: Any, targets: Any, *, made: Terms) -
                 "more: its shape after the first dimension must not depend on the batch. Are "
                 "outputs [n, 1] compared to targets [n]?"
             )
+
+
+def nearness(settings: Settings) -> float:
+    """Relative difference that sums in another order may have."""
+    return 1e-3 if settings.precision in ("float32", "float64", "tf32") else 0.05
+
+
+def divides(settings: Settings, ranks: int) -> bool:
+    """Whether a batch is computed in parts."""
+    return ranks > 1 or settings.virtual_ranks > 0 or settings.accumulation_steps > 1
+
+
+def check_sum(whose: str, found: Sequence[Mapping[str, float]], near: float) -> None:
+    """Raises ValueError where sums of a few samples are not those of each one added up.
+
+    `found`: sums by name of all samples together, of all in reversed order, and of each alone.
+    """
+    together, turned, *alone = found
+    for name, total in together.items():
+        parts = [sums[name] for sums in alone]
+        least = near * (1 + sum(map(abs, parts)))
+        drawn = abs(total - turned[name]) > least  # random numbers by the place in a batch
+        if not drawn and abs(total - sum(parts)) > least:
+            raise ValueError(
+                f"{whose}{name} of {len(alone)} samples together is {total:.6g}, and "
+                f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
+                "ranks, virtual ranks and micro-batches divide. Bring them together with "
+                "hvdkit.train.across.gather, or use one rank"
+            )
+
+
+def check_own(
+    forward: Callable[[Any], Any],
+    samples: list[Any],
+    untrained: Sequence[tf.Variable],
+    *,
+    near: float,
+) -> None:
+    """`check_sum` of the losses that run.loss was given; `forward` makes sums of a batch."""
+
+    def sums(*chosen: Any) -> dict[str, float]:
+        batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
+        before = [tf.identity(v) for v in untrained]
+        found = tf.function(lambda: forward(batch)[1], autograph=False)().numpy()
+        for variable, value in zip(untrained, before):
+            variable.assign(value)
+        return {"losses": sum(found[0:-1:3]), "weights": sum(found[1:-1:3])}
+
+    tried = [sums(*samples), sums(*samples[::-1]), *map(sums, samples)]
+    check_sum("run.loss(batch, losses): ", tried, near)

@@ -39,7 +39,9 @@ from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import (
     across,
+    batch_norm,
     combine,
+    dropout,
     graph_checks,
     objective,
     reduction,
@@ -96,7 +98,7 @@ class Step:
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = state.of_forward
         self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
-        self._losses: Losses | None = None
+        self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
         how = (settings.accumulation_steps, self._variables)
@@ -128,7 +130,7 @@ class Step:
         step = self._step("run.loss")
         if step.known is not None:
             raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
-        self._losses = losses
+        self._losses[losses] = None
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
@@ -305,13 +307,26 @@ class Step:
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
     def try_state(self, source: Source, reader: Reader) -> None:
-        """Stop, on all ranks, where ranks would change state in ways of their own."""
-        forward = partial(self._forward, losses=self._losses)
+        """Stop, on all ranks, where ranks would change state in ways of their own.
+
+        And where the losses that run.loss was given mix samples; the task's are tried in evaluation
+        (`Evaluator.check_loss`), in which batch norm and dropout do nothing.
+        """
         key = tf.zeros([2], tf.int32)
-        self._combiner.try_out(
-            lambda batch: forward(batch)[1],
-            lambda place: reader.read(tf.constant(place % len(source), tf.int64), key),
-        )
+
+        def sample(place: int) -> Example:
+            return reader.read(tf.constant(place % len(source), tf.int64), key)
+
+        model, near = self._state.model, objective.nearness(self._settings)
+        varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
+        divided = objective.divides(self._settings, self._world.size)
+        for losses in self._losses:
+            forward = partial(self._forward, losses=losses)
+            self._combiner.try_out(lambda batch, f=forward: f(batch)[1], sample)
+            if losses and divided and not varies:
+                with self._world.fail_together("trying the loss"):
+                    tried = [sample(place) for place in range(2)]
+                    objective.check_own(forward, tried, self._untrained, near=near)
 
     def _check(self, graph: tf.Graph) -> None:
         graph_checks.check_variables(self._state.model, self._state.variables.values())

@@ -187,6 +187,23 @@ def settings_of(task: Task, config: Settings) -> Settings:
     return getattr(task, "_watched", config)
 
 
+def counted(task: Task, config: Settings, samples: int) -> Settings:
+    """The settings with steps in place of epochs, also those that the task holds.
+
+    Raises ValueError where the task has read a number of steps that was not known yet.
+    """
+    found, watched = config.for_samples(samples), settings_of(task, config)
+    for name, value in vars(found).items():
+        if value is not vars(config)[name]:
+            if name in getattr(watched, "_reads", ()):
+                raise ValueError(
+                    f"tasks/{config.task}.py reads config.{name} before its data are counted: read "
+                    f"it in build_model or later, or give --{name} in steps"
+                )
+            object.__setattr__(watched, name, value)
+    return found
+
+
 def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
     """Raises ValueError for a setting that was given, and that the task alone reads but did not.
 
