@@ -234,6 +234,9 @@ def check_gathered_rows_give_the_gradient_of_the_global_loss(world):
     if world.is_chief:
         same(ended.losses, [sum(means.values()) for means in steps], 1e-12)
         same([ended.records[-1]["eval_loss"]], [sum(last.values())], 1e-12)
+    if world.size > 1:  # as many virtual ranks: sums are of whole numbers
+        virtual = fit(world, Contrastive, virtual_ranks=world.size, **EXACT)
+        same(virtual.weights(), ended.weights(), 1e-6)
 
 
 def check_rows_that_cannot_be_gathered_are_refused(world):

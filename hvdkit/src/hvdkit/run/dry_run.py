@@ -140,6 +140,7 @@ def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -
     for name, value in given.not_defaults().items():
         say(world, f"  --{name}={value}")
     say(world, "")
+    os.environ["COLUMNS"] = "100"  # or it is cut where a terminal, or none, has 80
     run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
     for line in _sizes(run, spec):
         say(world, line)

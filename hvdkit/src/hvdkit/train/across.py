@@ -61,7 +61,8 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 
     Raises:
       ValueError: in a training step, where x does not have a row for each sample; with
-        --accumulation_steps and --virtual_ranks, whose parts of a batch come one after the other;
+        --accumulation_steps, and with --virtual_ranks on fewer ranks, where the parts of a batch
+        come one after the other;
         in a loop or a branch of the graph, and outside of `run.loss`.
     """
     x, batch = tf.convert_to_tensor(x), _batch.get()

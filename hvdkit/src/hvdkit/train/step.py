@@ -105,12 +105,13 @@ class Step:
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         across.used = False
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
-        for name in ("accumulation_steps", "virtual_ranks"):
-            if (parts := getattr(settings, name)) > 1:
-                why = (
-                    f"--{name}={parts} computes a batch in parts, one after the other: leave it out"
-                )
-                self._rows = self._rows._replace(refused=why)
+        virtual = settings.virtual_ranks if settings.virtual_ranks != world.size else 0
+        more = {"accumulation_steps": "", "virtual_ranks": f", or start {virtual} ranks"}
+        parts_of = {"accumulation_steps": settings.accumulation_steps, "virtual_ranks": virtual}
+        for name, parts in parts_of.items():
+            if parts > 1:
+                why = f"--{name}={parts} computes a batch in parts, one after the other"
+                self._rows = self._rows._replace(refused=f"{why}: leave it out{more[name]}")
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
