@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from preflight import facts, findings, ranks, security
@@ -35,7 +36,9 @@ def main() -> int:
     add("--mb", type=int, default=16, help="size of the allreduce that is timed (default 16)")
     add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
     add("--security", action="store_true", help="print what of SECURITY.md holds on each host")
+    add("command", nargs="*", help="after --: a training command, which names folders and device")
     options = parser.parse_args()
+    take_folders(options)
     # File names may be any bytes; mpirun tags every write, so a line must be one.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if ranks.launcher() == "srun":
@@ -51,6 +54,18 @@ def main() -> int:
         own = facts.collect(options.data_dir, options.run_dir, options.device)
     everyone = connect(own, came, options)
     return Examination(everyone, own, options).run() if everyone else 1
+
+
+def take_folders(options: argparse.Namespace) -> None:
+    """Device, run folder and data folder of the training command."""
+    with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+        from hvdkit.settings import of_command, project
+
+        if given := of_command(options.command):
+            options.device, options.run_dir = given.device, given.run_dir
+            # Where the demo's data are missing, the run makes them.
+            demo = Path(given.data_dir).absolute() == project.folder() / type(given).data_dir
+            options.data_dir = "" if demo or given.synthetic_data else given.data_dir
 
 
 def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namespace) -> Any:

@@ -23,7 +23,7 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # again.sh sets LAUNCH_HOSTFILE
+hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # hvdkit supervise sets LAUNCH_HOSTFILE
 bind=() plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
 die() { echo "error: $*" >&2 && exit 2; }
@@ -126,7 +126,7 @@ check_hosts() {
     if failed=$(grep '^error: ' <<<"$found"); then
         head -n 8 <<<"$failed" >&2
         [ "$(wc -l <<<"$failed")" -le 8 ] || echo "and $(($(wc -l <<<"$failed") - 8)) more hosts" >&2
-        exit 1
+        exit 76
     fi
     [[ $found == *unknown* ]] || networks=$(sort -u <<<"$found" | paste -sd,)
 }
@@ -289,7 +289,7 @@ launch() {
     link_hosts
     while kill -0 "$job" 2>/dev/null; do wait "$job" 2>/dev/null || true; done # a signal ends a wait
     wait "$job" 2>/dev/null || code=$?
-    [ ! -e "$work/lost" ] || code=1
+    [ ! -e "$work/lost" ] || code=76
     [ "$code" -ge 0 ] || code=$((128 - code)) # by a signal; -1: as one came, and bash has lost how
     # If the launcher was killed, as by `scancel`, it has left ranks behind.
     unlink_hosts "$([ "$code" = 0 ] && echo DONE || echo LEFT)"
@@ -301,9 +301,8 @@ trap 'exit 75' TERM USR1 HUP # nothing runs yet
 if [ -n "$hosts" ] && [ -z "$dry" ]; then check_hosts; fi
 if [ -n "$check" ]; then
     python=$(command -v python || command -v python3)
-    mapfile -t folders < <("$python" "$here/progress.py" folders "$@" 2>/dev/null)
     checking=yes
-    launch "$python" "$here/doctor.py" "${folders[@]}"
+    launch "$python" "$here/doctor.py" -- "$@"
     checking=''
     if [ "$code" != 0 ]; then exit "$([ -n "$stopping" ] && echo 75 || echo 1)"; fi
 fi

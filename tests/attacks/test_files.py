@@ -87,7 +87,7 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
         lambda: report.write(run),
     ]
     run.chmod(0o777)
-    words = [*NOBODY, PYTHON, "-c", LINKS, run, secret, *RECORDS, "report.html", ".lock"]
+    words = [*NOBODY, PYTHON, "-c", LINKS, run, secret, *RECORDS, "report.html", ".lock", ".lease"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as stranger:
         stranger.stdout.readline()
         for write in writes * 60:

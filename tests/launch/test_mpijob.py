@@ -150,7 +150,7 @@ def test_pods_get_what_training_needs_and_no_more():
     assert gpus == [spec["slotsPerWorker"]] * 2
 
 
-@pytest.mark.parametrize("code, starts", [(2, 1), (3, 1), (75, 2), (137, 2)])
+@pytest.mark.parametrize("code, starts", [(2, 1), (3, 1), (75, 2), (76, 2), (137, 2)])
 def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path: Path):
     """Its own arguments, through the entrypoint, around a command that ends with `code` once."""
     job = load()
@@ -164,14 +164,15 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     assert field.endswith("['batch.kubernetes.io/controller-uid']")
     words = container["args"][: container["args"].index("launch/hosts.sh")]
     words = [word.replace(f"$({uid['name']})", "7") for word in words]
-    assert words[0] == "launch/again.sh" and "/runs/.ended-7" in words
+    assert words[:2] == ["hvdkit", "supervise"] and "/runs/.ended-7" in words
     (tmp_path / "hostfile").touch()
     for path in ("/runs", "/etc/mpi"):
         words = [word.replace(path, str(tmp_path)) for word in words]
     script = 'echo start; [ -e "$0" ] && exit 0; touch "$0"; exit "$1"'
+    words[2:2] = ["--pause", "0"]
     words += ["sh", "-c", script, tmp_path / "first", code]
     words.insert(0, ROOT / "docker/entrypoint.sh")
-    ends = [run(words, 20, {"AGAIN_PAUSE": "0"}, cwd=ROOT) for _ in range(2)]
+    ends = [run(words, 20, cwd=ROOT) for _ in range(2)]
     assert [ended.code for ended in ends] == [code if starts == 1 else 0] * 2, ends
     assert ends[0].output.count("start\n") == starts
     assert "start\n" not in ends[1].output, "a pod made anew ran again what had ended for good"

@@ -21,6 +21,7 @@ COMMANDS = {
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
     "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
+    "supervise": ("hvdkit.commands.supervise", "starts a run again until it is done"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
     "demo-data": ("hvdkit.data.scenes", "makes the demo's data set"),
 }

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
-DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED, NOT_NOW = 0, 1, 2, 3, 75, 76
+_PASSING = (
+    *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOSPC, errno.EDQUOT, errno.EBUSY),
+    *(errno.EAGAIN, errno.ENODEV, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+)
 
 # Where launchers tell a process its rank: horovodrun, mpirun, PMIx and PMI launchers; and srun,
 # also to a job's script, which is rank 0 of nothing.
@@ -23,12 +29,22 @@ class GoBack(Exception):
         self.path, self.last = path, last
 
 
+class NotNow(OSError):
+    """A run that cannot start now and may later: what it needs is away, or taken."""
+
+
 class Stop(Exception):
     """The run ends here, on every rank, with this exit code; `message` is for a person."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def passes(error: object) -> bool:
+    """Whether the same start may work later, by an error or its text: it names a disk or network
+    that fails, or no space."""
+    return isinstance(error, NotNow) or any(os.strerror(n) in str(error) for n in _PASSING)
 
 
 def launch_rank() -> int:

@@ -5,7 +5,7 @@ third one saved, and the one after which it is told to stop. Started by srun, ho
              [--fail=STEP:HOW[:once]]
 
 --mute makes no step; --deaf hears no signal; --slow_rank takes two seconds longer to end; --fail
-ends the last rank at a step: by an exit code, or by a signal's name. What a rank was told is in
+ends the last rank at a step (+3: so many after each start): by an exit code, or a signal's name. What a rank was told is in
 FOLDER/told-RANK when it has ended.
 """
 
@@ -46,6 +46,7 @@ def main() -> int:
     wait_for_all(options.run_dir, rank, size)
     step = max((int(path.name[5:]) for path in checkpoints.iterdir()), default=0)
     print(f"rank {rank} of {size} begins at step {step}", flush=True)
+    begun = step
     while step < options.steps and not told:
         time.sleep(0.2)
         step += not options.mute
@@ -53,7 +54,7 @@ def main() -> int:
         if rank == 0 and step and (told or step % 3 == 0):
             (checkpoints / f"step-{step:08}").mkdir(exist_ok=True)
         if rank == size - 1:
-            fail(options, step)
+            fail(options, step - begun if options.fail.startswith("+") else step)
     if rank == options.slow_rank:
         time.sleep(2)
     if told:

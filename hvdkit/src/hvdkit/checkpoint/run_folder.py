@@ -20,15 +20,15 @@ import tensorflow as tf
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
 from hvdkit.checkpoint import files as checkpoint_files
+from hvdkit.checkpoint import lease
 from hvdkit.checkpoint.checkpoints import Found
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, project
 
 _LOGS = ("metrics.jsonl", "gradients.jsonl")
 # A start that made no step leaves these too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl", "trackers.json")
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")
 _BOARD = "tensorboard"
-_locks: dict[Path, IO[str]] = {}  # held until the process ends
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 
 
@@ -58,15 +58,15 @@ def begin(
     Returns:
       A line that says what was set aside; empty when nothing was.
     Raises:
-      OSError: a file cannot be written or moved.
-      ValueError: another run is in the folder, or a speed is measured where a run was trained.
+      OSError: a file cannot be written or moved, or another run is in the folder (NotNow).
+      ValueError: a speed is measured where a run was trained.
     """
     folder = run_dir / "checkpoints"
     for inner in (folder, run_dir / _BOARD):
         if inner.is_symlink():
             raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
-    lock(run_dir)
+    lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         replaced = f"--benchmark would replace the records of the run in {run_dir}"
         raise ValueError(f"{replaced}: choose another --run_dir")
@@ -94,28 +94,24 @@ def begin(
     return note
 
 
-def lock(run_dir: Path) -> None:
-    """Keeps other runs out of the folder as long as this process lives; does nothing without one.
+def data_away(config: Settings) -> bool:
+    """Whether the data folder is gone or empty that an earlier start of this run has read.
 
-    Called before a run looks for its checkpoint: another run that is about to end may still save
-    one, and delete the one that would be found.
-
-    Raises:
-      OSError: its lock cannot be made.
-      ValueError: another run is in it.
+    Not of the settings' own folder in the project: where a demo's data are missing, they are made.
     """
-    if not run_dir.is_dir():
-        return
-    path = run_dir.resolve() / ".lock"
-    if path in _locks:
-        return
-    with contextlib.suppress(whole_files.NoLocks):
-        try:
-            _locks[path] = whole_files.lock(path)
-        except BlockingIOError:
-            raise ValueError(
-                f"{run_dir} is in use by another run: wait for its end or choose another --run_dir"
-            ) from None
+    folder = Path(project.folder(), config.data_dir)
+    made = folder == Path(project.folder(), type(config).data_dir)
+    if config.synthetic_data or (made and folder.is_relative_to(project.folder())):
+        return False
+    try:
+        lines = whole_files.read(Path(config.run_dir, "config.cfg"), whole_files.JSON_BYTES)
+        known = [os.fsdecode(line).partition("--data_dir=")[2] for line in lines.splitlines()]
+        read = folder in [Path(project.folder(), name) for name in known if name]
+        return read and not (folder.is_dir() and any(folder.iterdir()))
+    except FileNotFoundError:
+        return False  # it never began
+    except OSError:
+        return True
 
 
 def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:

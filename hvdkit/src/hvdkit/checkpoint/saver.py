@@ -14,7 +14,7 @@ from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
 from hvdkit.ranks.world import say
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, Stop
+from hvdkit.stop import BUG, NOT_NOW, Stop, passes
 
 MOST_FAILED = 3  # saves in a row, or tries of the last one: then the run ends
 _BETWEEN_TRIES = 1.0  # seconds between tries of the last save
@@ -105,7 +105,8 @@ class Saver:
             if not error:
                 break
         else:
-            raise Stop(BUG, f"the last checkpoint, of step {step}, was not written: {error}")
+            code = NOT_NOW if passes(error) else BUG
+            raise Stop(code, f"the last checkpoint, of step {step}, was not written: {error}")
         if tries:
             say(self._world, f"the checkpoint of step {step} is written now")
             if self._score and self._score[0] == step:

@@ -4,5 +4,6 @@ browse      samples as the model gets them
 evaluate    scores of a checkpoint, of each class, the worst samples
 predict     predictions on pictures
 seeds       several seeds of one run, their mean and its confidence interval
+supervise   a run, started again until it is done
 export      a SavedModel that needs none of this code
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import hashlib
 import os
 import resource
@@ -25,7 +26,7 @@ from hvdkit.logs import join
 from hvdkit.ranks import devices, encoding, messages, proof
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, LAUNCHED, WRONG_USE, Stop, launched_ranks
+from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
 
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
@@ -53,19 +54,20 @@ class World:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
         Every rank must come here with the same `what`: it names the collective. Raises Stop with
-        WRONG_USE and the lowest failing rank's message.
+        the lowest failing rank's message: WRONG_USE, or NOT_NOW where it `passes`.
         """
         error = None
         try:
             yield
         except (ValueError, OSError) as caught:
-            error = f"{what}: {caught}", hostname()
+            code = NOT_NOW if passes(caught) else WRONG_USE
+            error = f"{what}: {caught}", hostname(), code
         lowest = -self.rank if error else -self.size
         lowest, any_succeeded = self.barrier_max(f"fail_together.{what}", lowest, not error)
         if -lowest < self.size:
-            text, host = self.broadcast_object(error, f"error.{what}", -lowest)
+            text, host, code = self.broadcast_object(error, f"error.{what}", -lowest)
             where = f" (rank {-lowest} on {host})" if any_succeeded else ""
-            raise Stop(WRONG_USE, text + where)
+            raise Stop(code, text + where)
 
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
         """Waits for all ranks; the largest of each of at most two numbers over them.
@@ -193,6 +195,7 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
         # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
         from mpi4py import MPI  # noqa: F401
     hvd.init()
+    faulthandler.enable(2)  # after MPI's own handlers, which then name the host
     if hvd.size() < started:
         # Each would train alone, all into one folder.
         raise Stop(

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import keras
 
-from hvdkit.checkpoint import run_folder, warm_start
+from hvdkit.checkpoint import lease, run_folder, warm_start
 from hvdkit.checkpoint.checkpoints import Checkpoints, Found, measure
 from hvdkit.checkpoint.writing import check_types
 from hvdkit.data import shared_listing
@@ -20,7 +20,7 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
-from hvdkit.stop import GoBack
+from hvdkit.stop import GoBack, NotNow
 from hvdkit.train import batch_norm, dropout, preprocessing, schedule, task_checks
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
@@ -58,6 +58,8 @@ def prepare(config: Settings, world: World) -> RunContext:
         world.fail_together("preparing the data"),
         task_checks.user_code_errors("preparing the data"),
     ):
+        if run_folder.data_away(config):
+            raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
@@ -214,7 +216,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
     config, world, state = context.config, context.world, context.state
     with world.fail_together("locking the run folder"):
         if world.is_chief:
-            run_folder.lock(Path(config.run_dir))
+            lease.take(Path(config.run_dir))
     resume = back.path if back else config.resume
     found = context.checkpoints.find(resume, config.num_steps)
     if found:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
-from hvdkit.checkpoint import files, run_folder
+from hvdkit.checkpoint import files, lease
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
 from hvdkit.ranks.world import World, raw, say
@@ -56,7 +56,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
             parent = there if there != run_dir else there.parent
             _clear(parent)
             made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-            run_folder.lock(Path(made))
+            lease.take(Path(made))
             newest, _ = files.newest_sound(run_dir / "checkpoints")
             if newest and config.resume == "auto":
                 say(world, f"from new weights; a run would resume from {newest}")

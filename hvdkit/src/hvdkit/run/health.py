@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.checkpoint import lease, run_folder
 from hvdkit.checkpoint.saver import MOST_FAILED, Saver
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
@@ -20,7 +22,7 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED, PREEMPTED, WRONG_USE
+from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, passes
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
@@ -28,6 +30,7 @@ from hvdkit.train.state import State
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
+FENCED = "taken over"  # the reason of a run that must not write to its folder any more
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -57,11 +60,11 @@ class Health:
         state: State,
     ) -> None:
         self._world, self._feed, self.stop_signal = world, feed, stop_signal
-        self._sampler, self._most_bad = sampler, config.max_bad_steps
+        self._sampler, self._config = sampler, config
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
         self._saver, self._state = saver, state
         self._trainable = state.trainable_flags()
-        self._fault: str | None = None  # of this rank at the newest step
+        self._fault: tuple | None = None  # of this rank at the newest step, an Ending
         self._num_steps = config.num_steps
         self._float16 = config.precision == "float16"
         self._noted = False  # that gradients are too small
@@ -71,14 +74,24 @@ class Health:
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
-        self._fault = self._feed.error
-        if self._state.trainable_flags() != self._trainable:
-            self._fault = optimizers.changed_trainable(self._state.optimizer, self._state.model)
+        self._fault = self._found_fault()
         return agreement.votes(
             data_failed=self._fault is not None,
             stop_asked=self.stop_signal.asked,
             failed_saves=self._saver.failed,
         )
+
+    def _found_fault(self) -> Ending | None:
+        if error := self._feed.error:
+            away = passes(error) or run_folder.data_away(self._config)
+            code, reason = (NOT_NOW, "data away") if away else (WRONG_USE, "bad data")
+            return Ending(code, reason, error, save=True)
+        if self._state.trainable_flags() != self._trainable:
+            why = optimizers.changed_trainable(self._state.optimizer, self._state.model)
+            return why and Ending(WRONG_USE, "trainable changed", why, save=True)
+        if why := lease.lost(Path(self._config.run_dir)):
+            return Ending(WRONG_USE, FENCED, why, save=False)
+        return None
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.
@@ -98,9 +111,7 @@ class Health:
         self.pace.add(result["moments"])
         if counted[agreement.DATA_FAILED]:
             errors = self._world.gather_objects(self._fault, "data.errors")
-            why = next(error for error in errors if error)
-            reason = "trainable changed" if why.startswith("`trainable`") else "bad data"
-            return Ending(WRONG_USE, reason, why, save=True)
+            return Ending(*next(error for error in errors if error))
         note = virtual.too_small(result)
         if note and not self._noted:
             say(self._world, note)
@@ -115,7 +126,8 @@ class Health:
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
             message = f"{failed} saves in a row were not written: {why}"
-            return Ending(BUG, "saves failed", message, save=False)
+            code = NOT_NOW if passes(message) else BUG
+            return Ending(code, "saves failed", message, save=False)
         if counted[agreement.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -126,7 +138,7 @@ class Health:
         rate = float(result["lr"])
         if not (math.isfinite(rate) and rate >= 0):  # whatever the data
             return Ending(DIVERGED, "diverged", _figures(result), save=False)
-        most = self._most_bad
+        most = self._config.max_bad_steps
         if self._float16:  # a smaller loss scale may help
             most = MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
         # A run whose second half was skipped has not trained, however short it is.

@@ -9,12 +9,21 @@ from_command_line   the same, for a program's start: a mistake ends it with exit
 check               refuses a wrong command line, before anything slow is imported
 write               settings as a flagfile that reads back to the same
 of_project          the fork's own Settings
+of_command          settings of a training command
 """
 
 from hvdkit.settings.all import Settings
 from hvdkit.settings.data import add_reader
 from hvdkit.settings.fields import setting
-from hvdkit.settings.parse import check, from_command_line, load, of_project, parse, write
+from hvdkit.settings.parse import (
+    check,
+    from_command_line,
+    load,
+    of_command,
+    of_project,
+    parse,
+    write,
+)
 
 __all__ = ["Settings", "add_reader", "check", "from_command_line", "load", "of_project"]
-__all__ += ["parse", "setting", "write"]
+__all__ += ["of_command", "parse", "setting", "write"]

@@ -33,6 +33,19 @@ def of_project() -> type[Settings]:
     return importlib.import_module("settings").Settings
 
 
+def of_command(words: Sequence[str]) -> Settings | None:
+    """Of a training command, read as its own project reads it; None where it does not train."""
+    program = next((n for n, word in enumerate(words) if Path(word).name == "train.py"), None)
+    if program is None:
+        return None
+    if here := project.above(Path(words[program]).resolve().parent):
+        project.use(here)
+    try:
+        return parse(words[program:], of_project())
+    except (ImportError, ValueError):
+        return None
+
+
 def from_command_line(argv: Sequence[str], kind: type[Settings]) -> Settings:
     """As `load`, for a program's start: rank 0 reports what is wrong, and all exit with 2."""
     try:

@@ -1,4 +1,4 @@
-"""again.sh: which runs it restarts, how often and where, and what a stop signal does."""
+"""hvdkit supervise: what it starts again, how often and where, and what a stop signal does."""
 
 from __future__ import annotations
 
@@ -14,34 +14,47 @@ import pytest
 from hosts import ENVIRONMENT, ROOT, Hosts, run
 from terminal import Terminal
 
-AGAIN = str(ROOT / "launch/again.sh")
-_FAST = {"AGAIN_PAUSE": "0"}
+from hvdkit.commands import supervise
+
+SUPERVISE = [sys.executable, "-m", "hvdkit", "supervise"]
+FAST = [*SUPERVISE, "--pause", "0"]
+STAND_IN = [sys.executable, ROOT / "tests/helpers/stand_in/train.py"]
+
+
+def test_the_docs_print_the_table_of_the_code():
+    assert f"\n\n{supervise.table()}\n\n" in (ROOT / "launch/README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "starts", "said"),
+    ("code", "returned", "starts", "said"),
     [
-        (["--crashes", "2"], 137, 3, "crash number 3: no further start"),
-        ([], 9, 3, "the third time in a row within a minute"),
-        ([], 75, 10, "stopped within a minute of its start, 10 times in a row"),
+        (0, 0, 1, ""),
+        (2, 2, 1, ""),
+        (9, 9, 3, "exit code 9 (any other: a crash), crash 3 at step 0, whose trace is above"),
+        (134, 134, 3, "exit code 134 (native crash: SIGILL, SIGABRT"),
+        (75, 1, 4, "after 3 restarts without a new step: no further start"),
+        (76, 76, 3, "s without a new step: no further start"),
     ],
 )
-def test_a_run_that_ends_soon_after_each_start(flags, code: int, *, starts: int, said: str):
-    ended = run([AGAIN, *flags, "sh", "-c", f"echo start; exit {code}"], 20, _FAST)
-    assert ended.code == (1 if code == 75 else code) and said in ended.output
+def test_a_run_that_ends_without_a_step(code: int, returned: int, *, starts: int, said: str):
+    how = ["--pause", "0.4" if code == 76 else "0", "--patience", "1"]
+    ended = run([*SUPERVISE, *how, "--", "sh", "-c", f"echo start; exit {code}"], 20)
+    assert ended.code == returned and said in ended.output, ended.output
     assert ended.output.splitlines().count("start") == starts
 
 
-def test_stops_are_not_counted(tmp_path: Path):
-    """Of a run that is stopped 18 times, as nodes are drained one after another."""
-    script = 'echo x >>"$0"; n=$(wc -l <"$0"); [ $n != 10 ] || exit 1; [ $n -gt 19 ] || exit 75'
-    ended = run([AGAIN, "--crashes", "1", "sh", "-c", script, tmp_path / "starts"], 20, _FAST)
-    assert ended.code == 0, ended.output
-    assert len((tmp_path / "starts").read_text().split()) == 20
+@pytest.mark.parametrize("code", ["75", "1", "SIGABRT"])
+def test_ends_after_a_new_step_are_not_counted(tmp_path: Path, code: str):
+    """A run that makes four steps a start, and needs ten starts."""
+    words = [*FAST, "--", *STAND_IN, f"--run_dir={tmp_path}", "--steps=12", f"--fail=+2:{code}"]
+    ended = run(words, 60)
+    assert ended.code == 0 and ended.output.count("begins at step") == 5, ended.output
+    kept = json.loads((tmp_path / ".supervised").read_text())
+    assert (kept["newest"], kept["restarts"], kept["crashes"]) == (12, 0, 0)
 
 
 def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
-    """again.sh is suspended until both have happened."""
+    """The supervisor is suspended until both have happened."""
 
     def wait_for_state(process: int, state: str) -> None:
         end = time.monotonic() + 10
@@ -50,24 +63,24 @@ def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
             time.sleep(0.01)
 
     os.mkfifo(tmp_path / "end")
-    words = [AGAIN, "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as again:
-        child = int(again.stdout.readline())
+    words = [*SUPERVISE, "--", "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as job:
+        child = int(job.stdout.readline())
         with open(tmp_path / "end", "w"):
             time.sleep(0.2)  # it waits for its child by now
-            again.send_signal(signal.SIGSTOP)
-            wait_for_state(again.pid, "T")
+            job.send_signal(signal.SIGSTOP)
+            wait_for_state(job.pid, "T")
         wait_for_state(child, "Z")  # it has ended, and nobody asked how
-        again.terminate()
-        again.send_signal(signal.SIGCONT)
-        assert again.wait(20) == 3
+        job.terminate()
+        job.send_signal(signal.SIGCONT)
+        assert job.wait(20) == 3
 
 
 def test_the_final_exit_code_is_saved_and_that_of_a_stop_is_not(tmp_path: Path):
     ended = tmp_path / "ended"
     for code, kept in ((75, False), (0, True)):
         script = f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}'
-        assert run([AGAIN, "--ended", ended, "sh", "-c", script], 20, _FAST).code == code
+        assert run([*FAST, "--ended", ended, "--", "sh", "-c", script], 20).code == code
         assert ended.exists() == kept
 
 
@@ -75,86 +88,100 @@ def test_the_final_exit_code_is_saved_and_that_of_a_stop_is_not(tmp_path: Path):
 def test_after_a_stop_signal_the_run_saves_and_is_not_restarted(how: int):
     save = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 # what started us may ignore it
-    words = [AGAIN, "sh", "-c", save]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as again:
-        assert again.stdout.readline() == "ready\n"
-        again.send_signal(how)
-        assert again.stdout.read() == "saved\n"
-        assert again.wait(20) == 75
+    words = [*SUPERVISE, "--", "sh", "-c", save]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as job:
+        assert job.stdout.readline() == "ready\n"
+        job.send_signal(how)
+        assert job.stdout.read() == "saved\n"
+        assert job.wait(20) == 75
 
 
 def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
-    words, begun = [AGAIN, "sh", "-c", "echo start; exit 1"], time.monotonic()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as again:
-        assert [again.stdout.readline() for _ in range(2)] == ["start\n"] * 2
+    words = [*SUPERVISE, "--", "sh", "-c", "echo start; exit 1"]
+    begun = time.monotonic()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as job:
+        assert [job.stdout.readline() for _ in range(2)] == ["start\n"] * 2
         assert time.monotonic() - begun < 3
-        again.terminate()  # it now waits 5 seconds
-        assert again.wait(3) in (1, 75, 143)  # 143: the run had not quite ended
+        job.terminate()  # it now waits 5 seconds
+        assert job.wait(3) in (1, 75, 143)  # 143: the run had not quite ended
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
         ([], "no command"),
-        (["--crash", "3", "true"], "unknown option --crash"),
-        (["--crashes", "many", "true"], "'many' is not a number"),
-        (["--hostfile", "/no/such", "true"], "cannot read the hostfile /no/such"),
-        (["--fewer", "2", "true"], "--fewer needs the hosts"),
-        (["--hosts-from", "true", "--fewer", "some", "true"], "'some' is not a number of hosts"),
-        (["--hostfile", "{tmp}/hosts", "true"], "is no host: a host is letters"),
-        (["--hosts-from", "cat {tmp}/hosts", "true"], "is no host: a host is letters"),
+        (["true"], "no command"),
+        (["--crash", "3", "--", "true"], "unrecognized arguments: --crash 3"),
+        (["--max-np", "many", "--", "true"], "invalid int value: 'many'"),
+        (["--hostfile", "/no/such", "--", "true"], "cannot read the hostfile /no/such"),
+        (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
+        (["--hostfile", "{tmp}/hosts", "--", "true"], "is no host: a host is letters"),
+        (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),
     ],
 )
 def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
     """Also a name that ssh would take for an option."""
     (tmp_path / "hosts").write_text(f"node1:1\n-oProxyCommand=touch${{IFS}}{tmp_path}/run:1\n")
-    ended = run([AGAIN, *(word.replace("{tmp}", str(tmp_path)) for word in words)], 20)
+    ended = run([*SUPERVISE, *(word.replace("{tmp}", str(tmp_path)) for word in words)], 20)
     assert ended.code == 2 and message in ended.output and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
 def test_a_command_that_prints_no_host_is_named(command: str, code: int):
-    ended = run([AGAIN, "--hosts-from", command, "true"], 30, {"AGAIN_PATIENCE": "1"})
+    ended = run([*SUPERVISE, "--patience", "1", "--hosts-from", command, "--", "true"], 30)
     said = f"no host from --hosts-from '{command}', which ended with exit code {code}"
-    assert ended.code == 1 and f"waiting for hosts: {said}\n" in ended.output, ended.output
-    assert f"error: {said} for 1 seconds; when that is fixed" in ended.output
+    assert ended.code == 76 and f"waiting for hosts: {said}\n" in ended.output, ended.output
+    assert f"error: {said} for 2 s; start the job again" in ended.output
 
 
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
-    hosts = Hosts(tmp_path, 2, ssh_port=22)  # again.sh asks ssh's own settings for the port
+    hosts = Hosts(tmp_path, 2, ssh_port=22)  # it asks ssh's own settings for the port
     try:
         (tmp_path / "hostfile").write_text("# all\nnode1 slots=1\nnode2:1\n")
-        words = [AGAIN, "--hostfile", tmp_path / "hostfile", "--ended", tmp_path / "ended"]
-        words.append("hostname")
+        words = [*SUPERVISE, "--patience", "3", "--hostfile", tmp_path / "hostfile"]
+        words += ["--ended", tmp_path / "ended", "--", "hostname"]
         ended = hosts[1].run(*words, timeout=60)
         assert (ended.code, ended.output) == (0, "node1\n")
         (tmp_path / "ended").unlink()
         hosts[2].end()
-        ended = hosts[1].run("env", "AGAIN_PATIENCE=3", *words, timeout=60)
-        assert ended.code == 1 and "waiting for node2 to answer ssh" in ended.output
-        assert "no answer to ssh from node2 for 3 seconds" in ended.output
-        assert (tmp_path / "ended").read_text() == "1\n"
+        ended = hosts[1].run(*words, timeout=60)
+        assert ended.code == 76, ended.output
+        assert "waiting for hosts: no answer to ssh from node2\n" in ended.output
+        assert (tmp_path / "ended").read_text() == "76\n"
     finally:
         hosts.end()
 
 
-def test_it_goes_on_with_the_hosts_that_are_left(tmp_path: Path):
-    """And, after a crash, with those that the command names by then."""
+def test_it_goes_on_with_the_hosts_that_are_left_and_takes_them_back(tmp_path: Path):
+    """At most --max-np ranks, on the hosts that the command names by then."""
     hosts = Hosts(tmp_path, 3, ssh_port=22)
     try:
         listed = tmp_path / "listed"
-        listed.write_text("node1:1\n  node2:1 # the second\nnode1:1\nnode3:1\n")
+        listed.write_text("node1:1\n  node2 slots=3 # the second\nnode1:1\nnode3:1\n")
+        hosts.cut(hosts[3])
+        words = [
+            "--hosts-from",
+            f"cat {listed}",
+            "--min-hosts",
+            "2",
+            "--max-np",
+            "3",
+            "--rejoin",
+            "2",
+        ]
         script = (
-            'paste -sd, "$LAUNCH_HOSTFILE"; '
-            f'echo node2:1 >{listed}; [ "$(wc -l <"$LAUNCH_HOSTFILE")" = 1 ]'
+            'paste -sd, "$LAUNCH_HOSTFILE"; grep -q node3 "$LAUNCH_HOSTFILE" && exit 0; '
+            'trap "exit 75" USR1; while :; do sleep 0.1; done'
         )
-        hosts[3].end()
-        words = ["env", "AGAIN_PAUSE=0", "AGAIN_GRACE=3", AGAIN, "--hosts-from", f"cat {listed}"]
-        ended = hosts[1].run(*words, "--fewer", "2", "bash", "-c", script, timeout=90)
-        assert ended.code == 0, ended.output
-        assert "going on without node3, on 2 host(s)" in ended.output
-        shown = [line for line in ended.output.splitlines() if line.startswith("node")]
-        assert shown == ["node1:1,node2:1", "node2:1"], ended.output
+        words = [*SUPERVISE, *words, "--pause", "1", "--", "bash", "-c", script]
+        with Terminal(hosts[1].words(*words), ROOT, ENVIRONMENT) as terminal:
+            terminal.wait_for("going on without node3, on 2 host", 40)
+            terminal.wait_for("node1:1,node2:2", 20)
+            listed.write_text("node1:1\nnode3:2\nnode2:1\n")
+            hosts.cut(hosts[3], back=True)
+            terminal.wait_for("node3", 20)
+            terminal.wait_for("node1:1,node3:2\r?\n", 20)
+            assert terminal.wait(20) == 0
     finally:
         hosts.end()
 
@@ -172,8 +199,9 @@ _TRAINING = [
 def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_property):
     """With the same bits as one that was never disturbed."""
     hosts = Hosts(tmp_path, 3, ssh_port=22)
-    words = [AGAIN, "--hosts-from", "echo node1:1; echo node2:1; echo node3:1", "--fewer", "2"]
-    words += [ROOT / "launch/hosts.sh", *_TRAINING, f"--run_dir={tmp_path}/run"]
+    words = [*SUPERVISE, "--hosts-from", "echo node1:1; echo node2:1; echo node3:1"]
+    words += ["--min-hosts", "2", "--rejoin", "--", ROOT / "launch/hosts.sh", *_TRAINING]
+    words.append(f"--run_dir={tmp_path}/run")
     with Terminal(hosts[1].words(*words), ROOT, ENVIRONMENT) as terminal:
 
         def seen(pattern: str) -> float:
@@ -192,7 +220,7 @@ def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_pr
             seen("2 ranks on 2 host")
             again = seen(rf"step \d+/{_STEPS}")
             hosts.cut(hosts[3], back=True)
-            hosts[1].sh(str(ROOT / "launch/stop.sh"))  # the next start
+            seen("node3 answers: starting again on all hosts")
             seen("3 ranks on 3 host")
             seen(f"step {_STEPS}/{_STEPS}")
             assert terminal.wait(60) == 0, terminal.shown
@@ -222,9 +250,9 @@ def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path):
     (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *hangs*) sleep 100 ;; esac\n')
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AGAIN_GRACE": "0", "AGAIN_ANSWER": "1"}
-    words = [AGAIN, "--hostfile", tmp_path / "hosts", "--fewer", "1", "sh", "-c"]
-    ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 20, env)
+    words = [*FAST, "--hostfile", tmp_path / "hosts", "--min-hosts", "1", "--", "sh", "-c"]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 40, env)
     assert ended.code == 0 and ended.output.splitlines()[-1] == "sound:1", ended.output
     assert "going on without hangs" in ended.output
 

@@ -1,0 +1,344 @@
+"""`hvdkit supervise`: starts a run again until it is done, over ssh, under Slurm, on Kubernetes.
+
+RULES says what follows each exit code. Restarts are counted by progress: the newest step in the
+run's folder, which COMMAND's own flags name. Imports no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hvdkit import whole_files
+from hvdkit.logs import complain, refuse
+from hvdkit.settings import of_command
+from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE
+
+_ENDS, _CRASH = "ends", "starts again at once, then after 5 s; ends at crash 3 at one step"
+_STOPPED = "starts again after 5 s; ends after 3 restarts without a new step"
+_LATER = "starts again after 5, 10, ... 300 s; ends after a day without a new step"
+RULES = (  # exit codes, what they mean, what follows
+    ((DONE,), "done", _ENDS),
+    ((WRONG_USE,), "wrong use", _ENDS),
+    ((DIVERGED,), "diverged", _ENDS),
+    ((126, 127), "there is no such command", _ENDS),
+    ((PREEMPTED, 138, 143), "stopped by a signal; with 75 it has saved", _STOPPED),
+    ((NOT_NOW,), "not now: disk, space, network, a host away, folder in use", _LATER),
+    ((132, 134, 135, 136, 139), "native crash: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV", _CRASH),
+    ((137,), "a rank was killed: out of memory, or its host was lost", _CRASH),
+    ((), "any other: a crash", _CRASH),
+)
+# How srun names a rank that a signal ended; it then kills the others, and returns 137.
+_NATIVE = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 11)}
+_ENDED = re.compile(rb"srun: error: (\S+): tasks? ([\d,-]+): (%s)" % "|".join(_NATIVE).encode())
+_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
+_ASK = """xargs -P 64 -I {} sh -c 'timeout 15 ssh -o BatchMode=yes -o ConnectTimeout=5 \
+-o StrictHostKeyChecking=accept-new {} true </dev/null >/dev/null 2>&1 && echo {} || true'"""
+
+
+def table() -> str:
+    """RULES in Markdown."""
+    rows = [(", ".join(map(str, codes)) or "other", *row) for codes, *row in RULES]
+    rows = [("exit code", "what it means", "`hvdkit supervise`"), ("---",) * 3, *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step that the run has saved or logged; 0 where there is none."""
+    steps = [0]
+    for path in (folder / "checkpoints").glob("step-*"):
+        with contextlib.suppress(ValueError):
+            steps.append(int(path.name.removeprefix("step-")))
+    with contextlib.suppress(OSError), whole_files.opened(folder / "metrics.jsonl") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                steps.append(int(json.loads(line)["step"]))
+    return max(steps)
+
+
+class Supervisor:
+    """One job: its starts one after another, until `run` returns the exit code."""
+
+    def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
+        self._options, self._command = options, command
+        self._told, self._starting, self._child, self._died = 0, False, None, ()
+        given = of_command(command)
+        self._folder = Path(given.run_dir).absolute() if given else None
+        own = f"{time.time_ns()} {os.uname().nodename}"  # see hvdkit/checkpoint/lease.py
+        slurm = os.environ.get("SLURM_JOB_ID")
+        self._job = os.environ.get("LAUNCH_JOB") or (f"slurm-{slurm}" if slurm else own)
+        os.environ |= {"LAUNCH_JOB": self._job, "LAUNCH_BY": own}
+        if options.hostfile or options.hosts_from:
+            os.environ["LAUNCH_HOSTFILE"] = str(options.live)
+        self._used: dict[str, int] = {}  # ranks by host
+        self._rejoins = False
+        self._ended = self._since = time.monotonic()  # the last end, the newest step
+        self._newest = self._first = newest_step(self._folder) if self._folder else 0
+        self._restarts = self._crashes = self._tries = 0  # since the newest step
+        self._recall()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, self._hear)
+
+    def run(self) -> int:
+        """Starts the command until a rule ends it; returns the exit code."""
+        while True:
+            self._wait_for_hosts()
+            begun = time.monotonic()
+            code = self._start()
+            what, then = next(row for codes, *row in RULES if code in codes or not codes)
+            self._count(then, time.monotonic() - begun)
+            if self._told or (self._options.stop_ends and then == _STOPPED):
+                return self._after_stop(code)
+            if then == _ENDS:
+                return self._end(code)
+            if why := self._enough(then):
+                _say(f"error: exit code {code} ({what}), {why}: no further start")
+                return self._end(BUG if then == _STOPPED else code)
+            pause = self._pause(then)
+            _say(f"exit code {code} ({what}): starting again in {pause:g} s")
+            time.sleep(pause)
+
+    def _start(self) -> int:
+        """One start of the command; its exit code, as a shell has it."""
+        self._starting, self._died, self._rejoins = True, (), False
+        try:
+            self._child = subprocess.Popen(self._command, stderr=subprocess.PIPE)
+        except OSError as error:
+            complain(f"{self._command[0]}: {error.strerror}")
+            return 126 if isinstance(error, PermissionError) else 127
+        finally:
+            self._starting = False
+        reader = threading.Thread(target=self._show, args=(self._child.stderr,), daemon=True)
+        reader.start()
+        if self._told:  # before there was one to tell
+            self._pass_on()
+        asked, every = time.monotonic(), self._options.rejoin
+        while (code := self._child.poll()) is None:
+            time.sleep(0.05)
+            if every and time.monotonic() - asked >= every:
+                self._rejoin()
+                asked = time.monotonic()
+        reader.join(2)
+        self._child, self._ended = None, time.monotonic()
+        if code == 137 and self._died:
+            host, rank, how = (part.decode() for part in self._died)
+            _say(f"rank {rank} on {host} ended first: {how}")
+            return _NATIVE[how]
+        return code if code >= 0 else 128 - code
+
+    def _show(self, errors: Iterable[bytes]) -> None:
+        for line in errors:
+            found = _ENDED.search(line)
+            self._died = self._died or (found.groups() if found else ())
+            with contextlib.suppress(OSError):
+                os.write(2, line)
+
+    def _hear(self, number: int, frame: object) -> None:
+        if not (self._child or self._starting):
+            sys.exit(PREEMPTED)  # between two starts: nothing to save
+        first, self._told = not self._told, self._told or number
+        if first and self._child:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """SIGTERM would make srun kill the ranks."""
+        usr1 = self._options.stop_ends or self._told == signal.SIGUSR1
+        self._child.send_signal(signal.SIGUSR1 if usr1 else signal.SIGTERM)
+
+    # ---- hosts --------------------------------------------------------------------------------
+
+    def _wait_for_hosts(self) -> None:
+        """Until they answer; writes those to start on into LAUNCH_HOSTFILE."""
+        options, said = self._options, ""
+        while options.hostfile or options.hosts_from:
+            listed, lack = self._listed()
+            there = self._answering(listed)
+            missing = ", ".join(name for name in listed if name not in there)
+            waited, least = time.monotonic() - self._ended, options.min_hosts or len(listed)
+            if there and not missing:
+                break
+            if len(there) >= max(1, least) and waited >= options.pause:
+                _say(f"going on without {missing}, on {len(there)} host(s)")
+                break
+            lack = lack or f"no answer to ssh from {missing}"
+            if waited >= options.patience:
+                complain(f"{lack} for {waited:.0f} s; start the job again to resume")
+                sys.exit(self._end(NOT_NOW))
+            if said != lack:
+                _say(f"waiting for hosts: {lack}")
+            said = lack
+            time.sleep(2)
+        else:
+            return
+        self._used = self._capped(there)
+        options.live.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
+
+    def _rejoin(self) -> None:
+        """Where hosts answer that the run lacks, it saves, and starts again on all."""
+        there = self._capped(self._answering(self._listed()[0]))
+        if sum(there.values()) > sum(self._used.values()) and not (self._told or self._rejoins):
+            _say(f"{', '.join(there.keys() - self._used)} answers: starting again on all hosts")
+            self._rejoins = True
+            self._child.send_signal(signal.SIGUSR1)
+
+    def _listed(self) -> tuple[dict[str, int], str]:
+        """Ranks by host, and why there is none."""
+        command, code = self._options.hosts_from, 0
+        if command:
+            words = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+            asked = subprocess.run(["bash", "-c", command], check=False, **words)
+            text, code = asked.stdout, asked.returncode
+        else:
+            text = self._options.hostfile.read_text()
+        found: dict[str, int] = {}
+        for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+            if not (host := _HOST.fullmatch(line)):  # it becomes a word of ssh's command line
+                refuse(f"'{line}' is no host: a host is letters, digits, . _ and -, not - first")
+            found.setdefault(host[1], int(host[2] or host[3] or 1))
+        found = {} if code else found
+        why = f"no host from --hosts-from '{command}', which ended with exit code {code}"
+        return found, "" if found else why
+
+    def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
+        words = {"input": "\n".join(hosts), "stdout": subprocess.PIPE, "text": True}
+        there = subprocess.run(["sh", "-c", _ASK], check=False, **words).stdout.split()
+        return {name: count for name, count in hosts.items() if name in there}
+
+    def _capped(self, hosts: dict[str, int]) -> dict[str, int]:
+        """The first hosts, with --max-np ranks in all."""
+        left, found = self._options.max_np or sum(hosts.values()), {}
+        for name, count in hosts.items():
+            if left:
+                found[name] = min(count, left)
+                left -= found[name]
+        return found
+
+    # ---- what follows an end ------------------------------------------------------------------
+
+    def _count(self, then: str, seconds: float) -> None:
+        """Without a run's folder, a start that lasted a minute counts as a new step."""
+        newest = newest_step(self._folder) if self._folder else self._newest + (seconds >= 60)
+        if newest > self._newest:
+            self._newest, self._since = newest, time.monotonic()
+            self._restarts = self._crashes = self._tries = 0
+        if not self._rejoins:
+            self._restarts += then == _STOPPED
+            self._crashes += then == _CRASH
+            self._tries += then == _LATER
+        counts = {"newest": self._newest, "restarts": self._restarts, "crashes": self._crashes}
+        with contextlib.suppress(OSError):
+            if self._folder and self._folder.is_dir():
+                whole_files.write_json(self._folder / ".supervised", {"job": self._job, **counts})
+
+    def _recall(self) -> None:
+        """What an earlier start of this job, before a requeue or in another pod, has counted."""
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            path = self._folder / ".supervised"
+            kept = json.loads(whole_files.read(path, whole_files.JSON_BYTES))
+            if kept["job"] == self._job and kept["newest"] >= self._newest:
+                self._newest, self._crashes = int(kept["newest"]), int(kept["crashes"])
+                self._restarts = int(kept["restarts"])
+
+    def _enough(self, then: str) -> str:
+        """Why there is no further start; "" while there is."""
+        if then == _LATER:
+            waited = time.monotonic() - self._since
+            over = waited >= self._options.patience
+            return f"for {waited:.0f} s without a new step" if over else ""
+        if self._crashes >= 3:
+            return f"crash {self._crashes} at step {self._newest}, whose trace is above"
+        stuck = self._restarts + self._crashes > 3
+        return "after 3 restarts without a new step" if stuck else ""
+
+    def _pause(self, then: str) -> float:
+        if self._rejoins or (then == _CRASH and self._crashes == 1):
+            return 0.0
+        return min(300.0, self._options.pause * 2 ** max(0, self._tries - 1))
+
+    def _after_stop(self, code: int) -> int:
+        """What to return when this process, or with --stop-ends a rank, was told to stop."""
+        if code in (DONE, WRONG_USE, DIVERGED):
+            return self._end(code)
+        if self._told == signal.SIGUSR1 and self._newest <= self._first and self._options.stop_ends:
+            _say("error: its time limit is near, and no step was made in this start: is --time")
+            _say("longer than the warning before its end (--signal, 300 s)?")
+            return BUG
+        # By the signal itself: it came before there was a handler.
+        early = code in (129, 130, 138, 143) or self._options.stop_ends
+        return PREEMPTED if early else code
+
+    def _end(self, code: int) -> int:
+        """For good, also for a new pod, which knows nothing else of this job."""
+        if self._options.ended:
+            try:
+                whole_files.write_json(self._options.ended, code)
+            except OSError as error:
+                _say(f"cannot write {error.filename}: a new start will not know of this end")
+        return code
+
+
+def _say(text: str) -> None:
+    print(f"supervise: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command after `--`; returns its last exit code."""
+    words = list(argv[1:])
+    cut = words.index("--") if "--" in words else len(words)
+    options, command = _options(words[:cut]), words[cut + 1 :]
+    if not command:
+        refuse("no command to run: hvdkit supervise [OPTIONS] -- COMMAND")
+    if options.ended and options.ended.exists():
+        try:
+            code = int(options.ended.read_text())
+        except ValueError:
+            refuse(f"{options.ended} does not hold an exit code: remove it")
+        _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
+        return code
+    with tempfile.TemporaryDirectory() as work:
+        options.live = Path(work, "hosts")
+        return Supervisor(options, command).run()
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hvdkit supervise",
+        usage="hvdkit supervise [OPTIONS] -- COMMAND",
+        description="Starts COMMAND again until it is done. On a signal the ranks save and end.",
+        epilog=table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, count = parser.add_argument, {"type": int, "default": 0, "metavar": "N"}
+    add("--hostfile", type=Path, help="wait until these hosts answer ssh; hosts.sh starts on them")
+    add("--hosts-from", help="the same with the hosts, node1:8 a line, that this command prints")
+    add("--min-hosts", help="start on so many hosts, where the others do not answer", **count)
+    add("--max-np", help="start at most so many ranks", **count)
+    often = "ask so often (60 s) for hosts that the run lacks: it saves, and starts again on all"
+    add("--rejoin", nargs="?", type=float, const=60.0, metavar="SECONDS", help=often)
+    add("--pause", type=float, default=5.0, help="seconds before a second start (5)")
+    add("--patience", type=float, default=86400.0, help="seconds to wait for what is away (a day)")
+    add("--ended", type=Path, help="keep the final exit code here; a later start returns it")
+    add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
+    options = parser.parse_args(words)
+    listed = options.hostfile or options.hosts_from
+    if options.hostfile and options.hosts_from:
+        parser.error("--hostfile and --hosts-from: choose one")
+    if options.hostfile and not options.hostfile.is_file():
+        parser.error(f"cannot read the hostfile {options.hostfile}")
+    if min(options.min_hosts, options.max_np) < 0:
+        parser.error("--min-hosts and --max-np: give a number from 1")
+    if (options.min_hosts or options.max_np or options.rejoin) and not listed:
+        parser.error("--min-hosts, --max-np and --rejoin need --hostfile or --hosts-from")
+    return options
