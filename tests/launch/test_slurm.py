@@ -208,7 +208,7 @@ def test_no_step_since_the_last_start_ends_it(slurm: Slurm, tmp_path: Path):
     """As where --time is shorter than the warning before its end."""
     job = stand_in(slurm, tmp_path, "--mute")
     job.near_its_limit()
-    assert job.end() == STOPPED
+    assert job.end() == ("FAILED", "1:0", "0")
     assert "no step was made" in job.log() and "--time longer" in job.log()
 
 
@@ -220,9 +220,29 @@ def test_a_job_that_somebody_stopped_is_not_requeued(slurm: Slurm, hosts: Hosts,
     assert "stopped by someone" in job.log()
 
 
-def test_after_a_killed_rank_the_job_is_requeued(slurm: Slurm, tmp_path: Path):
-    job = stand_in(slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8", sbatch="--nodes=1")
-    assert job.end() == ("COMPLETED", "0:0", "1"), job.log()
+def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_path: Path):
+    job = stand_in(slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8")
+    assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
+    assert len(starts(job)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("SIGKILL", 137, "137 (a rank was killed"),
+        ("SIGSEGV", 139, "rank 1 on node2 ended first: Segmentation fault"),
+        ("1", 1, "1 (any other: a crash), crash 3 at step 0"),
+    ],
+)
+def test_a_rank_that_ends_in_its_start_requeues_nothing(
+    slurm: Slurm, tmp_path: Path, name: str, *, code: int, said: str
+):
+    """It is started three times, and each time the other ranks have ended 10 s later."""
+    begun = time.monotonic()
+    job = stand_in(slurm, tmp_path, f"--fail=0:{name}", "--mute")
+    assert job.end(100) == ("FAILED", f"{code}:0", "0"), job.log()
+    assert len(starts(job)) == 3 and said in job.log(), job.log()
+    assert time.monotonic() - begun < 80
 
 
 @pytest.mark.slow  # Slurm takes a while to miss it

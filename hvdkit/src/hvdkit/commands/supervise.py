@@ -167,7 +167,7 @@ class Supervisor:
             there = self._answering(listed)
             missing = ", ".join(name for name in listed if name not in there)
             waited, least = time.monotonic() - self._ended, options.min_hosts or len(listed)
-            if there and not missing:
+            if not (lack or missing):
                 break
             if len(there) >= max(1, least) and waited >= options.pause:
                 _say(f"going on without {missing}, on {len(there)} host(s)")
@@ -207,9 +207,9 @@ class Supervisor:
             if not (host := _HOST.fullmatch(line)):  # it becomes a word of ssh's command line
                 refuse(f"'{line}' is no host: a host is letters, digits, . _ and -, not - first")
             found.setdefault(host[1], int(host[2] or host[3] or 1))
-        found = {} if code else found
-        why = f"no host from --hosts-from '{command}', which ended with exit code {code}"
-        return found, "" if found else why
+        if not command or (found and not code):
+            return found, ""
+        return {}, f"no host from --hosts-from '{command}', which ended with exit code {code}"
 
     def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
         words = {"input": "\n".join(hosts), "stdout": subprocess.PIPE, "text": True}
