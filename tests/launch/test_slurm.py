@@ -230,7 +230,7 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
     ("name", "code", "said"),
     [
         ("SIGKILL", 137, "137 (a rank was killed"),
-        ("SIGSEGV", 139, "rank 1 on node2 ended first: Segmentation fault"),
+        ("SIGABRT", 134, "rank 1 on node2 ended first: Aborted"),
         ("1", 1, "1 (any other: a crash), crash 3 at step 0"),
     ],
 )

@@ -203,7 +203,7 @@ def test_faults_that_pass_are_waited_for(hosts: Hosts, tiny_data: Path, tmp_path
     ended = hosts[1].run(*words, "--num_steps=2", timeout=100, env=ENVIRONMENT)
     assert ended.code == 0, ended.output
     lock = f"import fcntl, time; f = open('{run_dir}/.lock'); fcntl.flock(f, 2); time.sleep(600)"
-    with subprocess.Popen(hosts[1].words(sys.executable, "-c", lock)) as other:
+    with subprocess.Popen(hosts[1].words(sys.executable, "-c", lock)):
         hosts[1].sh(f"dd if=/dev/zero of={run_dir}/full bs=1M 2>/dev/null || true")
         data.unlink()
         words = hosts[1].words(*SUPERVISE, "--pause", "0.5", "--", *words, "--num_steps=4")
@@ -211,7 +211,7 @@ def test_faults_that_pass_are_waited_for(hosts: Hosts, tiny_data: Path, tmp_path
             terminal.wait_for("the data of the run in .* are away(?s:.*)exit code 76", 60)
             data.symlink_to(tiny_data)
             terminal.wait_for("is in use by another run, on node1: wait(?s:.*)exit code 76", 60)
-            other.kill()
+            hosts[1].sh("pkill -f [f]cntl.flock")
             terminal.wait_for("No space left on device(?s:.*)exit code 76", 60)
             hosts[1].sh(f"rm {run_dir}/full")
             assert terminal.wait(100) == 0, terminal.shown
@@ -230,26 +230,27 @@ def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str], name: s
     ]
     ended = run([*words, "--flagfile=configs/demo.cfg", *tiny], 100, cwd=ROOT / "template")
     assert ended.code == code, ended.output
-    assert re.search(r"\[1,1\]<stderr>:Fatal Python error: ", ended.output), ended.output
-    assert 'File "<string>", line 8 in crashing' in ended.output
-    assert re.search(rf"\[{os.uname().nodename}:\d+\] Signal: ", ended.output), ended.output
+    said = re.sub(r"\[1,[01]\]<stderr>:", "", ended.output)
+    assert "Fatal Python error: " in said and ", line 8 in crashing" in said, said
+    where = f"rank 1 with PID \\d+ on node {os.uname().nodename} exited on signal {code - 128}"
+    assert re.search(where, said), said
 
 
 def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny: list[str]):
-    words = [*_TINY, *tiny, "--num_steps=100000"]
+    words = [*_TINY, *tiny, "--num_steps=100000", "--log_every=100"]
 
     def started(job: str) -> Terminal:
         return Terminal(words, ROOT / "template", ENVIRONMENT | {"LAUNCH_JOB": job})
 
     with started("one") as first:
-        first.wait_for("step 3/", 60)
+        first.wait_for("step 100/", 60)
         with started("two") as other:
             assert other.wait(60) == 76 and "in use by another run" in other.shown, other.shown
         with started("one") as second:
             first.wait_for("a later start of this job, on .*, has taken over .* ends, unsaved", 60)
             taken = time.monotonic()
             assert first.wait(30) == 76, first.shown
-            second.wait_for("step 3/", 60)
+            second.wait_for("step 100/", 60)
             assert time.monotonic() - taken < 30
             second.press(CTRL_C)
             assert second.wait(60) == 75, second.shown

@@ -21,7 +21,7 @@ from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings, project
-from hvdkit.stop import Stop
+from hvdkit.stop import NotNow, Stop
 
 RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "predictions.png")
 
@@ -188,7 +188,7 @@ def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     other = whole_files.lock(tmp_path / ".lock")
-    with pytest.raises(ValueError, match="is in use by another run"):
+    with pytest.raises(NotNow, match="is in use by another run"):
         run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
     other.close()  # as when its process ends
     run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
@@ -199,7 +199,12 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "new"
     for _ in range(2):  # and none is made of a start that logged nothing
         assert run_folder.begin(run_dir, None, Settings(), evaluates_first=False) == ""
-    assert sorted(p.name for p in run_dir.iterdir()) == [".lock", "checkpoints", "config.cfg"]
+    assert sorted(p.name for p in run_dir.iterdir()) == [
+        ".lease",
+        ".lock",
+        "checkpoints",
+        "config.cfg",
+    ]
     written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
     assert written == Settings()
 

@@ -39,9 +39,9 @@ RULES = (  # exit codes, what they mean, what follows
     ((137,), "a rank was killed: out of memory, or its host was lost", _CRASH),
     ((), "any other: a crash", _CRASH),
 )
-# How srun names a rank that a signal ended; it then kills the others, and returns 137.
-_NATIVE = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 11)}
-_ENDED = re.compile(rb"srun: error: (\S+): tasks? ([\d,-]+): (%s)" % "|".join(_NATIVE).encode())
+# How srun names the first rank that ends; it then kills the others, and returns 137.
+_SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
+_ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
 _ASK = """xargs -P 64 -I {} sh -c 'timeout 15 ssh -o BatchMode=yes -o ConnectTimeout=5 \
 -o StrictHostKeyChecking=accept-new {} true </dev/null >/dev/null 2>&1 && echo {} || true'"""
@@ -133,14 +133,14 @@ class Supervisor:
         reader.join(2)
         self._child, self._ended = None, time.monotonic()
         if code == 137 and self._died:
-            host, rank, how = (part.decode() for part in self._died)
+            host, rank, how, own = self._died
             _say(f"rank {rank} on {host} ended first: {how}")
-            return _NATIVE[how]
+            return int(own or _SIGNALS.get(how.strip(), code))
         return code if code >= 0 else 128 - code
 
     def _show(self, errors: Iterable[bytes]) -> None:
         for line in errors:
-            found = _ENDED.search(line)
+            found = _ENDED.search(line.decode(errors="replace"))
             self._died = self._died or (found.groups() if found else ())
             with contextlib.suppress(OSError):
                 os.write(2, line)
@@ -272,8 +272,10 @@ class Supervisor:
         if code in (DONE, WRONG_USE, DIVERGED):
             return self._end(code)
         if self._told == signal.SIGUSR1 and self._newest <= self._first and self._options.stop_ends:
-            _say("error: its time limit is near, and no step was made in this start: is --time")
-            _say("longer than the warning before its end (--signal, 300 s)?")
+            why = (
+                "its time limit is near, and no step was made in this start: is --time longer than"
+            )
+            _say(f"error: {why} the warning before its end (--signal, 300 s)?")
             return BUG
         # By the signal itself: it came before there was a handler.
         early = code in (129, 130, 138, 143) or self._options.stop_ends

@@ -90,7 +90,7 @@ class Health:
             why = optimizers.changed_trainable(self._state.optimizer, self._state.model)
             return why and Ending(WRONG_USE, "trainable changed", why, save=True)
         if why := lease.lost(Path(self._config.run_dir)):
-            return Ending(WRONG_USE, FENCED, why, save=False)
+            return Ending(NOT_NOW, FENCED, why, save=False)
         return None
 
     def verdict(self, *results: Result | None) -> Ending | None:
