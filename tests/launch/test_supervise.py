@@ -50,8 +50,6 @@ def test_ends_after_a_new_step_are_not_counted(tmp_path: Path, code: str):
     words = [*FAST, "--", *STAND_IN, f"--run_dir={tmp_path}", "--steps=12", f"--fail=+4:{code}"]
     ended = run(words, 60)
     assert ended.code == 0 and ended.output.count("begins at step") == 4, ended.output
-    kept = json.loads((tmp_path / ".supervised").read_text())
-    assert (kept["newest"], kept["restarts"], kept["crashes"]) == (12, 0, 0)
 
 
 def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
@@ -114,7 +112,7 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["true"], "unrecognized arguments: true"),
         (["--crash", "3", "--", "true"], "unrecognized arguments: --crash 3"),
         (["--max-np", "many", "--", "true"], "invalid int value: 'many'"),
-        (["--hostfile", "/no/such", "--", "true"], "cannot read the hostfile /no/such"),
+        (["--hostfile", "x", "--hosts-from", "y", "--", "true"], "choose one"),
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
         (["--hostfile", "{tmp}/hosts", "--", "true"], "is no host: a host is letters"),
         (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),
@@ -130,7 +128,7 @@ def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
 def test_a_command_that_prints_no_host_is_named(command: str, code: int):
     ended = run([*SUPERVISE, "--patience", "1", "--hosts-from", command, "--", "true"], 30)
-    said = f"no host from --hosts-from '{command}', which ended with exit code {code}"
+    said = f"no host from '{command}', which ended with exit code {code}"
     assert ended.code == 76 and f"waiting for hosts: {said}\n" in ended.output, ended.output
     assert f"error: {said} for 2 s; start the job again" in ended.output
 

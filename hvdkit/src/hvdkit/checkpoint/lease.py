@@ -1,8 +1,8 @@
 """Who trains in a run's folder: one start of one job. Imports no TensorFlow.
 
-Rank 0 holds a lock on RUN_DIR/.lock until its process ends. RUN_DIR/.lease says who that is, and
-its time is renewed every few seconds. A new start of the same job (LAUNCH_JOB, which `hvdkit
-supervise` sets) writes itself into it: the old start sees that, and ends at its next step.
+Rank 0 holds a lock on RUN_DIR/.lock until its process ends. RUN_DIR/.lease says who that is; its
+time is renewed every few seconds, for disks that have no locks. A new start of the same job
+(LAUNCH_JOB, which `hvdkit supervise` sets) writes itself there: the old one ends at its next step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hvdkit.stop import NotNow
 
 _BEAT = 2.0  # seconds between two signs of life
 _FENCING = 30.0  # seconds that the old start of a job has to end
-_held: dict[Path, Lease] = {}  # until the process ends
+_held: dict[Path, IO[str] | None] = {}  # until the process ends
+_lost: dict[Path, str] = {}
 
 
 def take(run_dir: Path) -> None:
@@ -33,75 +34,58 @@ def take(run_dir: Path) -> None:
     Raises:
       OSError: its files cannot be written. NotNow: another run is in it.
     """
-    folder = run_dir.resolve()
-    if run_dir.is_dir() and folder not in _held:
-        _held[folder] = Lease(folder)
+    folder, start = run_dir.resolve(), secrets.token_hex(8)
+    if not run_dir.is_dir() or folder in _held:
+        return
+    own = {"job": os.environ.get("LAUNCH_JOB", start), "by": os.environ.get("LAUNCH_BY", "")}
+    own |= {"start": start, "host": os.uname().nodename}
+    end = time.monotonic() + _FENCING
+    while not (lock := _lock(folder)):
+        there = _read(folder)
+        older = there.get("job") == own["job"] and str(there.get("by")) <= own["by"]
+        if not older or time.monotonic() > end:
+            who = f"{folder} is in use by another run, on {there.get('host', 'some host')}"
+            raise NotNow(f"{who}: wait for its end or choose another --run_dir")
+        if there != own:
+            whole_files.write_json(folder / ".lease", own)
+        time.sleep(0.5)
+    whole_files.write_json(folder / ".lease", own)
+    _held[folder] = lock[0]
+    threading.Thread(target=_keep, args=(folder, start), name="lease", daemon=True).start()
 
 
 def lost(run_dir: Path) -> str:
     """Who has taken over the folder that this process trains in, as a sentence; "" for nobody."""
-    lease = _held.get(run_dir.resolve())
-    return lease.lost if lease else ""
+    return _lost.get(run_dir.resolve(), "")
 
 
-def holder(run_dir: Path) -> dict[str, str]:
-    """What the folder's lease says: job, start, by (the supervisor), host; empty without one."""
+def _lock(folder: Path) -> tuple[IO[str] | None] | None:
+    """None while another process has it."""
     try:
-        found = json.loads(whole_files.read(run_dir / ".lease", whole_files.JSON_BYTES))
+        return (whole_files.lock(folder / ".lock"),)
+    except BlockingIOError:
+        return None
+    except whole_files.NoLocks:
+        times = set()
+        for _ in range(4):
+            with contextlib.suppress(FileNotFoundError):
+                times.add((folder / ".lease").stat().st_mtime_ns)
+            time.sleep(_BEAT)
+        return None if len(times) > 1 else (None,)
+
+
+def _read(folder: Path) -> dict[str, str]:
+    try:
+        found = json.loads(whole_files.read(folder / ".lease", whole_files.JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-class Lease:
-    """Rank 0's, on a folder; `lost`: who has taken it over, as a sentence."""
-
-    def __init__(self, folder: Path) -> None:
-        start = secrets.token_hex(8)
-        names = {"job": os.environ.get("LAUNCH_JOB", start), "by": os.environ.get("LAUNCH_BY", "")}
-        self._own = {**names, "start": start, "host": os.uname().nodename}
-        self._folder, self.lost = folder, ""
-        self._lock = self._wait_for_lock(time.monotonic() + _FENCING)
-        self._write()
-        threading.Thread(target=self._keep, name="lease", daemon=True).start()
-
-    def _write(self) -> None:
-        whole_files.write_json(self._folder / ".lease", self._own)
-
-    def _wait_for_lock(self, end: float) -> IO[str] | None:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                try:
-                    return whole_files.lock(self._folder / ".lock")
-                except whole_files.NoLocks:
-                    if not self._beats():
-                        return None
-            there = holder(self._folder)
-            who = f"{self._folder} is in use by another run, on {there.get('host', 'some host')}"
-            if there.get("job") != self._own["job"]:
-                raise NotNow(f"{who}: wait for its end or choose another --run_dir")
-            if time.monotonic() > end:
-                raise NotNow(f"{who}: an earlier start of this job, which has not ended yet")
-            if there != self._own:
-                self._write()
-            time.sleep(0.5)
-
-    def _beats(self) -> bool:
-        """Whether the folder's holder shows signs of life, where the file system has no locks."""
-        times = set()
-        for _ in range(4):
-            with contextlib.suppress(OSError):
-                times.add((self._folder / ".lease").stat().st_mtime_ns)
-            time.sleep(_BEAT)
-        return len(times) > 1
-
-    def _keep(self) -> None:
-        while not self.lost:
-            time.sleep(_BEAT)
-            there = holder(self._folder)
-            if there.get("start", self._own["start"]) != self._own["start"]:
-                where = f"a later start of this job, on {there.get('host')}"
-                self.lost = f"{where}, has taken over {self._folder}: this one ends, unsaved"
-            else:
-                with contextlib.suppress(OSError):
-                    os.utime(self._folder / ".lease", follow_symlinks=False)
+def _keep(folder: Path, start: str) -> None:
+    while (there := _read(folder)).get("start", start) == start:
+        with contextlib.suppress(OSError):
+            os.utime(folder / ".lease", follow_symlinks=False)
+        time.sleep(_BEAT)
+    where = f"a later start of this job, on {there.get('host')}"
+    _lost[folder] = f"{where}, has taken over {folder}: this one ends, unsaved"

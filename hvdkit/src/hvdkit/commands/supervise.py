@@ -11,13 +11,14 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import whole_files
@@ -43,8 +44,9 @@ RULES = (  # exit codes, what they mean, what follows
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
-_ASK = """xargs -P 64 -I {} sh -c 'timeout 15 ssh -o BatchMode=yes -o ConnectTimeout=5 \
--o StrictHostKeyChecking=accept-new {} true </dev/null >/dev/null 2>&1 && echo {} || true'"""
+_ASK = """printf '%s\\n' "$0" "$@" | xargs -P 64 -I {} sh -c 'timeout 15 ssh -o BatchMode=yes \
+-o StrictHostKeyChecking=accept-new -o ConnectTimeout=5 {} true >/dev/null 2>&1 && echo {} || true'"""
+_READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
 
 def table() -> str:
@@ -73,32 +75,32 @@ class Supervisor:
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self._options, self._command = options, command
-        self._told, self._starting, self._child, self._died = 0, False, None, ()
+        self._told, self._starting, self._child, self._died = 0, False, None, None
         given = of_command(command)
         self._folder = Path(given.run_dir).absolute() if given else None
-        own = f"{time.time_ns()} {os.uname().nodename}"  # see hvdkit/checkpoint/lease.py
-        slurm = os.environ.get("SLURM_JOB_ID")
-        self._job = os.environ.get("LAUNCH_JOB") or (f"slurm-{slurm}" if slurm else own)
-        os.environ |= {"LAUNCH_JOB": self._job, "LAUNCH_BY": own}
-        if options.hostfile or options.hosts_from:
-            os.environ["LAUNCH_HOSTFILE"] = str(options.live)
-        self._used: dict[str, int] = {}  # ranks by host
-        self._rejoins = False
-        self._ended = self._since = time.monotonic()  # the last end, the newest step
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
         self._restarts = self._crashes = self._tries = 0  # since the newest step
-        self._recall()
+        self._ended = self._since = time.monotonic()  # the last end, the newest step
+        self._used, self._rejoins = {}, False  # ranks by host
+        own = f"{time.time_ns()} {os.uname().nodename}"  # see hvdkit/checkpoint/lease.py
+        slurm = os.environ.get("SLURM_JOB_ID")
+        os.environ.setdefault("LAUNCH_JOB", f"slurm {slurm}" if slurm else own)
+        os.environ |= {"LAUNCH_BY": own, "LAUNCH_HOSTFILE": str(options.live)}
+        if not options.hosts_from:
+            del os.environ["LAUNCH_HOSTFILE"]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, self._hear)
 
     def run(self) -> int:
         """Starts the command until a rule ends it; returns the exit code."""
         while True:
-            self._wait_for_hosts()
-            begun = time.monotonic()
+            if self._options.hosts_from:
+                self._wait_for_hosts()
+            begun, self._rejoins = time.monotonic(), False
             code = self._start()
+            self._ended = time.monotonic()
             what, then = next(row for codes, *row in RULES if code in codes or not codes)
-            self._count(then, time.monotonic() - begun)
+            self._count(then, self._ended - begun)
             if self._told or (self._options.stop_ends and then == _STOPPED):
                 return self._after_stop(code)
             if then == _ENDS:
@@ -106,42 +108,43 @@ class Supervisor:
             if why := self._enough(then):
                 _say(f"error: exit code {code} ({what}), {why}: no further start")
                 return self._end(BUG if then == _STOPPED else code)
-            pause = self._pause(then)
+            pause = min(300.0, self._options.pause * 2 ** max(0, self._tries - 1))
+            if self._rejoins or (then == _CRASH and self._crashes == 1):
+                pause = 0.0
             _say(f"exit code {code} ({what}): starting again in {pause:g} s")
             time.sleep(pause)
 
     def _start(self) -> int:
         """One start of the command; its exit code, as a shell has it."""
-        self._starting, self._died, self._rejoins = True, (), False
+        self._starting, self._died = True, None
         try:
-            self._child = subprocess.Popen(self._command, stderr=subprocess.PIPE)
+            self._child = child = subprocess.Popen(self._command, stderr=subprocess.PIPE)
         except OSError as error:
             complain(f"{self._command[0]}: {error.strerror}")
-            return 126 if isinstance(error, PermissionError) else 127
+            return 127
         finally:
             self._starting = False
-        reader = threading.Thread(target=self._show, args=(self._child.stderr,), daemon=True)
+        reader = threading.Thread(target=self._show, daemon=True)
         reader.start()
         if self._told:  # before there was one to tell
             self._pass_on()
         asked, every = time.monotonic(), self._options.rejoin
-        while (code := self._child.poll()) is None:
+        while (code := child.poll()) is None:
             time.sleep(0.05)
             if every and time.monotonic() - asked >= every:
                 self._rejoin()
                 asked = time.monotonic()
         reader.join(2)
-        self._child, self._ended = None, time.monotonic()
+        self._child = None
         if code == 137 and self._died:
-            host, rank, how, own = self._died
+            host, rank, how, own = self._died.groups()
             _say(f"rank {rank} on {host} ended first: {how}")
             return int(own or _SIGNALS.get(how.strip(), code))
         return code if code >= 0 else 128 - code
 
-    def _show(self, errors: Iterable[bytes]) -> None:
-        for line in errors:
-            found = _ENDED.search(line.decode(errors="replace"))
-            self._died = self._died or (found.groups() if found else ())
+    def _show(self) -> None:
+        for line in self._child.stderr:
+            self._died = self._died or _ENDED.search(line.decode(errors="replace"))
             with contextlib.suppress(OSError):
                 os.write(2, line)
 
@@ -162,14 +165,14 @@ class Supervisor:
     def _wait_for_hosts(self) -> None:
         """Until they answer; writes those to start on into LAUNCH_HOSTFILE."""
         options, said = self._options, ""
-        while options.hostfile or options.hosts_from:
+        while True:
             listed, lack = self._listed()
             there = self._answering(listed)
             missing = ", ".join(name for name in listed if name not in there)
-            waited, least = time.monotonic() - self._ended, options.min_hosts or len(listed)
+            waited = time.monotonic() - self._ended
             if not (lack or missing):
                 break
-            if len(there) >= max(1, least) and waited >= options.pause:
+            if waited >= options.pause and len(there) >= (options.min_hosts or len(listed) + 1):
                 _say(f"going on without {missing}, on {len(there)} host(s)")
                 break
             lack = lack or f"no answer to ssh from {missing}"
@@ -180,8 +183,6 @@ class Supervisor:
                 _say(f"waiting for hosts: {lack}")
             said = lack
             time.sleep(2)
-        else:
-            return
         self._used = self._capped(there)
         options.live.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
 
@@ -195,35 +196,28 @@ class Supervisor:
 
     def _listed(self) -> tuple[dict[str, int], str]:
         """Ranks by host, and why there is none."""
-        command, code = self._options.hosts_from, 0
-        if command:
-            words = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-            asked = subprocess.run(["bash", "-c", command], check=False, **words)
-            text, code = asked.stdout, asked.returncode
-        else:
-            text = self._options.hostfile.read_text()
-        found: dict[str, int] = {}
-        for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
+        command, found = self._options.hosts_from, {}
+        asked = subprocess.run(["bash", "-c", command], check=False, **_READ)
+        lines = (line.partition("#")[0].strip() for line in asked.stdout.splitlines())
+        for line in filter(None, lines):
             if not (host := _HOST.fullmatch(line)):  # it becomes a word of ssh's command line
                 refuse(f"'{line}' is no host: a host is letters, digits, . _ and -, not - first")
             found.setdefault(host[1], int(host[2] or host[3] or 1))
-        if not command or (found and not code):
+        if found and not asked.returncode:
             return found, ""
-        return {}, f"no host from --hosts-from '{command}', which ended with exit code {code}"
+        return {}, f"no host from '{command}', which ended with exit code {asked.returncode}"
 
     def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
-        words = {"input": "\n".join(hosts), "stdout": subprocess.PIPE, "text": True}
-        there = subprocess.run(["sh", "-c", _ASK], check=False, **words).stdout.split()
-        return {name: count for name, count in hosts.items() if name in there}
+        asked = subprocess.run(["sh", "-c", _ASK, *hosts], check=False, **_READ)
+        return {name: count for name, count in hosts.items() if name in asked.stdout.split()}
 
     def _capped(self, hosts: dict[str, int]) -> dict[str, int]:
         """The first hosts, with --max-np ranks in all."""
         left, found = self._options.max_np or sum(hosts.values()), {}
         for name, count in hosts.items():
-            if left:
-                found[name] = min(count, left)
-                left -= found[name]
-        return found
+            found[name] = min(count, left)
+            left -= found[name]
+        return {name: count for name, count in found.items() if count}
 
     # ---- what follows an end ------------------------------------------------------------------
 
@@ -234,38 +228,18 @@ class Supervisor:
             self._newest, self._since = newest, time.monotonic()
             self._restarts = self._crashes = self._tries = 0
         if not self._rejoins:
-            self._restarts += then == _STOPPED
+            self._restarts += then in (_STOPPED, _CRASH)
             self._crashes += then == _CRASH
             self._tries += then == _LATER
-        counts = {"newest": self._newest, "restarts": self._restarts, "crashes": self._crashes}
-        with contextlib.suppress(OSError):
-            if self._folder and self._folder.is_dir():
-                whole_files.write_json(self._folder / ".supervised", {"job": self._job, **counts})
-
-    def _recall(self) -> None:
-        """What an earlier start of this job, before a requeue or in another pod, has counted."""
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            path = self._folder / ".supervised"
-            kept = json.loads(whole_files.read(path, whole_files.JSON_BYTES))
-            if kept["job"] == self._job and kept["newest"] >= self._newest:
-                self._newest, self._crashes = int(kept["newest"]), int(kept["crashes"])
-                self._restarts = int(kept["restarts"])
 
     def _enough(self, then: str) -> str:
         """Why there is no further start; "" while there is."""
-        if then == _LATER:
-            waited = time.monotonic() - self._since
-            over = waited >= self._options.patience
-            return f"for {waited:.0f} s without a new step" if over else ""
-        if self._crashes >= 3:
+        waited = time.monotonic() - self._since
+        if then == _LATER and waited >= self._options.patience:
+            return f"for {waited:.0f} s without a new step"
+        if then == _CRASH and self._crashes >= 3:
             return f"crash {self._crashes} at step {self._newest}, whose trace is above"
-        stuck = self._restarts + self._crashes > 3
-        return "after 3 restarts without a new step" if stuck else ""
-
-    def _pause(self, then: str) -> float:
-        if self._rejoins or (then == _CRASH and self._crashes == 1):
-            return 0.0
-        return min(300.0, self._options.pause * 2 ** max(0, self._tries - 1))
+        return "after 3 restarts without a new step" if self._restarts > 3 else ""
 
     def _after_stop(self, code: int) -> int:
         """What to return when this process, or with --stop-ends a rank, was told to stop."""
@@ -277,9 +251,8 @@ class Supervisor:
             )
             _say(f"error: {why} the warning before its end (--signal, 300 s)?")
             return BUG
-        # By the signal itself: it came before there was a handler.
-        early = code in (129, 130, 138, 143) or self._options.stop_ends
-        return PREEMPTED if early else code
+        # 129, ...: by the signal itself, which came before there was a handler.
+        return PREEMPTED if code in (129, 130, 138, 143) or self._options.stop_ends else code
 
     def _end(self, code: int) -> int:
         """For good, also for a new pod, which knows nothing else of this job."""
@@ -287,7 +260,7 @@ class Supervisor:
             try:
                 whole_files.write_json(self._options.ended, code)
             except OSError as error:
-                _say(f"cannot write {error.filename}: a new start will not know of this end")
+                _say(f"cannot write {self._options.ended}: {error.strerror}")
         return code
 
 
@@ -303,10 +276,7 @@ def main(argv: Sequence[str]) -> int:
     if not command:
         refuse("no command to run: hvdkit supervise [OPTIONS] -- COMMAND")
     if options.ended and options.ended.exists():
-        try:
-            code = int(options.ended.read_text())
-        except ValueError:
-            refuse(f"{options.ended} does not hold an exit code: remove it")
+        code = int(options.ended.read_text())
         _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
         return code
     with tempfile.TemporaryDirectory() as work:
@@ -316,14 +286,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="hvdkit supervise",
         usage="hvdkit supervise [OPTIONS] -- COMMAND",
         description="Starts COMMAND again until it is done. On a signal the ranks save and end.",
         epilog=table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, {"type": int, "default": 0, "metavar": "N"}
-    add("--hostfile", type=Path, help="wait until these hosts answer ssh; hosts.sh starts on them")
+    add("--hostfile", help="wait until these hosts answer ssh; hosts.sh starts on them")
     add("--hosts-from", help="the same with the hosts, node1:8 a line, that this command prints")
     add("--min-hosts", help="start on so many hosts, where the others do not answer", **count)
     add("--max-np", help="start at most so many ranks", **count)
@@ -334,13 +303,10 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--ended", type=Path, help="keep the final exit code here; a later start returns it")
     add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
     options = parser.parse_args(words)
-    listed = options.hostfile or options.hosts_from
     if options.hostfile and options.hosts_from:
         parser.error("--hostfile and --hosts-from: choose one")
-    if options.hostfile and not options.hostfile.is_file():
-        parser.error(f"cannot read the hostfile {options.hostfile}")
-    if min(options.min_hosts, options.max_np) < 0:
-        parser.error("--min-hosts and --max-np: give a number from 1")
-    if (options.min_hosts or options.max_np or options.rejoin) and not listed:
+    if options.hostfile:
+        options.hosts_from = f"cat {shlex.quote(options.hostfile)}"
+    elif (options.min_hosts or options.max_np or options.rejoin) and not options.hosts_from:
         parser.error("--min-hosts, --max-np and --rejoin need --hostfile or --hosts-from")
     return options

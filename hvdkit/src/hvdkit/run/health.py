@@ -22,7 +22,7 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, passes
+from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
@@ -30,7 +30,6 @@ from hvdkit.train.state import State
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
-FENCED = "taken over"  # the reason of a run that must not write to its folder any more
 
 Result = Mapping[str, tf.Tensor]  # what a train step returns
 
@@ -90,7 +89,7 @@ class Health:
             why = optimizers.changed_trainable(self._state.optimizer, self._state.model)
             return why and Ending(WRONG_USE, "trainable changed", why, save=True)
         if why := lease.lost(Path(self._config.run_dir)):
-            return Ending(NOT_NOW, FENCED, why, save=False)
+            return Ending(NOT_NOW, "taken over", why, save=False)
         return None
 
     def verdict(self, *results: Result | None) -> Ending | None:
@@ -111,7 +110,10 @@ class Health:
         self.pace.add(result["moments"])
         if counted[agreement.DATA_FAILED]:
             errors = self._world.gather_objects(self._fault, "data.errors")
-            return Ending(*next(error for error in errors if error))
+            ending = Ending(*next(error for error in errors if error))
+            if ending.reason == "taken over":  # it must not write to its folder any more
+                raise Stop(ending.code, ending.message)
+            return ending
         note = virtual.too_small(result)
         if note and not self._noted:
             say(self._world, note)

@@ -28,7 +28,7 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Result, evaluates_first
 from hvdkit.run.context import begin, describe, notes, prepare, train_reader
-from hvdkit.run.health import FENCED, Ending, Health
+from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
@@ -257,8 +257,6 @@ class Run:
                 self.save.last(int(self.state.step))
         if ending and ending.bad_since and self.keeps_weights:
             self._go_back(ending)
-        if ending and ending.reason == FENCED:
-            raise Stop(ending.code, ending.message)
         self.sync()
         self._summarize(ending)
         if ending and ending.code != DONE:
