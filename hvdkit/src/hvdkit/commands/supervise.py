@@ -44,8 +44,8 @@ RULES = (  # exit codes, what they mean, what follows
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
-_ASK = """printf '%s\\n' "$0" "$@" | xargs -P 64 -I {} sh -c 'timeout 15 ssh -o BatchMode=yes \
--o StrictHostKeyChecking=accept-new -o ConnectTimeout=5 {} true >/dev/null 2>&1 && echo {} || true'"""
+_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 15 ssh -o ConnectTimeout=5 \
+-o BatchMode=yes -o StrictHostKeyChecking=accept-new {} true >/dev/null 2>&1 && echo {} || true'"""
 _READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
 
@@ -208,7 +208,7 @@ class Supervisor:
         return {}, f"no host from '{command}', which ended with exit code {asked.returncode}"
 
     def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
-        asked = subprocess.run(["sh", "-c", _ASK, *hosts], check=False, **_READ)
+        asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], check=False, **_READ)
         return {name: count for name, count in hosts.items() if name in asked.stdout.split()}
 
     def _capped(self, hosts: dict[str, int]) -> dict[str, int]:
@@ -246,10 +246,8 @@ class Supervisor:
         if code in (DONE, WRONG_USE, DIVERGED):
             return self._end(code)
         if self._told == signal.SIGUSR1 and self._newest <= self._first and self._options.stop_ends:
-            why = (
-                "its time limit is near, and no step was made in this start: is --time longer than"
-            )
-            _say(f"error: {why} the warning before its end (--signal, 300 s)?")
+            why = "its time limit is near, and no step was made in this start"
+            _say(f"error: {why}: is --time longer than the warning before it (--signal, 300 s)?")
             return BUG
         # 129, ...: by the signal itself, which came before there was a handler.
         return PREEMPTED if code in (129, 130, 138, 143) or self._options.stop_ends else code
