@@ -269,7 +269,7 @@ def test_a_lost_launcher_is_started_again_on_another_host(tiny: list[str], tmp_p
         with Terminal(hosts[2].words(*words), ROOT, environment) as second:
             second.wait_for(r"resuming from .* at step \d+", 100)
             second.wait_for(r"step \d+/2000", 60)
-            second.press(CTRL_C)
+            hosts[2].sh("pkill -TERM -f '[h]vdkit supervise'")
             assert second.wait(60) == 75, second.shown
     finally:
         hosts.end()
@@ -285,41 +285,32 @@ _TRAINING = [
 
 @pytest.mark.slow  # minutes
 @pytest.mark.timeout(1200)
-def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, record_property):
+def test_a_run_goes_on_without_a_lost_host_and_takes_it_back(tmp_path: Path):
     """With the same bits as one that was never disturbed."""
     hosts = Hosts(tmp_path, 3, ssh_port=22)
     words = [*SUPERVISE, "--hosts-from", "echo node1:1; echo node2:1; echo node3:1"]
-    words += ["--min-hosts", "2", "--rejoin", "--", ROOT / "launch/hosts.sh", *_TRAINING]
+    words += ["--min-hosts", "2", "--rejoin", "5", "--", ROOT / "launch/hosts.sh", *_TRAINING]
     words.append(f"--run_dir={tmp_path}/run")
     with Terminal(hosts[1].words(*words), ROOT, ENVIRONMENT) as terminal:
 
-        def seen(pattern: str) -> float:
-            """When it was printed, after what was waited for before."""
-            terminal.shown = terminal.shown[terminal.wait_for(pattern, 300).end() :]
-            return time.monotonic()
+        def see(*patterns: str) -> None:
+            for pattern in patterns:  # one after the other
+                terminal.shown = terminal.shown[terminal.wait_for(pattern, 300).end() :]
 
         try:
-            launched = time.monotonic()
-            start = seen(f"step 1/{_STEPS}") - launched
-            seen(f"step 4/{_STEPS}")
+            see(f"step 4/{_STEPS}")
             hosts.cut(hosts[3])
-            cut = time.monotonic()
-            noticed = seen("error: lost node3")
-            going_on = seen("going on without node3, on 2 host")
-            seen("2 ranks on 2 host")
-            again = seen(rf"step \d+/{_STEPS}")
+            see("error: lost node3", "going on without node3, on 2 host", "2 ranks on 2 host")
+            see(rf"step \d+/{_STEPS}")
             hosts.cut(hosts[3], back=True)
-            seen("node3 answers: starting again on all hosts")
-            seen("3 ranks on 3 host")
-            seen(f"step {_STEPS}/{_STEPS}")
+            see(
+                "node3 answers: starting again on all",
+                "3 ranks on 3 host",
+                f"step {_STEPS}/{_STEPS}",
+            )
             assert terminal.wait(60) == 0, terminal.shown
         finally:
             hosts.end()
-    seconds = f"noticed after {noticed - cut:.0f} s, new start {going_on - noticed:.0f} s later,"
-    seconds += f" new step {again - going_on:.0f} s after that (the first start took {start:.0f} s)"
-    record_property("a lost host", seconds)
-    # The rest of the half minute is for Python and TensorFlow, which take longer on a busy machine.
-    assert noticed - cut < 25 and going_on - noticed < 15, seconds
     plain = run([*_TRAINING, f"--run_dir={tmp_path}/plain"], 200, cwd=ROOT / "template")
     assert plain.code == 0, plain.output
     ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "plain")]
