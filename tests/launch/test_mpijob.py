@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -165,14 +166,17 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     words = container["args"][: container["args"].index("launch/hosts.sh")]
     words = [word.replace(f"$({uid['name']})", "7") for word in words]
     assert words[:2] == ["hvdkit", "supervise"] and "/runs/.ended-7" in words
-    (tmp_path / "hostfile").touch()
+    (tmp_path / "hostfile").write_text("train-worker-0 slots=8\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")  # it answers
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for path in ("/runs", "/etc/mpi"):
         words = [word.replace(path, str(tmp_path)) for word in words]
     script = 'echo start; [ -e "$0" ] && exit 0; touch "$0"; exit "$1"'
     words[2:2] = ["--pause", "0"]
     words += ["sh", "-c", script, tmp_path / "first", code]
     words.insert(0, ROOT / "docker/entrypoint.sh")
-    ends = [run(words, 20, cwd=ROOT) for _ in range(2)]
+    ends = [run(words, 20, env, cwd=ROOT) for _ in range(2)]
     assert [ended.code for ended in ends] == [code if starts == 1 else 0] * 2, ends
     assert ends[0].output.count("start\n") == starts
     assert "start\n" not in ends[1].output, "a pod made anew ran again what had ended for good"
