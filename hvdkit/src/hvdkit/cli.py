@@ -13,6 +13,7 @@ from hvdkit.settings import project
 
 # Module with main(argv) -> exit code, and what it does.
 COMMANDS = {
+    "start": ("hvdkit.commands.start", "a folder of pictures to a flagfile that trains on them"),
     "check": ("hvdkit.data.check", "reads every sample of a data set, lists the bad ones"),
     "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
     "pack": ("hvdkit.data.pack", "many small files into a few large ones, for network disks"),
@@ -25,7 +26,7 @@ COMMANDS = {
     "report": ("hvdkit.observe.report", "a run's report.html again"),
     "demo-data": ("hvdkit.data.scenes", "makes the demo's data set"),
 }
-_RUNS_A_TASK = {"browse", "evaluate", "predict", "export"}
+_RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export"}
 _NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK
 
 

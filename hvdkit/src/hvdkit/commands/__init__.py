@@ -1,5 +1,6 @@
 """Commands that run a task or a trained model: main(argv) -> exit code. hvdkit/cli.py lists all.
 
+start       a flagfile for a folder of pictures
 browse      samples as the model gets them
 evaluate    scores of a checkpoint, of each class, the worst samples
 predict     predictions on pictures

@@ -54,13 +54,11 @@ def check(
     classes: int,
     tell: Callable[[str], None],
     others: dict[str, Source],
-) -> tuple[str, str]:
+) -> Read:
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
     added to `others`, those read before by name, whose classes must be the same, else ValueError.
-
-    Returns what was read, in words, and the flag that balances its classes ("": no good sample).
     """
     try:
         source = reader_of(layout)(root, split, classes)
@@ -68,7 +66,7 @@ def check(
             source.check_lengths()
     except (ValueError, OSError) as error:
         tell(str(error))
-        return "not read", ""
+        return Read("not read")
     check_ids(kind_of(source), classes)
     for name, other in others.items():
         if differ := unshared_classes(source, other):
@@ -99,7 +97,17 @@ def check(
     for line in counted.lines(known, names):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
-    return f"{len(source):,} samples, {labels}", counted.weights(known)
+    words = f"{len(source):,} samples, {labels}"
+    return Read(words, counted.weights(known), counted.of, tuple(counted.sizes))
+
+
+class Read(NamedTuple):
+    """What was read of a split; the flag that balances its classes ("": no good sample)."""
+
+    words: str
+    weights: str = ""
+    counts: np.ndarray = np.zeros(_VALUES, np.int64)  # of each label, in good samples
+    sizes: Sequence[tuple[int, int]] = ()  # height and width of each
 
 
 class _Sample(NamedTuple):
@@ -153,27 +161,27 @@ class _Counts:
     """Counts over the good samples of a split."""
 
     def __init__(self, classes: int) -> None:
-        self._of = np.zeros(max(classes, _VALUES), np.int64)
-        self._sizes: list[tuple[int, int]] = []
+        self.of = np.zeros(max(classes, _VALUES), np.int64)
+        self.sizes: list[tuple[int, int]] = []
         self._unit = "samples"
 
     def add(self, sample: _Sample) -> None:
-        self._sizes.append(sample.size)
+        self.sizes.append(sample.size)
         if len(sample.values):
             self._unit = "pixels"
-            self._of[:_VALUES] += sample.values
+            self.of[:_VALUES] += sample.values
         else:
-            self._of[sample.high] += 1
+            self.of[sample.high] += 1
 
     def lines(self, classes: int, names: Sequence[str]) -> list[str]:
         """Sizes, classes and their shares, as text."""
-        if not self._sizes:
+        if not self.sizes:
             return []
-        sizes = sorted(self._sizes, key=lambda size: size[0] * size[1])
+        sizes = sorted(self.sizes, key=lambda size: size[0] * size[1])
         sizes = sizes[0], sizes[-1], sizes[(len(sizes) - 1) // 2]
         least, most, median = (f"{height} x {width}" for height, width in sizes)
         shown = f"all {least}" if least == most else f"{least} to {most}, median {median}"
-        lines, counts = [f"pictures: {shown} (height x width)"], self._of[:classes]
+        lines, counts = [f"pictures: {shown} (height x width)"], self.of[:classes]
         names = names if len(names) == classes else [str(number) for number in range(classes)]
         order = np.arange(classes)
         if classes > _SHOWN:
@@ -184,7 +192,7 @@ class _Counts:
             shown = name if name == str(number) else f"{number} {name}"
             share = counts[number] / max(counts.sum(), 1)
             lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self._unit}  {share:8.3%}")
-        if self._unit == "pixels" and (ignored := self._of[IGNORE]):
+        if self._unit == "pixels" and (ignored := self.of[IGNORE]):
             lines.append(f"  {'ignored':<24} {ignored:>16,} pixels")
         if missing := [names[number] for number in np.flatnonzero(counts == 0)]:
             lines.append(f"{len(missing)} class(es) never occur: {join(missing)}")
@@ -196,8 +204,8 @@ class _Counts:
         King and Zeng 2001 ("Logistic Regression in Rare Events Data"), as scikit-learn's
         "balanced". Their mean over samples, or pixels, is 1. A class that never occurs gets 1.
         """
-        counts = self._of[:classes]
-        if not self._sizes:
+        counts = self.of[:classes]
+        if not self.sizes:
             return ""
         every = counts.sum() / max(np.count_nonzero(counts), 1)
         weights = np.where(counts > 0, every / np.maximum(counts, 1), 1.0)
@@ -209,14 +217,10 @@ def _place(source: Source, folder: Path, index: int) -> str:
     return f"the label of {file(index)}" if file else f"sample {index} of {folder}"
 
 
-def _layout(root: Path) -> str:
-    for layout, signs in _SIGNS.items():
-        if any(next(root.glob(sign), None) for sign in signs):
-            return layout
-    raise ValueError(
-        f"--data_dir={root} does not show its layout: is that the folder? Then give --data_format "
-        f"({', '.join(READERS)})"
-    )
+def layout_of(root: Path) -> str:
+    """The layout that the folder shows, a key of READERS; "" where it shows none."""
+    signs = ((layout, sign) for layout, found in _SIGNS.items() for sign in found)
+    return next((layout for layout, sign in signs if any(root.glob(sign))), "")
 
 
 def main(argv: list[str]) -> int:
@@ -238,10 +242,11 @@ def main(argv: list[str]) -> int:
             print(file=sys.stderr, flush=True)
         print(f"{logs.printable(split)}: {logs.printable(fault)}", flush=True)
 
-    try:
-        layout = args.data_format or _layout(args.data_dir)
-    except ValueError as error:
-        parser.error(str(error))
+    if not (layout := args.data_format or layout_of(args.data_dir)):
+        parser.error(
+            f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
+            f"--data_format ({', '.join(READERS)})"
+        )
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
     others: dict[str, Source] = {}
@@ -250,14 +255,14 @@ def main(argv: list[str]) -> int:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             others = {}
         try:
-            read, weights = check(
+            read = check(
                 args.data_dir, split, layout, classes=args.num_classes, tell=tell, others=others
             )
         except ValueError as error:
             parser.error(str(error))
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
-        print(f"{logs.printable(split)}: {read} ({layout}): {verdict}", flush=True)
-        if weights and not wrong and split == trained:
-            print(f"{logs.printable(split)}: to balance classes: {weights}", flush=True)
+        print(f"{logs.printable(split)}: {read.words} ({layout}): {verdict}", flush=True)
+        if read.weights and not wrong and split == trained:
+            print(f"{logs.printable(split)}: to balance classes: {read.weights}", flush=True)
     return 1 if faults else 0
