@@ -1,12 +1,11 @@
-"""From a folder of pictures to a run: recognizes the layout, reads every file, writes a flagfile.
+"""From a folder of pictures to a run: reads all of it, writes a flagfile with a reason per choice.
 
     hvdkit start ~/pets [--name=pets] [--yes] [--train]
 
-It takes class folders, pictures with masks (images/ and masks/, labels/, annotations/; splits above
-or below, or none), VOC, Cityscapes, CIFAR and packed sets. It writes into the fork:
-configs/NAME.cfg, with a reason for each choice; runs/NAME-sheet.png, samples as the model gets
-them; and, unless the data set is as the readers need it, datasets/NAME: links to its files, sorted
-into splits. The data set is not changed. One question is asked; --yes answers it.
+It takes class folders, pictures with masks (images/ and masks/, labels/ or annotations/), with or
+without splits, VOC, Cityscapes, CIFAR and packed sets. It writes configs/NAME.cfg;
+runs/NAME-sheet.png, samples as the model gets them; and, unless readers take the folder as it is,
+datasets/NAME with links to its files. The folder stays as it is. It asks one question.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from hvdkit.commands import browse
 from hvdkit.data import arrangement, check
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import kind_of
-from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
 from hvdkit.logs import complain, printable, refuse
 from hvdkit.settings import project
@@ -40,115 +38,107 @@ from hvdkit.stop import DONE, WRONG_USE
 from hvdkit.train import task as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
-_LEAST_STEPS, _EPOCHS = 400, 30
-_PHOTOS = 2000  # with fewer pictures a large network learns little
-# As make train sets them: Open MPI refuses root, and more ranks than cores.
+_STEPS, _EPOCHS = 400, 30  # at least
+_MANY = 2000  # pictures: with fewer a large network learns little
+_QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
+# As `make train` sets them: Open MPI refuses root, and more ranks than cores.
 _RANKS = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 _RANKS |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
-_QUESTION = "Does a mirrored picture keep its label (not so: letters, signs, left or right)? [Y/n] "
 
 
 class _Data(NamedTuple):
-    """What was understood: where, how it is read, about its splits, the training split's numbers."""
+    """The folder and layout to read, about its splits, what is in the one to train on."""
 
     folder: Path
     layout: str
     about: str
-    source: Source
+    task: str
     count: int
     classes: int
     read: check.Read
 
 
 def _understood(root: Path, links: Path) -> _Data:
-    """Reads all samples; ValueError names what is wrong with them."""
-    folder, about = root, "splits as they are"
-    layout = check.layout_of(root)
+    """Reads all samples; ValueError says what is wrong with them."""
+    folder, about, layout = root, "splits as they are", check.layout_of(root)
     if layout in ("", "class_folders"):
         items, about = arrangement.with_splits(arrangement.recognized(root))
-        is_class = isinstance(items[0].label, str)
-        if not is_class or not (layout and (root / "val").is_dir()):
+        masks = bool(items[0].mask)
+        if masks or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
-            folder, layout = links, "class_folders" if is_class else "folders"
+            folder, layout = links, "folders" if masks else "class_folders"
     faults: list[str] = []
     others: dict[str, Source] = {}
-    reads = [
-        check.check(folder, split, layout, classes=0, tell=faults.append, others=others)
-        for split in ("train", "val")
-    ]
+    how = {"classes": 0, "tell": faults.append, "others": others}
+    reads = [check.check(folder, split, layout, **how) for split in ("train", "val")]
+    for fault in faults:  # a link's name says little
+        real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
+        print(printable(real))
     if faults:
-        for fault in (re.sub(rf"{re.escape(str(links))}/\S+", _real, fault) for fault in faults):
-            print(printable(fault))
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
-    source, counts = others["train"], reads[0].counts + reads[1].counts
-    classes = getattr(source, "num_classes", 0)
-    if isinstance(source, ImageLabelFolder):
-        classes = _values(root, counts)
-    return _Data(folder, layout, about, source, len(source), classes, reads[0])
+    task = _TASKS[kind_of(others["train"])]
+    if task not in tasks.available():
+        raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
+    classes = getattr(others["train"], "num_classes", 0)
+    if layout == "folders":
+        classes = _classes(root, reads[0].counts + reads[1].counts)
+    return _Data(folder, layout, about, task, len(others["train"]), classes, reads[0])
 
 
-def _real(found: re.Match) -> str:
-    return os.path.realpath(found[0])
-
-
-def _values(root: Path, counts: np.ndarray) -> int:
-    """The number of classes of masks; ValueError where their values are no class numbers."""
+def _classes(root: Path, counts: np.ndarray) -> int:
+    """The number of classes in masks; ValueError where their values are no class numbers."""
     used = np.flatnonzero(counts[:IGNORE]).tolist()
-    classes = max(used, default=0) + 1
-    step = math.gcd(*used)
-    if len(used) > 1 and step == 1 and 4 * len(used) >= classes:
-        return classes
-    shown = [*used, IGNORE] if counts[IGNORE] else used
+    if len(used) > 1 and math.gcd(*used) == 1 and 4 * len(used) > used[-1]:
+        return used[-1] + 1
+    values = ", ".join(map(str, np.flatnonzero(counts)))
     raise ValueError(
-        f"{root}: the masks hold the values {', '.join(map(str, shown))}, and a value is a class: "
-        f"number classes 0, 1, 2, ..., at least two ({IGNORE} is ignored), and save the masks again"
+        f"{root}: the masks hold the values {values}, and a value is a class: save them with 0, 1, "
+        f"2, ... for classes, at least two; {IGNORE} means ignored"
     )
 
 
 def _choices(name: str, data: _Data, *, mirror: bool, gpus: int) -> Iterator[tuple[str, str]]:
     """Reason and flag of each choice."""
-    kind = kind_of(data.source)
-    side = sorted(min(size) for size in data.read.sizes)[data.count // 2]
-    large = kind == "class" and gpus and data.count >= _PHOTOS and side >= 64
-    crop = min(224 if large else 64, side) if kind == "class" else min(256 if gpus else 128, side)
-    crop = max(8, crop - crop % 8)
-    batch = min(32 if kind == "class" or gpus else 16, max(2, 2 ** int(math.log2(data.count / 4))))
-    a_pass = -(-data.count // batch)
-    steps = max(_LEAST_STEPS, _EPOCHS * a_pass)
-    often = steps // 5
-    yield "What a label is: of a picture, or of each pixel", f"--task={_TASKS[kind]}"
-    where = data.folder
-    if where.is_relative_to(project.folder()):
-        where = where.relative_to(project.folder())
+    maps = data.task == "segmentation"
+    side = sorted(map(min, data.read.sizes))[data.count // 2]
+    large = bool(gpus) and data.count >= _MANY and side > 64 and not maps
+    crop = min(side, (256 if gpus else 128) if maps else 224 if large else 64)
+    batch = min(32 if gpus or not maps else 16, 2 ** int(math.log2(max(8, data.count)) - 2))
+    steps = max(_STEPS, _EPOCHS * -(-data.count // batch))
+    inside = data.folder.is_relative_to(project.folder())
+    where = data.folder.relative_to(project.folder()) if inside else data.folder
+    yield "A label for each pixel" if maps else "A label for each picture", f"--task={data.task}"
     yield f"{data.count:,} pictures to train on; {data.about}", f"--data_dir={where}"
     yield "How they lie there", f"--data_format={data.layout}"
-    yield "Results; the same run_dir resumes", f"--run_dir=runs/{name}"
-    yield "Highest label and 0", f"--num_classes={data.classes}"
-    why = "Many photographs and a GPU" if large else "Few pictures, or no GPU: a small network"
-    yield why, "--model=" + ("resnet50" if large else "small")
-    yield "Whether mirrored pictures are right samples", f"--mirror={'on' if mirror else 'off'}"
+    yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
+    yield "The highest label, and 1 more", f"--num_classes={data.classes}"
+    why = "Many photographs, and a GPU" if large else "Small: few pictures, or no GPU, or masks"
+    yield why, f"--model={'resnet50' if large else 'small'}"
+    yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
     yield (
-        f"Pixels of a training crop; half of all have {side} or more a side",
-        f"--image_size={crop}",
+        f"Pixels of a crop; most sides have {side} or more",
+        f"--image_size={max(8, crop // 8 * 8)}",
     )
     yield "Samples a step, over all ranks", f"--global_batch_size={batch}"
     yield f"{steps * batch / data.count:.0f} passes over the data", f"--num_steps={steps}"
     yield "Forgives a rate that is not tuned", "--optimizer=adam"
-    yield "Usual for it; --find_lr suggests one", f"--base_lr={0.001 if large else 0.003}"
-    yield "The first steps of Adam are rough", f"--warmup_steps={steps // 10}"
+    yield "Usual with it; --find_lr suggests another", f"--base_lr={0.001 if large else 0.003}"
+    yield "Adam's first steps are rough", f"--warmup_steps={steps // 10}"
     yield "Against learning by heart", "--weight_decay=0.0001"
-    yield "Steps between log lines", f"--log_every={often // 10}"
-    yield "Steps between evaluations", f"--eval_every={often}"
-    yield "Steps between checkpoints", f"--checkpoint_every={often}"
+    yield "Steps between log lines", f"--log_every={steps // 50}"
+    yield "Steps between evaluations", f"--eval_every={steps // 5}"
+    yield "Steps between checkpoints", f"--checkpoint_every={steps // 5}"
+    yield "Without its first #, rare classes count as much as others", f"# {data.read.weights}"
 
 
-def start(root: Path, name: str, *, ask: bool) -> list[str]:
+def start(root: Path, name: str, *, ask: bool) -> str:
     """Writes all files, and returns the command that trains.
 
-    Raises ValueError, and leaves nothing, where `root` does not say how to train on it.
+    Raises ValueError, and leaves nothing, where the folder does not say how to train on it.
     """
     here = project.folder()
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
+    sheet = here / "runs" / f"{name}-sheet.png"
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the one with the pictures")
     if there := [path for path in (cfg, links) if path.exists() and path != root]:
@@ -161,34 +151,23 @@ def start(root: Path, name: str, *, ask: bool) -> list[str]:
         if links != root:
             undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links)
-        if (task := _TASKS[kind_of(data.source)]) not in tasks.available():
-            raise ValueError(f"{root} needs --task={task}: make a fork that starts from this task")
-        mirror = not (ask and _answer(_QUESTION).startswith("n"))
+        print(f"{data.task}: {data.count:,} pictures to train on; {data.about}")
+        print(_QUESTION * ask, end="", flush=True)
+        mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
         lines = [f"# {printable(root)}, by hvdkit start. In the project's folder:\n#   {command}"]
-        lines += [
-            f"# {why}\n{flag}" for why, flag in _choices(name, data, mirror=mirror, gpus=gpus)
-        ]
-        lines += [f"# Without its #, rare classes count as much as others\n# {data.read.weights}"]
+        choices = _choices(name, data, mirror=mirror, gpus=gpus)
+        lines += [f"# {printable(why)}\n{flag}" for why, flag in choices]
         undone.callback(cfg.unlink, missing_ok=True)
         with whole_files.written(cfg) as partial:
             partial.write_text("\n".join(lines) + "\n", "utf-8")
         config = settings_lib.load(command.split()[-2:], settings_lib.of_project())
-        sheet = browse.sheet(*browse.samples(config.for_ranks(1), 32))
+        samples = browse.samples(config.for_ranks(1), 32)
+        sheet.parent.mkdir(exist_ok=True)
+        Image.fromarray(browse.sheet(*samples)).save(sheet)
         undone.pop_all()
-    shown = here / "runs" / f"{name}-sheet.png"
-    shown.parent.mkdir(exist_ok=True)
-    Image.fromarray(sheet).save(shown)
-    print(f"{task}: {data.count:,} pictures to train on, {data.classes} classes; {data.about}")
-    print(printable(f"look at {shown}, read {cfg}; then, in {here}:\n  {command}"))
-    return command.split()
-
-
-def _answer(question: str) -> str:
-    try:
-        return input(question).strip().lower()
-    except EOFError:  # nobody is there
-        print()
-        return ""
+    print(printable(f"written: {cfg}, a reason for each choice; {sheet}, samples to look at"))
+    print(printable(f"in {here}: {command}"))
+    return command
 
 
 def main(argv: list[str]) -> int:
@@ -198,19 +177,19 @@ def main(argv: list[str]) -> int:
     made.error = refuse
     made.add_argument("data", type=Path, help="folder of the pictures")
     made.add_argument("--name", help="of the new files; by default the folder's")
-    made.add_argument("--yes", action="store_true", help="ask nothing")
+    made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")
     made.add_argument("--train", action="store_true", help="train, on all GPUs or two ranks")
     own = made.parse_args(argv[1:])
     root = Path(os.path.abspath(own.data))
-    name = re.sub(r"\W+", "-", own.name or root.name, flags=re.ASCII).strip("-") or "mine"
+    name = re.sub(r"[^\w.]+", "-", own.name or root.name, flags=re.ASCII).strip("-.") or "mine"
     try:
-        command = start(root, name, ask=not own.yes)
+        command = start(root, name, ask=not own.yes).split()
     except (ValueError, OSError) as error:
         complain(str(error))
         return WRONG_USE
     if own.train:
         os.chdir(project.folder())
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         sys.stdout.flush()
-        os.execvpe(command[0], command, os.environ | _RANKS | {"PATH": path})
+        os.execvpe(command[0], command, os.environ | _RANKS | paths)
     return DONE
