@@ -6,6 +6,7 @@ Imports no TensorFlow.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging as python_logging
 import os
@@ -84,6 +85,14 @@ def refuse(text: str) -> NoReturn:
         text = f"rank {rank} on {socket.gethostname()}: {text}"
     complain(text)
     sys.exit(WRONG_USE)
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """What commands begin with; `about` is the module's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
+    made.error = lambda message: refuse(f"{message} (--help says what there is)")
+    return made
 
 
 def printable(text: object) -> str:

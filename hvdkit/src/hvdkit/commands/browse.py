@@ -9,7 +9,6 @@ uint8 or float32 of 0 to 255.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
 
+from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
@@ -104,8 +104,7 @@ def _picture(inputs: Any) -> np.ndarray:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
-    kind = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
+    made = logs.parser(__doc__)
     made.add_argument("--out", type=Path, required=True, help="PNG for the sheet")
     made.add_argument("--count", type=int, default=32, help="samples")
     own, flags = made.parse_known_args(argv[1:])

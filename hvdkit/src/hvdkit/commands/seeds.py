@@ -9,7 +9,6 @@ again, the command resumes.
 
 from __future__ import annotations
 
-import argparse
 import math
 import signal
 import statistics
@@ -17,7 +16,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.logs import complain, printable, refuse
+from hvdkit import logs
+from hvdkit.logs import complain, printable
 from hvdkit.observe import records
 from hvdkit.stop import DONE, WRONG_USE
 
@@ -45,9 +45,7 @@ def score(folder: Path) -> tuple[str, float]:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, or that of a run that did not end well."""
-    kind = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
-    made.error = refuse
+    made = logs.parser(__doc__)
     made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
     made.add_argument("--first", type=int, default=1, help="the first seed")
     made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")

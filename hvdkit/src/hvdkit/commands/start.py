@@ -10,7 +10,6 @@ datasets/NAME with links to its files. The folder stays as it is. It asks one qu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -25,25 +24,19 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image
 
+from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
-from hvdkit import whole_files
 from hvdkit.commands import browse
 from hvdkit.data import arrangement, check
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import kind_of
 from hvdkit.data.source import Source
-from hvdkit.logs import complain, printable, refuse
 from hvdkit.settings import project
 from hvdkit.stop import DONE, WRONG_USE
 from hvdkit.train import task as tasks
 
-_TASKS = {"map": "segmentation", "class": "classification"}
-_STEPS, _EPOCHS = 400, 30  # at least
 _MANY = 2000  # pictures: with fewer a large network learns little
 _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
-# As `make train` sets them: Open MPI refuses root, and more ranks than cores.
-_RANKS = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-_RANKS |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
 
 
 class _Data(NamedTuple):
@@ -53,7 +46,6 @@ class _Data(NamedTuple):
     layout: str
     about: str
     task: str
-    count: int
     classes: int
     read: check.Read
 
@@ -63,26 +55,25 @@ def _understood(root: Path, links: Path) -> _Data:
     folder, about, layout = root, "splits as they are", check.layout_of(root)
     if layout in ("", "class_folders"):
         items, about = arrangement.with_splits(arrangement.recognized(root))
-        masks = bool(items[0].mask)
-        if masks or not (layout and (root / "val").is_dir()):
+        if items[0].mask or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
-            folder, layout = links, "folders" if masks else "class_folders"
+            folder, layout = links, "folders" if items[0].mask else "class_folders"
     faults: list[str] = []
     others: dict[str, Source] = {}
     how = {"classes": 0, "tell": faults.append, "others": others}
     reads = [check.check(folder, split, layout, **how) for split in ("train", "val")]
     for fault in faults:  # a link's name says little
         real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
-        print(printable(real))
+        print(logs.printable(real))
     if faults:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
-    task = _TASKS[kind_of(others["train"])]
+    task = "segmentation" if kind_of(others["train"]) == "map" else "classification"
     if task not in tasks.available():
         raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
     classes = getattr(others["train"], "num_classes", 0)
     if layout == "folders":
         classes = _classes(root, reads[0].counts + reads[1].counts)
-    return _Data(folder, layout, about, task, len(others["train"]), classes, reads[0])
+    return _Data(folder, layout, about, task, classes, reads[0])
 
 
 def _classes(root: Path, counts: np.ndarray) -> int:
@@ -90,91 +81,81 @@ def _classes(root: Path, counts: np.ndarray) -> int:
     used = np.flatnonzero(counts[:IGNORE]).tolist()
     if len(used) > 1 and math.gcd(*used) == 1 and 4 * len(used) > used[-1]:
         return used[-1] + 1
-    values = ", ".join(map(str, np.flatnonzero(counts)))
+    values = logs.join(np.flatnonzero(counts), 8)
     raise ValueError(
         f"{root}: the masks hold the values {values}, and a value is a class: save them with 0, 1, "
         f"2, ... for classes, at least two; {IGNORE} means ignored"
     )
 
 
-def _choices(name: str, data: _Data, *, mirror: bool, gpus: int) -> Iterator[tuple[str, str]]:
+def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str]]:
     """Reason and flag of each choice."""
-    maps = data.task == "segmentation"
-    side = sorted(map(min, data.read.sizes))[data.count // 2]
-    large = bool(gpus) and data.count >= _MANY and side > 64 and not maps
-    crop = min(side, (256 if gpus else 128) if maps else 224 if large else 64)
-    batch = min(32 if gpus or not maps else 16, 2 ** int(math.log2(max(8, data.count)) - 2))
-    steps = max(_STEPS, _EPOCHS * -(-data.count // batch))
-    inside = data.folder.is_relative_to(project.folder())
-    where = data.folder.relative_to(project.folder()) if inside else data.folder
+    maps, gpu = data.task == "segmentation", bool(tf.config.list_physical_devices("GPU"))
+    count = len(data.read.sizes)
+    side = sorted(map(min, data.read.sizes))[count // 2]
+    large = gpu and count >= _MANY and side > 64 and not maps
+    crop = min(side, (256 if gpu else 128) if maps else 224 if large else 64)
+    batch = min(16 if maps and not gpu else 32, 2 ** int(math.log2(max(8, count)) - 2))
+    epochs = max(30, 400 * batch // count)
+    own = project.folder()
+    where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
     yield "A label for each pixel" if maps else "A label for each picture", f"--task={data.task}"
-    yield f"{data.count:,} pictures to train on; {data.about}", f"--data_dir={where}"
+    yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
     yield "How they lie there", f"--data_format={data.layout}"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
     yield "The highest label, and 1 more", f"--num_classes={data.classes}"
-    why = "Many photographs, and a GPU" if large else "Small: few pictures, or no GPU, or masks"
-    yield why, f"--model={'resnet50' if large else 'small'}"
+    yield "Large: many photographs, a GPU", f"--model={'resnet50' if large else 'small'}"
     yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
-    yield (
-        f"Pixels of a crop; most sides have {side} or more",
-        f"--image_size={max(8, crop // 8 * 8)}",
-    )
+    yield f"Pixels of a crop; most sides have {side} or more", f"--image_size={max(8, crop & ~7)}"
     yield "Samples a step, over all ranks", f"--global_batch_size={batch}"
-    yield f"{steps * batch / data.count:.0f} passes over the data", f"--num_steps={steps}"
+    yield "Passes over the data; at least 400 steps", f"--epochs={epochs}"
     yield "Forgives a rate that is not tuned", "--optimizer=adam"
     yield "Usual with it; --find_lr suggests another", f"--base_lr={0.001 if large else 0.003}"
-    yield "Adam's first steps are rough", f"--warmup_steps={steps // 10}"
+    yield "Adam's first steps are rough", f"--warmup_steps={epochs / 10:g}epochs"
     yield "Against learning by heart", "--weight_decay=0.0001"
-    yield "Steps between log lines", f"--log_every={steps // 50}"
-    yield "Steps between evaluations", f"--eval_every={steps // 5}"
-    yield "Steps between checkpoints", f"--checkpoint_every={steps // 5}"
+    yield "Between evaluations", f"--eval_every={epochs / 5:g}epochs"
+    yield "Between checkpoints", f"--checkpoint_every={epochs / 5:g}epochs"
     yield "Without its first #, rare classes count as much as others", f"# {data.read.weights}"
 
 
 def start(root: Path, name: str, *, ask: bool) -> str:
-    """Writes all files, and returns the command that trains.
+    """Writes all files, and returns what `make` is to be told to train.
 
     Raises ValueError, and leaves nothing, where the folder does not say how to train on it.
     """
-    here = project.folder()
+    here, flagfile = project.folder(), f"--flagfile=configs/{name}.cfg"
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
     sheet = here / "runs" / f"{name}-sheet.png"
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the one with the pictures")
     if there := [path for path in (cfg, links) if path.exists() and path != root]:
         raise ValueError(f"{there[0]} exists: give another --name, or remove it")
-    gpus = len(tf.config.list_physical_devices("GPU"))
-    command = (
-        f"launch/hosts.sh --plain -np {gpus or 2} python train.py --flagfile=configs/{name}.cfg"
-    )
     with contextlib.ExitStack() as undone:
         if links != root:
             undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links)
-        print(f"{data.task}: {data.count:,} pictures to train on; {data.about}")
+        print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
         print(_QUESTION * ask, end="", flush=True)
         mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
-        lines = [f"# {printable(root)}, by hvdkit start. In the project's folder:\n#   {command}"]
-        choices = _choices(name, data, mirror=mirror, gpus=gpus)
-        lines += [f"# {printable(why)}\n{flag}" for why, flag in choices]
+        lines = [f"# {root}, by hvdkit start; make -o setup train ARGS={flagfile}", ""]
+        for why, flag in _choices(name, data, mirror=mirror):
+            lines[-1:] = [f"# {why}", flag, ""]
         undone.callback(cfg.unlink, missing_ok=True)
         with whole_files.written(cfg) as partial:
-            partial.write_text("\n".join(lines) + "\n", "utf-8")
-        config = settings_lib.load(command.split()[-2:], settings_lib.of_project())
+            partial.write_text("\n".join(map(logs.printable, lines)), "utf-8")
+        config = settings_lib.load(["start", flagfile], settings_lib.of_project())
         samples = browse.samples(config.for_ranks(1), 32)
         sheet.parent.mkdir(exist_ok=True)
         Image.fromarray(browse.sheet(*samples)).save(sheet)
         undone.pop_all()
-    print(printable(f"written: {cfg}, a reason for each choice; {sheet}, samples to look at"))
-    print(printable(f"in {here}: {command}"))
-    return command
+    print(logs.printable(f"written: {cfg}, with reasons; {sheet}, samples to look at"))
+    print(logs.printable(f"to train, in {here}: make -o setup train ARGS={flagfile}"))
+    return f"ARGS={flagfile}"
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code, 0 done or 2 wrong use; with --train that of the run."""
-    kind = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=kind, allow_abbrev=False)
-    made.error = refuse
+    """Returns the exit code, 0 done or 2 wrong use; with --train that of make."""
+    made = logs.parser(__doc__)
     made.add_argument("data", type=Path, help="folder of the pictures")
     made.add_argument("--name", help="of the new files; by default the folder's")
     made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")
@@ -183,13 +164,12 @@ def main(argv: list[str]) -> int:
     root = Path(os.path.abspath(own.data))
     name = re.sub(r"[^\w.]+", "-", own.name or root.name, flags=re.ASCII).strip("-.") or "mine"
     try:
-        command = start(root, name, ask=not own.yes).split()
+        flags = start(root, name, ask=not own.yes)
     except (ValueError, OSError) as error:
-        complain(str(error))
+        logs.complain(str(error))
         return WRONG_USE
     if own.train:
-        os.chdir(project.folder())
-        paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         sys.stdout.flush()
-        os.execvpe(command[0], command, os.environ | _RANKS | paths)
+        os.execvp("make", ["make", "-C", str(project.folder()), "-o", "setup", "train", flags])
     return DONE

@@ -13,7 +13,6 @@ by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.logs import complain, printable
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
@@ -162,8 +161,7 @@ def _text(value: object) -> str:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all the same, 1 not the same, 2 cannot be compared."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = logs.parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--html", type=Path, help="write the comparison as a page to this file")
     parser.add_argument("--score", type=float, help="also show each run's time to this score")

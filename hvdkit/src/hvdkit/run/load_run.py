@@ -38,9 +38,7 @@ _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
 
 def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
-    made.error = lambda message: refuse(f"{message} (--help says what there is)")
+    made = logs.parser(about)
     made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
     made.add_argument(
         "--checkpoint",
