@@ -63,9 +63,9 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     own = block("Your own pictures")
     own_pictures(project / "mine")
     printed = shell(f"cd {clone}\n{own}", clone, timeout=600)
-    assert "all is well" in printed and "dry run: it works" in printed
+    assert "segmentation: 9 pictures to train on" in printed and "dry run: it works" in printed
     assert "try --base_lr=" in printed
-    assert (project / "sheet.png").exists()
+    assert (project / "runs/mine-sheet.png").exists()
     assert "report: runs/mine/report.html" in printed.splitlines()[-1]
 
     (project / "folder_of_photos").mkdir()

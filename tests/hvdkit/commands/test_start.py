@@ -1,0 +1,124 @@
+"""hvdkit start: folders as people have them become flagfiles, or are refused in a sentence."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+import tensorflow as tf
+from PIL import Image
+
+from hvdkit import settings as settings_lib
+from hvdkit.commands import start
+from hvdkit.data.open import open_sources
+from hvdkit.settings import project
+from ranks import PROJECT
+
+# Pictures, masks, names of splits. {c}: class; {p}_{m}: two pictures each of ten patients.
+LAYOUTS = {
+    "classes": ("archive/{c}/IMG_{n:04}.JPG", "", ()),
+    "splits": ("{s}/{c}/{n}.png", "", ("training", "validation")),
+    "patients": ("images/patient{p:02}_{m}.png", "masks/patient{p:02}_{m}_mask.png", ()),
+    "above": ("{s}/images/{n}.jpg", "{s}/masks/{n}.png", ("train", "valid")),
+    "below": ("img/{s}/town/{n}.png", "annotations/{s}/town/{n}.png", ("train", "val")),
+}
+
+
+def write(root: Path, layout: str, high: int = 1) -> None:
+    """20 pictures whose shade is 100 times their label, 0 or 1 (in masks `high`)."""
+    picture, mask, splits = LAYOUTS[layout]
+    for n in range(20):
+        names = {"n": n, "p": n // 2, "m": n % 2, "c": ("cat", "dog")[n % 2]}
+        names["s"] = splits[n > 15] if splits else ""
+        shown = np.full((40, 48, 3), 100 * (n % 2), np.uint8)
+        label = np.full((40, 48), high * (n % 2), np.uint8)
+        label[0, 0] = high - label[0, 0]
+        for name, pixels in ((picture, shown), (mask, label)):
+            path = root / name.format(**names)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name:
+                Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch) -> Path:
+    fork = tmp_path / "fork"
+    shutil.copytree(PROJECT / "tasks", fork / "tasks")
+    for name in ("train.py", "settings.py", "models.py", "configs/demo.cfg"):
+        (fork / name).parent.mkdir(exist_ok=True)
+        shutil.copy(PROJECT / name, fork / name)
+    monkeypatch.setattr(project, "_folder", [fork])
+    return fork
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
+    data, tried = tmp_path / "my data", layout in ("classes", "patients")
+    write(data, layout)
+    before = sorted(data.rglob("*"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
+    assert start.main(["hvdkit start", str(data)]) == 0
+    assert sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
+    config = settings_lib.parse(["", "--flagfile=configs/my-data.cfg"])
+    assert config.task == ("segmentation" if LAYOUTS[layout][1] else "classification")
+    assert config.num_classes == 2 and config.mirror == ("off" if tried else "on")
+    splits = open_sources(config, config.data_format)
+    assert [*map(len, splits)] == [16, 4]
+    for source in splits:
+        read = [source.read(tf.constant(n, tf.int64)) for n in range(len(source))]
+        labels = [int(tf.reshape(sample["label"], [-1])[-1]) for sample in read]
+        assert [round(int(sample["image"][-1, -1, 0]) / 100) for sample in read] == labels
+    names = [{s.picture_file(n).name[:9] for n in range(len(s))} for s in splits]
+    assert layout != "patients" or not names[0] & names[1]  # each is in one split
+    if tried:
+        words = [sys.executable, "train.py", "--flagfile=configs/my-data.cfg", "--dry_run"]
+        ended = subprocess.run(words, cwd=fork, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0 and "dry run: it works" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("layout", ["voc", "cityscapes", "cifar10", "classes"])
+def test_published_layouts_are_read_as_they_are(fork, tmp_path, layout):
+    getattr(readers, f"write_{layout}")(tmp_path / "set")
+    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes"]) == 0
+    assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()
+    assert not (fork / "datasets").exists()
+
+
+CAT = "archive/cat/IMG_0002."
+
+
+@pytest.mark.parametrize(
+    ("layout", "high", "broken", "words"),
+    [
+        ("patients", 255, {}, "the masks hold the values 0, 255, and a value is a class"),
+        ("patients", 1, {"masks/new.png": "masks/patient03_1_mask.png"}, "2 files lack the mask"),
+        ("classes", 1, {"rows.csv": "archive"}, r"its 0 pictures are \(rows.csv is not read\)"),
+        ("classes", 1, {"archive/x.JPG": f"{CAT}JPG"}, "what its 20 pictures are: class folders"),
+        ("classes", 1, {f"{CAT}webp": f"{CAT}JPG"}, "0002.webp .* must be PNG or JPEG"),
+        ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is neither(.|\n)*1 fault"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_and_leaves_nothing(
+    fork, tmp_path, capfd, layout, high, broken, words
+):
+    """`broken`: new names of files; a file of no picture where that is empty."""
+    data = tmp_path / "my data"
+    write(data, layout, high)
+    for new, old in broken.items():
+        if (data / old).is_file():
+            (data / old).rename(data / new)
+            continue
+        shutil.rmtree(data / "archive") if old else None
+        (data / new).write_text("no picture")
+    assert start.main(["hvdkit start", str(data), "--yes"]) == 2
+    printed = capfd.readouterr()
+    assert re.search(words, printed.out + printed.err), printed
+    assert printed.err.count("error: ") == 1 and "Traceback" not in printed.err
+    assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("my*")]
