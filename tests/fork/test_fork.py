@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 from projects import ROOT, make, repository, shell, tracked
 
 from hvdkit import testing
@@ -100,7 +101,11 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
             assert (page.parent / target).exists(), f"{page}: {target}"
     for page in (p for p in fork.rglob("*") if p.suffix in (".md", ".sh", ".yaml", ".cfg")):
         for flagfile in re.findall(r"flagfile=(configs/\w+\.cfg)", page.read_text()):
-            made = ("configs/tumours.cfg", "configs/pets.cfg", "configs/mine.cfg")  # by who reads the page
+            made = (
+                "configs/tumours.cfg",
+                "configs/pets.cfg",
+                "configs/mine.cfg",
+            )  # by who reads the page
             assert (fork / flagfile).exists() or flagfile in made, page
     dockerfile = (fork / "Dockerfile").read_text()
     (folder,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
@@ -181,22 +186,50 @@ def test_a_projects_own_tests(task, forks):
     assert "2 passed" in shell("make -o setup test ARGS='-q -n 0'", forks[task], 500)
 
 
-@pytest.mark.slow
-def test_your_model_in_15_minutes(forks):
-    """Every step of the README's page, as written; only the set-up is there already."""
-    fork = forks["blank"]
+def steps(fork: Path, **replaced: str) -> list[str]:
+    """What each block of the README's page prints; the set-up is there already."""
     page = (fork / "README.md").read_text().split("## Your model in 15 minutes")[1]
     page = page.split("\n## ")[0]
-    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
     outputs = []
-    for block in blocks:
+    for block in re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         words = block.replace("make setup", "true").replace("make ", "make -o setup ")
-        outputs.append(shell(words, fork, 200))
+        for old, new in replaced.items():
+            words = words.replace(old, new)
+        outputs.append(shell(f"PATH={ROOT}/.venv/bin:$PATH; {words}", fork, 600))
+    return outputs
+
+
+@pytest.mark.slow
+def test_your_model_in_15_minutes(forks):
+    outputs = steps(forks["blank"])
+    assert len(outputs) == 6
     assert "step 20/20  evaluated" in outputs[0] and "2 ranks" in outputs[1]
     accuracies = re.findall(r"step 300/300  evaluated: .* accuracy ([\d.]+)", outputs[4])
     assert len(accuracies) == 2 and min(map(float, accuracies)) >= 0.96
     assert "2 passed" in outputs[5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS[:2])
+def test_own_pictures_in_15_minutes(task, forks, tmp_path):
+    """40 pictures, bright squares on the left or on the right; masks of them."""
+    draws, masks = np.random.default_rng(5), task == "segmentation"
+    for n in range(40):
+        image, label = draws.integers(0, 120, (48, 48, 3), np.uint8), np.zeros((48, 48), np.uint8)
+        left = 14 * (n % 2) + n % 10
+        image[8:24, left : left + 16], label[8:24, left : left + 16] = 230, 1
+        name = f"images/{n}" if masks else f"{('left', 'right')[n % 2]}/{n}"
+        for file, pixels in ((name, image), (f"masks/{n}", label))[: 1 + masks]:
+            (tmp_path / "pets" / file).parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / "pets" / f"{file}.png")
+    started, trained, used, served = steps(
+        forks[task],
+        **{"~/pets": f"--yes {tmp_path}/pets", "photo.jpg": f"{tmp_path}/pets/{name}.png"},
+    )[1:]
+    assert f"{task}: 32 pictures to train on" in started and "dry run: it works" in trained
+    scores = re.findall(r"evaluated: .* (?:accuracy|miou) ([\d.]+)", trained)
+    assert float(scores[-1]) > 0.9, scores
+    assert "equal outputs" in used and "tf.Tensor" in served
 
 
 def test_actions_and_a_schedule_of_ones_own(forks, tmp_path):

@@ -94,7 +94,7 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     count = len(data.read.sizes)
     side = sorted(map(min, data.read.sizes))[count // 2]
     large = gpu and count >= _MANY and side > 64 and not maps
-    crop = min(side, (256 if gpu else 128) if maps else 224 if large else 64)
+    crop = min(side, (256 if gpu else 128) if maps else 224 if large else 56)
     batch = min(16 if maps and not gpu else 32, 2 ** int(math.log2(max(8, count)) - 2))
     epochs = max(30, 400 * batch // count)
     own = project.folder()
@@ -106,7 +106,10 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     yield "The highest label, and 1 more", f"--num_classes={data.classes}"
     yield "Large: many photographs, a GPU", f"--model={'resnet50' if large else 'small'}"
     yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
-    yield f"Pixels of a crop; most sides have {side} or more", f"--image_size={max(8, crop & ~7)}"
+    yield (
+        f"Pixels of a crop; half of all pictures have {side} or more",
+        f"--image_size={max(8, crop & ~7)}",
+    )
     yield "Samples a step, over all ranks", f"--global_batch_size={batch}"
     yield "Passes over the data; at least 400 steps", f"--epochs={epochs}"
     yield "Forgives a rate that is not tuned", "--optimizer=adam"
