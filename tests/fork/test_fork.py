@@ -212,13 +212,13 @@ def test_your_model_in_15_minutes(forks):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS[:2])
 def test_own_pictures_in_15_minutes(task, forks, tmp_path):
-    """40 pictures, bright squares on the left or on the right; masks of them."""
+    """40 pictures, with red or with green squares; masks of them."""
     draws, masks = np.random.default_rng(5), task == "segmentation"
     for n in range(40):
         image, label = draws.integers(0, 120, (48, 48, 3), np.uint8), np.zeros((48, 48), np.uint8)
-        left = 14 * (n % 2) + n % 10
-        image[8:24, left : left + 16], label[8:24, left : left + 16] = 230, 1
-        name = f"images/{n}" if masks else f"{('left', 'right')[n % 2]}/{n}"
+        square = np.s_[8:28, n % 25 : n % 25 + 20]
+        image[square][..., n % 2], label[square] = 230, 1
+        name = f"images/{n}" if masks else f"{('red', 'green')[n % 2]}/{n}"
         for file, pixels in ((name, image), (f"masks/{n}", label))[: 1 + masks]:
             (tmp_path / "pets" / file).parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).save(tmp_path / "pets" / f"{file}.png")

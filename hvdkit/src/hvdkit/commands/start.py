@@ -29,24 +29,21 @@ from hvdkit import settings as settings_lib
 from hvdkit.commands import browse
 from hvdkit.data import arrangement, check
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.open import kind_of
-from hvdkit.data.source import Source
 from hvdkit.settings import project
 from hvdkit.stop import DONE, WRONG_USE
 from hvdkit.train import task as tasks
 
+_TASKS = {"map": "segmentation", "class": "classification"}
 _MANY = 2000  # pictures: with fewer a large network learns little
 _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
 
 
 class _Data(NamedTuple):
-    """The folder and layout to read, about its splits, what is in the one to train on."""
+    """The folder and layout to read, about its splits, what was read of the one to train on."""
 
     folder: Path
     layout: str
     about: str
-    task: str
-    classes: int
     read: check.Read
 
 
@@ -59,38 +56,31 @@ def _understood(root: Path, links: Path) -> _Data:
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
     faults: list[str] = []
-    others: dict[str, Source] = {}
-    how = {"classes": 0, "tell": faults.append, "others": others}
-    reads = [check.check(folder, split, layout, **how) for split in ("train", "val")]
+    how = {"classes": 0, "tell": faults.append, "others": {}}
+    train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
     for fault in faults:  # a link's name says little
         real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
         print(logs.printable(real))
     if faults:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
-    task = "segmentation" if kind_of(others["train"]) == "map" else "classification"
-    if task not in tasks.available():
-        raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
-    classes = getattr(others["train"], "num_classes", 0)
-    if layout == "folders":
-        classes = _classes(root, reads[0].counts + reads[1].counts)
-    return _Data(folder, layout, about, task, classes, reads[0])
-
-
-def _classes(root: Path, counts: np.ndarray) -> int:
-    """The number of classes in masks; ValueError where their values are no class numbers."""
-    used = np.flatnonzero(counts[:IGNORE]).tolist()
-    if len(used) > 1 and math.gcd(*used) == 1 and 4 * len(used) > used[-1]:
-        return used[-1] + 1
-    values = logs.join(np.flatnonzero(counts), 8)
-    raise ValueError(
-        f"{root}: the masks hold the values {values}, and a value is a class: save them with 0, 1, "
-        f"2, ... for classes, at least two; {IGNORE} means ignored"
-    )
+    if _TASKS[train.kind] not in tasks.available():
+        raise ValueError(
+            f"{root} needs --task={_TASKS[train.kind]}: make a fork that starts from it"
+        )
+    used = np.flatnonzero((train.counts + val.counts)[:IGNORE]).tolist()
+    if layout == "folders" and (math.gcd(*used) != 1 or 4 * len(used) < used[-1]):
+        seen = logs.join(np.flatnonzero(train.counts + val.counts), 8)
+        raise ValueError(
+            f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
+            f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
+        )
+    classes = max(train.classes, val.classes)
+    return _Data(folder, layout, about, train._replace(classes=classes))
 
 
 def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str]]:
     """Reason and flag of each choice."""
-    maps, gpu = data.task == "segmentation", bool(tf.config.list_physical_devices("GPU"))
+    maps, gpu = data.read.kind == "map", bool(tf.config.list_physical_devices("GPU"))
     count = len(data.read.sizes)
     side = sorted(map(min, data.read.sizes))[count // 2]
     large = gpu and count >= _MANY and side > 64 and not maps
@@ -99,11 +89,14 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     epochs = max(30, 400 * batch // count)
     own = project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
-    yield "A label for each pixel" if maps else "A label for each picture", f"--task={data.task}"
+    yield (
+        "A label for each pixel" if maps else "A label for each picture",
+        f"--task={_TASKS[data.read.kind]}",
+    )
     yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
     yield "How they lie there", f"--data_format={data.layout}"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
-    yield "The highest label, and 1 more", f"--num_classes={data.classes}"
+    yield "The highest label, and 1 more", f"--num_classes={data.read.classes}"
     yield "Large: many photographs, a GPU", f"--model={'resnet50' if large else 'small'}"
     yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
     yield (
@@ -137,7 +130,9 @@ def start(root: Path, name: str, *, ask: bool) -> str:
         if links != root:
             undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links)
-        print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
+        print(
+            f"{_TASKS[data.read.kind]}: {len(data.read.sizes):,} pictures to train on; {data.about}"
+        )
         print(_QUESTION * ask, end="", flush=True)
         mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
         lines = [f"# {root}, by hvdkit start; make -o setup train ARGS={flagfile}", ""]

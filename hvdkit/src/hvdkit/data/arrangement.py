@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +26,6 @@ _WORDS = {**_SPLITS, "image": _IMAGE, "mask": _MASK}
 _ROLE = {word: role for role, words in _WORDS.items() for word in words.split()}
 _KINDS = "|".join(f"{_IMAGE} {_MASK}".split())
 _AFFIX = re.compile(rf"^({_KINDS})[_\-. ]|[_\-. ]({_KINDS}|l)$", re.I)
-_HELD_BACK = 0.2  # of the pictures, where there are no splits
 _LEAST_GROUPS = 5
 _Found = dict[tuple[str, ...], Path]  # by split, folders, name
 
@@ -118,16 +117,14 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
         raise ValueError(f"pictures lie in {sorted(there)}, not in train and val: rename folders")
     groups = [_group(item) for item in items]
     grouped = _LEAST_GROUPS <= len({*groups}) < len(items)
-    units, strata, found = defaultdict(list), defaultdict(list), []
+    units, seen, found = defaultdict(list), Counter(), []
     for item, group in zip(items, groups):
         units[group if grouped else f"{item.label}/{item.name}"].append(item)
     for key in sorted(units, key=lambda key: hashlib.sha256(os.fsencode(key)).digest()):
-        strata[units[key][0].label].append(units[key])
-    for stratum in strata.values():
-        left = _HELD_BACK * sum(map(len, stratum)) * (len(stratum) > 1)
-        for unit in stratum:
-            found += [item._replace(split="val" if left > 0 else "train") for item in unit]
-            left -= len(unit)
+        label = units[key][0].label
+        split = "val" if seen[label] % 5 == 1 else "train"
+        found += [item._replace(split=split) for item in units[key]]
+        seen[label] += 1
     how = f"whole groups as {groups[0]}" if grouped else "a hash of names"
     return found, f"scored on a fifth that is held back, by {how}"
 

@@ -98,13 +98,16 @@ def check(
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     words = f"{len(source):,} samples, {labels}"
-    return Read(words, counted.weights(known), counted.of, tuple(counted.sizes))
+    kind, weights = kind_of(source), counted.weights(known)
+    return Read(words, kind, known, weights, counts=counted.of, sizes=counted.sizes)
 
 
 class Read(NamedTuple):
-    """What was read of a split; the flag that balances its classes ("": no good sample)."""
+    """What was read of a split, and the flag that balances its classes ("": no good sample)."""
 
     words: str
+    kind: str = ""
+    classes: int = 0
     weights: str = ""
     counts: np.ndarray = np.zeros(_VALUES, np.int64)  # of each label, in good samples
     sizes: Sequence[tuple[int, int]] = ()  # height and width of each
