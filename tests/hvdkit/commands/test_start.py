@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -84,9 +85,12 @@ def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
 
 
 @pytest.mark.parametrize("layout", ["voc", "cityscapes", "cifar10", "classes"])
-def test_published_layouts_are_read_as_they_are(fork, tmp_path, layout):
+def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, layout):
     getattr(readers, f"write_{layout}")(tmp_path / "set")
-    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes"]) == 0
+    words: list[str] = []
+    monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
+    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes", "--train"]) == 0
+    assert words[-2:] == ["train", "ARGS=--flagfile=configs/set.cfg"]
     assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()
     assert not (fork / "datasets").exists()
 

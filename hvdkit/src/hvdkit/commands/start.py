@@ -44,6 +44,8 @@ class _Data(NamedTuple):
     folder: Path
     layout: str
     about: str
+    task: str
+    classes: int
     read: check.Read
 
 
@@ -63,24 +65,21 @@ def _understood(root: Path, links: Path) -> _Data:
         print(logs.printable(real))
     if faults:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
-    if _TASKS[train.kind] not in tasks.available():
-        raise ValueError(
-            f"{root} needs --task={_TASKS[train.kind]}: make a fork that starts from it"
-        )
+    if (task := _TASKS[train.kind]) not in tasks.available():
+        raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
     used = np.flatnonzero((train.counts + val.counts)[:IGNORE]).tolist()
-    if layout == "folders" and (math.gcd(*used) != 1 or 4 * len(used) < used[-1]):
+    if layout == "folders" and (len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1]):
         seen = logs.join(np.flatnonzero(train.counts + val.counts), 8)
         raise ValueError(
             f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
             f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
         )
-    classes = max(train.classes, val.classes)
-    return _Data(folder, layout, about, train._replace(classes=classes))
+    return _Data(folder, layout, about, task, max(train.classes, val.classes), train)
 
 
 def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str]]:
     """Reason and flag of each choice."""
-    maps, gpu = data.read.kind == "map", bool(tf.config.list_physical_devices("GPU"))
+    maps, gpu = data.task == "segmentation", bool(tf.config.list_physical_devices("GPU"))
     count = len(data.read.sizes)
     side = sorted(map(min, data.read.sizes))[count // 2]
     large = gpu and count >= _MANY and side > 64 and not maps
@@ -89,20 +88,14 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     epochs = max(30, 400 * batch // count)
     own = project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
-    yield (
-        "A label for each pixel" if maps else "A label for each picture",
-        f"--task={_TASKS[data.read.kind]}",
-    )
+    yield "A label for each pixel" if maps else "A label for each picture", f"--task={data.task}"
     yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
     yield "How they lie there", f"--data_format={data.layout}"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
-    yield "The highest label, and 1 more", f"--num_classes={data.read.classes}"
+    yield "The highest label, and 1 more", f"--num_classes={data.classes}"
     yield "Large: many photographs, a GPU", f"--model={'resnet50' if large else 'small'}"
     yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
-    yield (
-        f"Pixels of a crop; half of all pictures have {side} or more",
-        f"--image_size={max(8, crop & ~7)}",
-    )
+    yield f"Pixels of a crop; half of all have {side} or more", f"--image_size={max(8, crop & ~7)}"
     yield "Samples a step, over all ranks", f"--global_batch_size={batch}"
     yield "Passes over the data; at least 400 steps", f"--epochs={epochs}"
     yield "Forgives a rate that is not tuned", "--optimizer=adam"
@@ -130,9 +123,7 @@ def start(root: Path, name: str, *, ask: bool) -> str:
         if links != root:
             undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links)
-        print(
-            f"{_TASKS[data.read.kind]}: {len(data.read.sizes):,} pictures to train on; {data.about}"
-        )
+        print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
         print(_QUESTION * ask, end="", flush=True)
         mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
         lines = [f"# {root}, by hvdkit start; make -o setup train ARGS={flagfile}", ""]
