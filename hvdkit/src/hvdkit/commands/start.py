@@ -79,12 +79,13 @@ def _understood(root: Path, links: Path) -> _Data:
 
 def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str]]:
     """Reason and flag of each choice."""
-    maps, gpu = data.task == "segmentation", bool(tf.config.list_physical_devices("GPU"))
+    maps, gpus = data.task == "segmentation", len(tf.config.list_physical_devices("GPU"))
     count = len(data.read.sizes)
     side = sorted(map(min, data.read.sizes))[count // 2]
-    large = gpu and count >= _MANY and side > 64 and not maps
-    crop = min(side, (256 if gpu else 128) if maps else 224 if large else 56)
-    batch = min(16 if maps and not gpu else 32, 2 ** int(math.log2(max(8, count)) - 2))
+    large = gpus and count >= _MANY and side > 64 and not maps
+    crop = min(side, (256 if gpus else 128) if maps else 224 if large else 56)
+    batch = min(16 if maps and not gpus else 32, 2 ** int(math.log2(max(8, count)) - 2))
+    batch = max(batch, gpus)
     epochs = max(30, 400 * batch // count)
     own = project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder

@@ -20,8 +20,8 @@ from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 
 _SPLITS = {"train": "train training", "val": "val valid validation dev", "test": "test testing"}
 _IMAGE = "image images img imgs picture pictures photo photos input inputs rgb"
-_MASK = "mask masks label labels labelids annotation annotations annot gt ground truth target "
-_MASK += "targets groundtruth seg segmentation segmentations"
+_MASK = "mask masks label labels labelids annotation annotations annot gt target targets "
+_MASK += "groundtruth seg segmentation segmentations"
 _WORDS = {**_SPLITS, "image": _IMAGE, "mask": _MASK}
 _ROLE = {word: role for role, words in _WORDS.items() for word in words.split()}
 _KINDS = "|".join(f"{_IMAGE} {_MASK}".split())
@@ -63,6 +63,7 @@ def recognized(root: Path) -> list[Item]:
         )
     if masks and pictures:
         return _pairs(root, pictures, masks)
+    pictures = {k: path for k, path in pictures.items() if k[0] != "test" or len(k) > 2}
     folders = [key[1:-1] for key in pictures]
     above = 1 + len([*takewhile(lambda names: len({*names}) == 1, zip(*folders))])
     if above > min(map(len, folders), default=0):
@@ -84,7 +85,8 @@ def _walk(folder: Path, inside: tuple[str, ...]) -> Iterator[tuple[Path, tuple[s
 
 def _roles(folder: str) -> set[str]:
     """What a folder's name says of what is in it: {"train", "mask"} of train_masks; {} of cats."""
-    found = {_ROLE.get(word, "") for word in re.split(r"[\W_]+", folder.lower()) if word}
+    words = re.split(r"[\W\d_]+", folder.lower().replace("ground_truth", "mask"))
+    found = {_ROLE.get(word, "") for word in words if word}
     return set() if "" in found else found
 
 
