@@ -46,7 +46,7 @@ class _Data(NamedTuple):
     about: str
     task: str
     classes: int
-    read: check.Read
+    read: check.Counts
 
 
 def _understood(root: Path, links: Path) -> _Data:
@@ -67,9 +67,9 @@ def _understood(root: Path, links: Path) -> _Data:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
     if (task := _TASKS[train.kind]) not in tasks.available():
         raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
-    used = np.flatnonzero((train.counts + val.counts)[:IGNORE]).tolist()
+    used = np.flatnonzero((train.of + val.of)[:IGNORE]).tolist()
     if layout == "folders" and (len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1]):
-        seen = logs.join(np.flatnonzero(train.counts + val.counts), 8)
+        seen = logs.join(np.flatnonzero(train.of + val.of), 8)
         raise ValueError(
             f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
             f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
@@ -105,7 +105,7 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     yield "Against learning by heart", "--weight_decay=0.0001"
     yield "Between evaluations", f"--eval_every={epochs / 5:g}epochs"
     yield "Between checkpoints", f"--checkpoint_every={epochs / 5:g}epochs"
-    yield "Without its first #, rare classes count as much as others", f"# {data.read.weights}"
+    yield "Without its first #, rare classes count as much as others", f"# {data.read.weights()}"
 
 
 def start(root: Path, name: str, *, ask: bool) -> str:

@@ -54,7 +54,7 @@ def check(
     classes: int,
     tell: Callable[[str], None],
     others: dict[str, Source],
-) -> Read:
+) -> Counts:
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
@@ -66,7 +66,7 @@ def check(
             source.check_lengths()
     except (ValueError, OSError) as error:
         tell(str(error))
-        return Read("not read")
+        return Counts()
     check_ids(kind_of(source), classes)
     for name, other in others.items():
         if differ := unshared_classes(source, other):
@@ -80,7 +80,7 @@ def check(
     if not (known := classes or getattr(source, "num_classes", 0)):
         raise ValueError("--num_classes: this reader does not say how many classes there are")
     where = getattr(source, "where", lambda index: _place(source, root / split, index))
-    highest, counted = -1, _Counts(known)
+    highest, counted = -1, Counts(known, kind_of(source))
     for index, found in enumerate(_samples(source)):
         if isinstance(found, str):
             tell(found)
@@ -92,25 +92,13 @@ def check(
             counted.add(found)
     # A folder of label pictures does not say how many classes there are.
     if not classes and isinstance(source, ImageLabelFolder):
-        known = highest + 1
+        counted.classes = highest + 1
     names = [str(name) for name in getattr(source, "class_names", ())]
-    for line in counted.lines(known, names):
+    for line in counted.lines(names):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
-    words = f"{len(source):,} samples, {labels}"
-    kind, weights = kind_of(source), counted.weights(known)
-    return Read(words, kind, known, weights, counts=counted.of, sizes=counted.sizes)
-
-
-class Read(NamedTuple):
-    """What was read of a split, and the flag that balances its classes ("": no good sample)."""
-
-    words: str
-    kind: str = ""
-    classes: int = 0
-    weights: str = ""
-    counts: np.ndarray = np.zeros(_VALUES, np.int64)  # of each label, in good samples
-    sizes: Sequence[tuple[int, int]] = ()  # height and width of each
+    counted.words = f"{len(source):,} samples, {labels}"
+    return counted
 
 
 class _Sample(NamedTuple):
@@ -160,10 +148,13 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
         logs.progress("samples", index + 1, len(source))
 
 
-class _Counts:
-    """Counts over the good samples of a split."""
+class Counts:
+    """Counts over the good samples of a split; `words`: what was read."""
 
-    def __init__(self, classes: int) -> None:
+    words = "not read"
+
+    def __init__(self, classes: int = 0, kind: str = "") -> None:
+        self.classes, self.kind = classes, kind
         self.of = np.zeros(max(classes, _VALUES), np.int64)
         self.sizes: list[tuple[int, int]] = []
         self._unit = "samples"
@@ -176,8 +167,9 @@ class _Counts:
         else:
             self.of[sample.high] += 1
 
-    def lines(self, classes: int, names: Sequence[str]) -> list[str]:
+    def lines(self, names: Sequence[str]) -> list[str]:
         """Sizes, classes and their shares, as text."""
+        classes = self.classes
         if not self.sizes:
             return []
         sizes = sorted(self.sizes, key=lambda size: size[0] * size[1])
@@ -201,13 +193,13 @@ class _Counts:
             lines.append(f"{len(missing)} class(es) never occur: {join(missing)}")
         return lines
 
-    def weights(self, classes: int) -> str:
+    def weights(self) -> str:
         """The flag that gives all classes the same total weight: n / (classes * count of each).
 
         King and Zeng 2001 ("Logistic Regression in Rare Events Data"), as scikit-learn's
         "balanced". Their mean over samples, or pixels, is 1. A class that never occurs gets 1.
         """
-        counts = self.of[:classes]
+        counts = self.of[: self.classes]
         if not self.sizes:
             return ""
         every = counts.sum() / max(np.count_nonzero(counts), 1)
@@ -266,6 +258,6 @@ def main(argv: list[str]) -> int:
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         print(f"{logs.printable(split)}: {read.words} ({layout}): {verdict}", flush=True)
-        if read.weights and not wrong and split == trained:
-            print(f"{logs.printable(split)}: to balance classes: {read.weights}", flush=True)
+        if (weights := read.weights()) and not wrong and split == trained:
+            print(f"{logs.printable(split)}: to balance classes: {weights}", flush=True)
     return 1 if faults else 0
