@@ -84,7 +84,7 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     side = sorted(map(min, data.read.sizes))[count // 2]
     large = gpus and count >= _MANY and side > 64 and not maps
     crop = min(side, (256 if gpus else 128) if maps else 224 if large else 56)
-    batch = min(16 if maps and not gpus else 32, 2 ** int(math.log2(max(8, count)) - 2))
+    batch = min(16 if maps and not gpus else 32, 2 ** int(math.log2(max(16, count)) - 2))
     batch = max(batch, gpus)
     epochs = max(30, 400 * batch // count)
     own = project.folder()
@@ -161,5 +161,5 @@ def main(argv: list[str]) -> int:
     if own.train:
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         sys.stdout.flush()
-        os.execvp("make", ["make", "-C", str(project.folder()), "-o", "setup", "train", flags])
+        os.execvp("make", ["make", "-sC", str(project.folder()), "-o", "setup", "train", flags])
     return DONE
