@@ -44,8 +44,8 @@ test: setup ## all tests, two files at a time; ARGS='-k sampler'
 slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 15 minutes
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
-fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 10 minutes
-	@$(IN_VENV) FUZZ_INPUTS=200000 pytest -q -n 2 tests/attacks/test_fuzz.py $(ARGS)
+fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 15 minutes
+	@$(IN_VENV) FUZZ_INPUTS=200000 pytest -q -n 2 --timeout=3600 tests/attacks/test_fuzz.py $(ARGS)
 
 chaos: setup ## the demo, interrupted 20 times, ends with the same bits; ARGS='--seed=2'; 10 minutes
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
