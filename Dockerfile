@@ -57,11 +57,11 @@ RUN --mount=type=secret,id=ca,mode=0444 --mount=type=secret,id=pip.conf \
 # hadolint ignore=DL3006
 FROM ${RUNTIME_IMAGE} AS run
 ARG APT_MIRROR=
-# InfiniBand's user space (ibverbs, rdmacm), cores near a GPU (numactl), signals and zombies (tini).
+# InfiniBand's user space (ibverbs, rdmacm), signals and zombies (tini).
 # Host keys that the ssh server's package makes are removed: one for all users is nobody's.
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
 RUN --mount=type=secret,id=ca,mode=0444 apt-install \
-        ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 numactl openmpi-bin \
+        ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 openmpi-bin \
         openssh-client openssh-server python3 rsync tini \
     && rm -f /etc/ssh/ssh_host_*
 

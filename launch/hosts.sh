@@ -8,7 +8,6 @@
 #   -np N                 total number of ranks, if not every slot
 #   --interface NAME      network between the hosts (ib0); by default those that ssh uses
 #   -p PORT, -i FILE      ssh port and key
-#   --bind                each rank on its own cores (bind.sh)
 #   --plain               rank 0's lines without mpirun's tag, [1,0]<stdout>:
 #   --check               run doctor.py on the same hosts first; if it fails, nothing is trained
 #   --dry-run             print the command, run nothing
@@ -24,7 +23,7 @@ set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # hvdkit supervise sets LAUNCH_HOSTFILE
-bind=() plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
+plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
 die() { echo "error: $*" >&2 && exit 2; }
 
@@ -36,7 +35,6 @@ while [ $# -gt 0 ]; do
     --interface) interface=${2:?$1 needs a name} && shift ;;
     -p) port=${2:?$1 needs a port} && shift ;;
     -i) key=${2:?$1 needs a file} && shift ;;
-    --bind) bind=("$here/bind.sh") ;;
     --plain) plain=yes ;;
     --check) check=yes ;;
     --dry-run) dry=yes ;;
@@ -276,7 +274,7 @@ launch() {
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
     mpi_words
-    words+=("${bind[@]}" "$@")
+    words+=("$@")
     code=0
     if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && return; fi
     work=$(mktemp -d)

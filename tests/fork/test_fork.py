@@ -286,7 +286,7 @@ def newer(source, tmp_path) -> Path:
     for name in ("train.py", "settings.py", "tasks/blank.py", "configs/blank.cfg", "Makefile"):
         edit(template / name, "", "# changed by us\n")
     edit(template / "README.md.jinja", "", "# changed by us\n")
-    edit(repository / "launch/bind.sh", "\n", "\n# changed by us\n")
+    edit(repository / "launch/stop.sh", "\n", "\n# changed by us\n")
     edit(repository / "Dockerfile", "\n", "\n# changed by us\n")
     shell("git add -A && git commit -qm 2 && git tag v1.1.0", repository)
     return repository
@@ -313,8 +313,8 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
     world = (engine / "ranks/world.py").read_text()
     assert "NEWER = True" in world and "MINE" not in world
     assert (engine / "newer.py").exists() and not (engine / "testing.py").exists()
-    for name in ("launch/bind.sh", "Dockerfile"):
+    for name in ("launch/stop.sh", "Dockerfile"):
         assert (fork / name).read_text().count("\n# changed by us\n") == 1
-    assert os.access(fork / "launch/bind.sh", os.X_OK)
+    assert os.access(fork / "launch/stop.sh", os.X_OK)
     found = shell("grep -rlE '^(<<<<<<<|>>>>>>>) ' . --exclude-dir=.git || true", fork)
     assert not found.strip() and not list(fork.rglob("*.rej"))

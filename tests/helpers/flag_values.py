@@ -66,6 +66,7 @@ VALUES: dict[str, list[str]] = {
     "bn_sync_every": ["", "--bn_sync_every=1", "--bn_sync_every=2"],
     "reduce_backend": ["", "--reduce_backend={carrier}"],
     "device": ["", "--device=cpu"],
+    "bind": ["", "--nobind"],
     "stall_shutdown_s": ["", "--stall_shutdown_s=0", "--stall_shutdown_s=60"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],

@@ -82,40 +82,29 @@ def test_a_run_reports_what_carries_gradients(monkeypatch, gpus, nccl, end):
     assert world_lib.describe(ALONE).endswith(end)
 
 
-@pytest.fixture
-def eight_cores(monkeypatch):
-    """That nobody bound, and no thread chosen yet."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(devices, "threads", lambda: 0)
-    for name in ("OMPI_MCA_orte_bound_at_launch", "RANK_BOUND", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize(
     ("flag", "world", "threads"), [(0, ALONE, 8), (0, FOURTH, 2), (5, FOURTH, 5)]
 )
-def test_threads_are_a_flags_or_a_share_of_the_cores(
-    eight_cores, monkeypatch, flag, world, threads
-):
-    assert world_lib.data_workers(world, Settings(data_workers=flag)) == threads
+def test_threads_are_a_flags_or_a_share_of_the_cores(monkeypatch, flag, world, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(devices, "threads", lambda: 0)
+    monkeypatch.setattr(world_lib.hvd, "local_size", lambda: 4)
+    monkeypatch.setattr(world_lib.placement, "bind", lambda place: None)
+    monkeypatch.setattr(world_lib.placement, "report", lambda world, place: None)
     chosen = []
     monkeypatch.setattr(World, "barrier_max", lambda self, name, *numbers: [*numbers])
     monkeypatch.setattr(devices, "choose", lambda *how: chosen.append(how))
     monkeypatch.setattr(world_lib.proof, "prove", lambda *ranks, secret: b"")
-    world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
-    assert chosen == [("cpu", 0, threads)]
-
-
-def test_a_rank_that_was_bound_has_the_cores_it_sees(eight_cores, monkeypatch):
-    monkeypatch.setenv("RANK_BOUND", "0-7")
-    assert world_lib.data_workers(FOURTH, Settings()) == 8
+    world = world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
+    assert chosen == [("cpu", -1, threads)]
+    assert world_lib.data_workers(world, Settings(data_workers=flag)) == threads
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "why_no_gpu", lambda device: f"{device}: none")
     for name in ("inter", "intra"):
         monkeypatch.setattr(tf.config.threading, f"set_{name}_op_parallelism_threads", int)
-    devices.choose("cpu", 0, 2)
+    devices.choose("cpu", -1, 2)
     with pytest.raises(Stop, match="gpu: none"):
         world_lib.set_up(ALONE, Settings(device="gpu"))
 

@@ -34,7 +34,7 @@ _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "max_bad_steps"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
-    *("data_workers", "max_pixels", "dry_run", "find_lr", "trackers"),
+    *("bind", "data_workers", "max_pixels", "dry_run", "find_lr", "trackers"),
 }
 # Settings that say what a score measures, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")

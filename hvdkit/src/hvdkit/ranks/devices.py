@@ -9,20 +9,23 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from hvdkit.ranks import placement
 
-def choose(device: str, local_rank: int, threads: int) -> None:
-    """Gives this process one GPU, or so many threads of CPUs (--device)."""
-    gpus = tf.config.list_physical_devices("GPU")
+
+def gpus(device: str) -> list[placement.Gpu]:
+    """Those that TensorFlow sees, in its order; none where CPUs are meant (--device)."""
+    seen = tf.config.list_physical_devices("GPU") if device != "cpu" else []
+    return placement.gpus_of_driver(len(seen))
+
+
+def choose(device: str, gpu: int, threads: int) -> None:
+    """Gives this process one GPU, by its number, or so many threads of CPUs (--device)."""
     if device == "cpu":
         tf.config.set_visible_devices([], "GPU")
-    elif gpus:
-        if local_rank >= len(gpus):
-            raise ValueError(
-                f"{os.uname().nodename} has {len(gpus)} visible GPU(s) and more ranks: start at "
-                "most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
-            )
-        tf.config.set_visible_devices(gpus[local_rank], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[local_rank], True)
+    elif gpu >= 0:
+        own = tf.config.list_physical_devices("GPU")[gpu]
+        tf.config.set_visible_devices(own, "GPU")
+        tf.config.experimental.set_memory_growth(own, True)
         return
     elif reason := why_no_gpu(device):
         raise ValueError(reason)
@@ -33,18 +36,6 @@ def choose(device: str, local_rank: int, threads: int) -> None:
 def threads() -> int:
     """CPU threads of an operation, once they were chosen; 0 before."""
     return tf.config.threading.get_intra_op_parallelism_threads()
-
-
-def cores(ranks: int) -> int:
-    """This process's share of the cores, of `ranks` on this host."""
-    cores = all_cores = len(os.sched_getaffinity(0))
-    # mpirun or launch/bind.sh gave each rank cores of its own.
-    if {"OMPI_MCA_orte_bound_at_launch", "RANK_BOUND"} & set(os.environ):
-        return cores
-    # Slurm bound each task, to cores of its own or, with others, to a socket.
-    if "SLURM_STEP_ID" in os.environ and "HOROVOD_RANK" not in os.environ:
-        all_cores = max(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", 0)))
-    return max(1, min(cores, all_cores // ranks))
 
 
 def why_no_gpu(device: str) -> str:

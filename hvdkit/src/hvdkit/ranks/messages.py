@@ -1,6 +1,6 @@
 """What carries messages between ranks outside of a step: mpi4py, or Horovod where there is no MPI.
 
-Both carriers have the same four calls: `largest`, `gather`, `broadcast` and `local`. Every rank
+Both carriers have the same calls: `largest`, `gather`, `beside`, `broadcast`, `local`. Every rank
 must make the same ones in the same order, from one thread. Their size is constant at any number
 of ranks, except for what `gather` returns.
 
@@ -67,6 +67,10 @@ class Horovod:
             found.append(everything[start:end])
         return found
 
+    def beside(self, own: np.ndarray) -> list[np.ndarray]:
+        """The messages of this host's ranks, in rank order; here this one's for each."""
+        return [own] * hvd.local_size()
+
     def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
         """Gives uint8 [n] the values that rank `root`'s has; `own`: this is that rank."""
         with tf.device("CPU:0"):  # it may be more than a GPU has room for
@@ -98,12 +102,18 @@ class Mpi:
         self._wait(self._world.Iallreduce(own, found, self._mpi.MAX))
         return found.tolist()
 
-    def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
-        lengths = np.empty(size, np.int64)
-        self._wait(self._world.Iallgather(np.array([own.size], np.int64), lengths))
+    def gather(self, own: np.ndarray, size: int, ranks: Any = None) -> list[np.ndarray]:
+        ranks, lengths = ranks or self._world, np.empty(size, np.int64)
+        self._wait(ranks.Iallgather(np.array([own.size], np.int64), lengths))
         everything = np.empty(lengths.sum(), np.uint8)
-        self._wait(self._world.Iallgatherv(own, [everything, lengths.tolist()]))
+        self._wait(ranks.Iallgatherv(own, [everything, lengths.tolist()]))
         return np.split(everything, np.cumsum(lengths)[:-1])
+
+    def beside(self, own: np.ndarray) -> list[np.ndarray]:
+        host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
+        found = self.gather(own, host.size, ranks=host)
+        host.Free()
+        return found
 
     def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
         self._wait(self._world.Ibcast(part, root))

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvdkit import logs
 from hvdkit.logs import join
-from hvdkit.ranks import devices, encoding, messages, proof
+from hvdkit.ranks import devices, encoding, messages, placement, proof
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
@@ -44,6 +44,7 @@ class World:
     local_size: int
     carrier: messages.Carrier = dataclasses.field(default_factory=messages.Horovod, repr=False)
     key: bytes = dataclasses.field(default=b"", repr=False)  # all ranks know it, nobody else
+    threads: int = 1  # this rank's share of its host's cores
 
     @property
     def is_chief(self) -> bool:
@@ -209,25 +210,33 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
 
 
 def set_up(world: World, config: Settings) -> World:
-    """One GPU for this process, or its share of the CPU's cores (--cpu_threads says another).
+    """One GPU for this process, and its share of the cores (--cpu_threads, --nobind).
 
     Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
     Raises Stop on all ranks where a host has too few GPUs, or TensorFlow does not see them.
     """
+    seen = placement.see(devices.gpus(config.device))
+    if world.size > 1:  # over Gloo, on one host, all see the same, and TensorFlow must not start
+        seen = world.carrier.beside(encoding.pack(seen, "placement"))
+    seen = [encoding.unpack(one) for one in seen] if world.size > 1 else [seen]
     with world.fail_together("choosing a device"):
+        place = placement.place(seen, world.local_rank)
+        if config.bind:
+            placement.bind(place)
         # Once chosen, TensorFlow's number of threads stays as it is.
-        threads = config.cpu_threads or devices.threads() or devices.cores(world.local_size)
-        devices.choose(config.device, world.local_rank, threads)
+        threads = config.cpu_threads or devices.threads() or place.threads
+        devices.choose(config.device, place.gpu, threads)
     secret = os.environ.pop("LAUNCH_SECRET", "").encode()  # programs that ranks start do not get it
     key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
     if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         say(world, proof.OPEN)
-    return dataclasses.replace(world, key=key)
+    placement.report(world, place if config.bind else place._replace(cpus=[]))
+    return dataclasses.replace(world, key=key, threads=place.threads)
 
 
 def data_workers(world: World, config: Settings) -> int:
     """Threads of this rank that read data: --data_workers, or its share of the cores."""
-    return config.data_workers or devices.cores(world.local_size)
+    return config.data_workers or world.threads
 
 
 def gpu() -> str:
