@@ -102,8 +102,8 @@ def start_horovod(options: argparse.Namespace) -> None:
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     with watch("starting Horovod", options.timeout, _NETWORK):
         hvd.init()
-    own = tf.config.list_physical_devices("GPU")[hvd.local_rank() :][:1]
-    own = own if options.device != "cpu" else []
+    seen = tf.config.list_physical_devices("GPU") if options.device != "cpu" else []
+    own = seen[min(hvd.local_rank(), len(seen) - 1) :][:1]  # a task may see its own alone
     tf.config.set_visible_devices(own, "GPU")
     for gpu in own:
         tf.config.experimental.set_memory_growth(gpu, True)

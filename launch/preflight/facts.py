@@ -50,7 +50,7 @@ def import_faults() -> list[Fault]:
     """Imports what training imports, up to the first one that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     mpi = ["mpi4py.MPI"] if ranks.launcher() == "mpi" else []
-    for name in (*mpi, "tensorflow", "keras", "horovod.tensorflow"):
+    for name in (*mpi, "tensorflow", "keras", "horovod.tensorflow", "hvdkit.ranks.placement"):
         try:
             with quiet():
                 importlib.import_module(name)
@@ -127,8 +127,12 @@ def gpus_of_tensorflow() -> dict[str, Any]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    from hvdkit.ranks import placement
+
     count = len(tf.config.list_physical_devices("GPU"))
-    return {"seen": count, "cuda": tf.test.is_built_with_cuda(), "nccl": bool(hvd.nccl_built())}
+    its = placement.gpus_of_driver(count)
+    found = {"seen": count, "each": its, "cuda": tf.test.is_built_with_cuda()}
+    return found | {"nccl": bool(hvd.nccl_built())}
 
 
 def ways() -> list[tuple[str, str]]:

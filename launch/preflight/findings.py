@@ -6,6 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+try:
+    from hvdkit.ranks.placement import choose_gpus
+except ImportError:  # which `facts.import_faults` reports
+
+    def choose_gpus(gpus: Sequence[Any]) -> list[int]:
+        return [0] * len(gpus)
+
+
 Facts = dict[str, Any]
 _SLOW = 4  # how many times less bandwidth than the fast pairs of hosts is slow
 
@@ -52,23 +60,27 @@ def of_facts(facts: Sequence[Facts], device: str) -> list[Finding]:
     """Faults of single ranks, and differences in what should be alike."""
     by_fault = collections.defaultdict(list)
     wanted = device == "gpu" or any(fact.get("gpus", {}).get("seen") for fact in facts)
-    for rank, fact in enumerate(facts):
-        its = [tuple(fault) for fault in fact["faults"]]
-        if "seen" in fact.get("gpus", {}):
-            its.append(gpu_fault(fact["gpus"], fact["local_rank"], wanted))
-        for fault in filter(None, its):
-            by_fault[fault].append(rank)
     hosts = [fact["host"] for fact in facts]
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        each = [facts[rank].get("gpus", {}).get("each", []) for rank in ranks]
+        for rank, gpu in zip(ranks, choose_gpus(each)):
+            its = [tuple(fault) for fault in facts[rank]["faults"]]
+            if "seen" in facts[rank].get("gpus", {}):
+                its.append(gpu_fault(facts[rank]["gpus"], gpu, wanted))
+            for fault in filter(None, its):
+                by_fault[fault].append(rank)
     found = [Finding(place(hosts, ranks), *fault) for fault, ranks in by_fault.items()]
     for name in sorted({name for fact in facts for name in fact["alike"]}):
         found += _alike(name, facts, hosts)
     return found
 
 
-def gpu_fault(its: Facts, local_rank: int, wanted: bool) -> tuple[str, str, str] | None:
+def gpu_fault(its: Facts, gpu: int, wanted: bool) -> tuple[str, str, str] | None:
     """If training would refuse this rank, or compute on a CPU beside an idle GPU.
 
-    `its`: what `facts.gpus_of_driver` and `gpus_of_tensorflow` return; `wanted`: --device=gpu, or
+    `its`: what `facts.gpus_of_driver` and `gpus_of_tensorflow` return; `gpu`: the one that training
+    would take, -1 if other ranks take all; `wanted`: --device=gpu, or
     another rank has one.
     """
     count, shown = its["seen"], its["shown"]
@@ -79,11 +91,9 @@ def gpu_fault(its: Facts, local_rank: int, wanted: bool) -> tuple[str, str, str]
             what += ": it is the CPU build"
             todo = "install the GPU build there (make setup DEVICE=gpu)"
         return what, f"{todo}; to train on CPUs: --device=cpu", "wrong"
-    if count and local_rank >= count:
-        what = f"training needs GPU number {local_rank} there, counted from 0, of {count} visible"
-        todo = "start at most one rank a GPU, and let each see all GPUs of its host (Slurm: "
-        todo += "--gpus-per-node, not --gpus-per-task; see CUDA_VISIBLE_DEVICES)"
-        return what, todo, "fatal"
+    if count and gpu < 0:
+        what = f"other ranks there take all of the {count} visible GPU(s)"
+        return what, "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES", "fatal"
     if count and not its["nccl"]:
         what = "Horovod is built without NCCL: gradients would go through the hosts' memory"
         return what, "build it for GPUs: make setup DEVICE=gpu", "note"

@@ -237,7 +237,7 @@ def test_a_door_answers_who_has_its_token_and_nobody_else():
 @pytest.fixture
 def every() -> list[dict]:
     """Two ranks on each of three hosts, sound, with two GPUs each."""
-    gpus = {"shown": 2, "seen": 2, "cuda": True, "nccl": True}
+    gpus = {"shown": 2, "seen": 2, "cuda": True, "nccl": True, "each": [["a", ""], ["b", ""]]}
     return [
         {"host": f"node{n}", "every_address": [f"10.0.0.{n}"], "local_rank": local, "faults": []}
         | {"alike": {"keras": "3.15", "GPU driver": "550"}, "gpus": gpus}
@@ -262,8 +262,11 @@ BOTH = "node2 (rank 2, 3)"
         ("gpus", {"seen": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver shows 2"),
         ("gpus", {"seen": 0, "shown": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver"),
         ("gpus", {"nccl": False}, f"note {BOTH}: Horovod is built without NCCL"),
-        # Training takes the GPU with the rank's number on its host: one a task is one too few.
-        ("gpus", {"seen": 1}, "fatal node2 (rank 3): training needs GPU number 1 there"),
+        (
+            "gpus",
+            {"seen": 1, "each": [["a", ""]]},
+            "fatal node2 (rank 3): other ranks there take all of the 1 visible GPU(s)",
+        ),
     ],
 )
 def test_one_odd_host(every, name: str, changed, text: str):
@@ -272,6 +275,12 @@ def test_one_odd_host(every, name: str, changed, text: str):
         every[rank][name] = changed if name == "faults" else every[rank][name] | changed
     [found] = judged(every)
     assert found.startswith(text)
+
+
+def test_one_gpu_a_task_is_sound(every):
+    for rank, one in enumerate(every):
+        one["gpus"] = one["gpus"] | {"seen": 1, "each": [[f"{rank}", ""]]}
+    assert judged(every) == []
 
 
 def test_hosts_without_gpus_may_train_on_cpus_unless_gpus_are_demanded(every):

@@ -130,15 +130,17 @@ def test_training_is_preempted_requeued_and_resumed(slurm: Slurm, tiny_data: Pat
     assert (summary["exit_reason"], summary["step"]) == ("done", steps)
 
 
-def test_ranks_that_slurm_has_bound_stay_where_they_are(slurm: Slurm, tmp_path: Path):
-    """task/affinity gave each a core of its own: bind.sh would share it out again."""
-    show = "import os; print('cores', sorted(os.sched_getaffinity(0)))"
-    one_node = "--nodes=1 --ntasks-per-node=2"
+@pytest.mark.parametrize("launch", ["LAUNCH=srun", "LAUNCH=ssh,LAUNCH_FLAGS=-p 2222"])
+def test_each_of_several_tasks_a_node_may_use_its_cores(slurm: Slurm, tmp_path: Path, launch: str):
+    """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
+    show = "import os; print(f'on {os.uname().nodename} {sorted(os.sched_getaffinity(0))}')"
+    sbatch = "--ntasks-per-node=2 --cpus-per-task=1"
     command = (SBATCH, sys.executable, "-c", show)
-    job = Job(slurm, tmp_path, *command, sbatch=one_node, env="ALL,BIND=1,BIND_SHOW=1")
-    job.end()
-    log = job.log()
-    assert "cores [0]" in log and "cores [1]" in log and "local rank" not in log, log
+    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,{launch}")
+    assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
+    found = sorted(re.findall(r"on (node\d) (\[[\d, ]*\])", job.log()))
+    each = ["[0]", "[1]"] if launch == "LAUNCH=srun" else ["[0, 1]", "[0, 1]"]
+    assert found == [(node, cores) for node in ("node1", "node2") for cores in each], job.log()
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,14 @@ import pytest
 from hvdkit.ranks import placement
 from hvdkit.ranks.placement import _ranges
 
-H100S = [(f"GPU-{i}", f"0000:{bus}:00.0") for i, bus in enumerate("1b 43 52 61 9d c3 d1 df".split())]
+BUSES = ("1b", "43", "52", "61", "9d", "c3", "d1", "df")
+H100S = [(f"GPU-{i}", f"0000:{bus}:00.0") for i, bus in enumerate(BUSES)]
 
 
 class Machine:
     """`nodes` NUMA nodes of `cores` each; CPU i's other hyperthread is i + nodes * cores."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int]) -> None:
+    def __init__(self, root: Path, monkeypatch, size: tuple[int, int, int]) -> None:
         nodes, cores, threads = size
         self.root, self.all, self.nodes = root, nodes * cores, []
         monkeypatch.setattr(placement, "_ROOT", root)

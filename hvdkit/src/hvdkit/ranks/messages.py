@@ -10,7 +10,9 @@ Horovod gives all collectives of a kind outside a graph one name, and MPI gives 
 
 from __future__ import annotations
 
+import collections
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -26,12 +28,23 @@ MOST_GATHERED = 2**31 - 1  # bytes of all ranks' messages in one `gather`: MPI c
 _PART = 2**22  # bytes of one broadcast
 _LENGTH = 8  # bytes of a number before each rank's message
 _LONGEST_NAP = 0.01  # seconds
+_STEPS = 20  # newest ones, by which a hanging one is known
+_LEAST_PATIENCE = 60.0  # seconds
 
 
 class Heartbeat:
-    """When this rank last finished a message, a step or a batch of evaluation."""
+    """When this rank last finished a message, a step or a batch of evaluation.
 
+    Attributes:
+      parts: how often this rank was done with its own part of a step, before it waits for others.
+    """
+
+    parts = 0
     _last = time.monotonic()
+    _entered = 0.0  # when it came to the step that it is in; 0: it is in none
+
+    def __init__(self) -> None:
+        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)  # seconds of each
 
     def beat(self) -> None:
         self._last = time.monotonic()
@@ -39,6 +52,31 @@ class Heartbeat:
     def still(self) -> float:
         """Seconds since the last beat."""
         return time.monotonic() - self._last
+
+    def enter_step(self) -> None:
+        self._entered = self._last = time.monotonic()
+
+    def leave_step(self) -> None:
+        self.beat()
+        self._steps.append(self._last - self._entered)
+        self._entered = 0.0
+
+    def own_part_done(self) -> float:
+        """Called within the step; the time, in seconds since 1970."""
+        self.parts += 1
+        return time.time()
+
+    def patience(self, start: float, most: float) -> float:
+        """Seconds for which this rank may be still where it is.
+
+        `start` before the first step has ended. In a step 30 times the median step, but at least
+        60; elsewhere `most`, as saving or a task's own action may take long.
+        """
+        if not self._steps:
+            return min(start, most)
+        if not self._entered or len(self._steps) < _STEPS // 2:
+            return most
+        return min(most, max(_LEAST_PATIENCE, 30 * statistics.median(self._steps)))
 
 
 heartbeat = Heartbeat()

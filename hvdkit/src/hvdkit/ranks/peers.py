@@ -26,14 +26,14 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import psutil
 import tensorflow as tf
 
 from hvdkit.logs import complain, join
 from hvdkit.ranks.messages import heartbeat
+from hvdkit.ranks.start import ways
 from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
-from hvdkit.stop import BUG
+from hvdkit.stop import BUG, NOT_NOW
 
 _CONNECT = 5.0  # seconds in which a process that runs answers
 _NONCE, _TAG = 16, 32  # bytes
@@ -53,6 +53,8 @@ class _Answer(NamedTuple):
     how: str  # gone or silent; empty: it has answered
     at: str  # the place in the code that it is at, or "asking"
     still: float  # seconds for which it has not moved
+    left: float = 0.0  # seconds for which it may stay where it is
+    parts: int = 0  # see `Heartbeat`
 
 
 class Peers:
@@ -62,13 +64,15 @@ class Peers:
     names those that ended or hang, and the process exits with BUG.
     """
 
-    def __init__(self, world: World, stall_seconds: int) -> None:
+    def __init__(self, world: World, stall_seconds: int, start_seconds: int = 0) -> None:
         """Opens this rank's port and starts to watch the neighbour.
 
         `stall_seconds`: how long a rank may stay at one place before this process ends, and a
-        neighbour be silent, if that is less than _SILENT; 0: for ever.
+        neighbour be silent, if that is less than _SILENT; 0: for ever. In a step that is less, see
+        `Heartbeat.patience`; before the first one `start_seconds`, and the exit code is NOT_NOW.
         """
         self._rank, self._asking = world.rank, False
+        self._limits = start_seconds or stall_seconds, stall_seconds
         self._room = threading.Semaphore(_ANSWERED_AT_ONCE)
         self._main = threading.main_thread().ident
         if world.size == 1:  # nobody asks
@@ -99,7 +103,7 @@ class Peers:
         sys.stdout.flush()
         end = time.monotonic() + _SETTLE
         while not self._left_to_another():
-            states = {rank: at or how for rank, (how, at, _) in self._ask_all().items()}
+            states = {rank: one.at or one.how for rank, one in self._ask_all().items()}
             missing = {rank: how for rank, how in states.items() if how != "asking"}
             # Others that are left may still wait for the transport to give up.
             over = time.monotonic() > end or all(how == "gone" for how in missing.values())
@@ -120,18 +124,28 @@ class Peers:
                 return True
         return False
 
-    def _stuck(self, seconds: int) -> str:
-        """Where all ranks stand, if none has moved for so long; else ""."""
-        found = {0: ("", self._main_thread(), heartbeat.still())} | self._ask_all()
-        if any(still < seconds for _, _, still in found.values()):
+    def _stuck(self) -> str:
+        """Where all ranks stand, if all have been where they are for too long; else ""."""
+        found = {self._rank: _Answer("", *self._own())} | self._ask_all()
+        if any(one.left > 0 for one in found.values()):
             return ""
+        seconds = round(min(one.still for one in found.values()))
         by_place: dict[str, list[int]] = {}
-        for rank, (how, at, _) in found.items():
-            where = f"at {at}" if at else "ended" if how == "gone" else "no answer"
+        most = max(one.parts for one in found.values())
+        for rank, one in sorted(found.items()):
+            where = f"at {one.at}" if one.at else "ended" if one.how == "gone" else "no answer"
+            if one.at and one.parts < most:
+                where += ", its own part of the step not done: its GPU, driver or code hangs"
             by_place.setdefault(where, []).append(rank)
         shown = sorted(by_place.items(), key=lambda place: len(place[1]))[:4]
         parts = [f"{where}: {join(map(self._who, ranks), 1)}" for where, ranks in shown]
         return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
+
+    def _own(self) -> tuple[str, float, float, int]:
+        still = heartbeat.still()
+        left = heartbeat.patience(*self._limits) - still
+        at = "asking" if self._asking else self._main_thread()
+        return at, still, left, heartbeat.parts
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
@@ -170,8 +184,7 @@ class Peers:
             question = link.recv(_NONCE + _TAG)
             nonces, tag = nonce + question[:_NONCE], question[_NONCE:]
             if hmac.compare_digest(tag, self._sign(self._rank, nonces)):
-                at = "asking" if self._asking else self._main_thread()
-                answer = json.dumps([at, heartbeat.still()]).encode()
+                answer = json.dumps(self._own()).encode()
                 link.sendall(self._sign(self._rank, nonces, answer) + answer)
 
     def _sign(self, rank: int, nonces: bytes, answer: bytes = b"?") -> bytes:
@@ -221,9 +234,11 @@ class Peers:
         patience = min(seconds, _SILENT)
         heard = 0.0  # where a firewall is between, it never is
         clock = time.pthread_getcpuclockid(self._main)
+        first = self._places.index(next(p for p in self._places if p.host == hostname()))
         stuck, computed = "", 0.0
         while not self._asking:
             before, nap = time.monotonic(), min(patience / 8, 30)
+            nap = min(nap, heartbeat.patience(*self._limits) / 8)
             time.sleep(nap)
             if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
                 heard = time.monotonic() if heard else 0.0
@@ -234,11 +249,13 @@ class Peers:
                 heartbeat.beat()
             computed = used
             stuck, before_that = "", stuck
-            if self._rank == 0 and heartbeat.still() > seconds:
-                stuck = self._stuck(seconds)
+            # One watch a host; those of later ranks leave time to the earlier ones.
+            _, _, left, parts = self._own()
+            if self._rank == first and -left > min(first, 30):
+                stuck = self._stuck()
             if stuck and before_that:
                 complain(stuck)
-                os._exit(BUG)
+                os._exit(BUG if parts else NOT_NOW)
             how = self._ask(neighbour).how
             if not how:
                 heard = time.monotonic()
@@ -261,13 +278,8 @@ def _in_words(how: str) -> str:
 
 
 def _addresses() -> list[str]:
-    """Of this host on the networks that MPI was told to use; else all but loopback's."""
-    own = [
-        (name, address.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET and name != "lo"
-    ]
+    """Of this host on the networks that MPI was told to use; else all `ways`."""
+    own = ways()
     networks = os.environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")  # noqa: SIM112
     chosen = [at for name, at in own if any(_is_in(network, name, at) for network in networks)]
     return chosen or [at for _, at in own]

@@ -96,7 +96,9 @@ def choose_gpus(gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]]
     for only_near in (True, False):
         for rank, sees in enumerate(gpus):
             for number, (uuid, address) in enumerate(sees):
-                fits = not only_near or (allowed and allowed[rank] <= near.get(nodes[address], set()))
+                fits = not only_near or (
+                    allowed and allowed[rank] <= near.get(nodes[address], set())
+                )
                 if chosen[rank] < 0 and uuid not in taken and fits:
                     chosen[rank] = number
                     taken.add(uuid)
@@ -120,7 +122,9 @@ def report(world: World, own: Place) -> None:
     if world.size <= _MOST_ROWS:
         node = f"{own.node}, far" if far else str(own.node) if own.node >= 0 else "-"
         cores = _ranges(own.cpus) or f"not bound, {own.threads} thread(s)"
-        rows = world.gather_objects([os.uname().nodename, own.address or "-", node, cores], "places")
+        rows = world.gather_objects(
+            [os.uname().nodename, own.address or "-", node, cores], "places"
+        )
         table = [["rank", "host", "GPU", "NUMA node", "cores"]]
         table += [[str(rank), *row] for rank, row in enumerate(rows)]
         widths = [max(map(len, column)) for column in zip(*table)]
@@ -152,7 +156,7 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
 
 
 def _quota() -> tuple[float, str]:
-    """CPUs' worth of time that cgroups (v1, v2) grant, and the group that says so; inf: no limit."""
+    """CPUs' worth of time that cgroups (v1, v2) grant, and which group says so; inf: no limit."""
     least = math.inf, ""
     for line in _read("proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -197,7 +201,7 @@ def _read(name: str | Path) -> str:
 def _expand(ranges: str) -> list[int]:
     """Of 0-3,8."""
     ends = [part.split("-") for part in ranges.strip().split(",") if part]
-    return [cpu for first, *last in ends for cpu in range(int(first), int((last or [first])[0]) + 1)]
+    return [cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1)]
 
 
 def _ranges(cpus: Iterable[int]) -> str:

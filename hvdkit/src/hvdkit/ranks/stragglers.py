@@ -17,11 +17,18 @@ import tensorflow as tf
 from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.logs import join
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, hostname
 
 SLOW = 1.5  # times the median of all ranks
 _IN_A_ROW = 3  # logged intervals
 _SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: less is not reported
+
+
+def own_part(after: tf.Tensor) -> tf.Tensor:
+    """`moment` of what this rank computes before it waits for others; its heartbeat tells peers."""
+    done = tf.numpy_function(lambda _: heartbeat.own_part_done(), [after], tf.float64)
+    return tf.ensure_shape(done, [])
 
 
 def moment(after: tf.Tensor) -> tf.Tensor:

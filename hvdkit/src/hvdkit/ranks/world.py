@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvdkit import logs
 from hvdkit.logs import join
-from hvdkit.ranks import devices, encoding, messages, placement, proof
+from hvdkit.ranks import devices, encoding, messages, placement, proof, start
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
@@ -174,9 +174,10 @@ def unoptimized() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({name: before})
 
 
-def connect(knobs: Mapping[str, str] | None = None) -> World:
+def connect(knobs: Mapping[str, str] | None = None, limit: int = 0) -> World:
     """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
 
+    Each wait for others ends the process after `limit` seconds; 0: never.
     Raises Stop where Horovod would see, or sees, fewer ranks than were started together.
     """
     os.environ.update(knobs or {})
@@ -193,9 +194,10 @@ def connect(knobs: Mapping[str, str] | None = None) -> World:
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     elif messages.in_mpi_world():
-        # mpi4py first, or Horovod would own MPI and finalize it when it shuts down.
-        from mpi4py import MPI  # noqa: F401
-    hvd.init()
+        start.leave_out_interfaces()
+        start.start_mpi(limit)
+    with start.waiting("all ranks to start Horovod", limit):
+        hvd.init()
     faulthandler.enable(2)  # after MPI's own handlers, which then name the host
     if hvd.size() < started:
         # Each would train alone, all into one folder.

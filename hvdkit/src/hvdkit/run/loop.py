@@ -24,6 +24,7 @@ from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Result, evaluates_first
@@ -193,6 +194,7 @@ class Run:
             self.step = step
             batch = self.feed.next()
             self._waits_for_result, self._called = True, time.perf_counter()
+            heartbeat.enter_step()
             yield batch
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
@@ -210,6 +212,7 @@ class Run:
         ending = self.health.verdict(previous)
         if ending or any(action.settles for action in due):
             ending = self.health.verdict(previous, result)
+        heartbeat.leave_step()
         if not (ending and ending.code != PREEMPTED):
             # A stop ends the run after this step, which is logged and saved like any other. A rerun
             # makes up for an evaluation.

@@ -10,7 +10,7 @@ from absl import app
 from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.logs import complain
-from hvdkit.ranks import agreement
+from hvdkit.ranks import agreement, start
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.peers import Peers
@@ -73,7 +73,7 @@ def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> i
     stop_signal = StopSignal(launch_rank())
     logs.use()
     try:
-        world = world_lib.connect(reduction.environment(config))
+        world = world_lib.connect(reduction.environment(config), config.start_limit_s)
     except Stop as stop:
         if launch_rank() == 0:
             complain(str(stop))
@@ -81,10 +81,12 @@ def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> i
     code = DONE
     try:
         # One GPU a process, or a share of the cores.
-        world = world_lib.set_up(world, config)
+        with start.waiting("all ranks to choose a device", config.start_limit_s):
+            world = world_lib.set_up(world, config)
         with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
-        with Peers(world, reduction.stall_seconds(config)):
+        limits = reduction.stall_seconds(config), config.start_limit_s
+        with Peers(world, *limits):
             work(world, stop_signal)
     except Stop as stop:
         code = stop.code

@@ -34,7 +34,7 @@ import tensorflow as tf
 from hvdkit.data.pipeline import Reader
 from hvdkit.data.source import Source
 from hvdkit.ranks import agreement
-from hvdkit.ranks.stragglers import moment
+from hvdkit.ranks.stragglers import moment, own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import (
@@ -135,7 +135,7 @@ class Step:
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-        ready = moment(sums)
+        ready = own_part(sums)
         # One collective for both: constant size on any number of ranks. Its name holds those of the
         # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from hvdkit.data.sampler import share
 from hvdkit.logs import join
-from hvdkit.ranks.stragglers import moment
+from hvdkit.ranks.stragglers import own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED
@@ -121,7 +121,7 @@ class Passes:
             group = [part for part in self._own if part.size == size]
             total = self._over(group, total, batch=batch, start=start)
         # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
-        ready = moment(total.table)
+        ready = own_part(total.table)
         parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
         parts = self._sum(parts, "step.totals")
         table = tf.reshape(parts[: -votes.shape[0]], total.table.shape)

@@ -1,0 +1,128 @@
+"""From a rank's first line until all have met: which networks, and how long a rank waits.
+
+Before `peers` watches, a rank that waits says so after 30 s: what for, and for whom. Each wait has
+a limit (--start_limit_s); then the process ends with NOT_NOW, which a supervisor tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import psutil
+
+from hvdkit.logs import complain, join
+from hvdkit.stop import NOT_NOW, launch_rank
+
+_SAY_AFTER = 30.0  # seconds
+_ROLL_CALL = 5.0  # seconds in which ranks that are there say so
+_NOWHERE = ("lo", "docker", "virbr", "cni")  # interfaces that lead to no other host begin so
+_NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
+
+
+def ways() -> list[tuple[str, str]]:
+    """(interface, IPv4 address) by which other hosts may reach this one."""
+    every = psutil.net_if_addrs().items()
+    found = [(name, a.address) for name, its in every for a in its if a.family == socket.AF_INET]
+    return [(name, address) for name, address in found if not name.startswith(_NOWHERE)]
+
+
+def leave_out_interfaces() -> None:
+    """For MPI and NCCL, unless whoever started the run named some: an idle docker0 has the same
+    address on every host, where connections wait for ever."""
+    here = [name for name in psutil.net_if_addrs() if name.startswith(_NOWHERE)]
+    if ways():  # else it is loopback that ranks of one host need
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"^{','.join(_NOWHERE)}")
+        if "OMPI_MCA_btl_tcp_if_include" not in os.environ:
+            os.environ.setdefault("OMPI_MCA_btl_tcp_if_exclude", ",".join(here))
+
+
+@contextlib.contextmanager
+def waiting(what: str, seconds: int) -> Iterator[None]:
+    """Around what waits for other ranks: says so after 30 s, ends the process after `seconds`.
+
+    0: never. `what`: "all ranks to ...".
+    """
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(min(_SAY_AFTER, seconds or _SAY_AFTER)):
+            _say(f"{what}, {_hosts()}. {_NETWORK}")
+            if seconds and not done.wait(max(0.0, seconds - _SAY_AFTER)):
+                _give_up(what, seconds)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def start_mpi(seconds: int) -> None:
+    """Before Horovod, which would own MPI otherwise, and finalize it when it shuts down."""
+    import mpi4py
+
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    from mpi4py import MPI
+
+    if MPI.Is_initialized():
+        return
+    with waiting("all ranks to start MPI", seconds):
+        # mpi4py's own call would block all Python threads.
+        start, got = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
+        start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(got))
+    _meet(MPI, seconds)
+
+
+def _meet(mpi: Any, seconds: int) -> None:
+    """Waits until each rank has come; where one has not after 30 s, rank 0 names it.
+
+    Only then does each rank send to rank 0, which thousands would overrun.
+    """
+    world, start, waited, called, came = mpi.COMM_WORLD, time.monotonic(), 0.0, False, {0}
+    met, said = world.Ibarrier(), False
+    while not met.Test():
+        time.sleep(min(0.01, waited / 8))
+        waited = time.monotonic() - start
+        if waited > _SAY_AFTER and not called:
+            called = True
+            if world.rank:
+                world.Isend([b"", mpi.BYTE], 0)
+        while called and not world.rank and world.Iprobe():
+            status = mpi.Status()
+            world.Recv([bytearray(), mpi.BYTE], status=status)
+            came.add(status.source)
+        away = [rank for rank in range(world.size) if rank not in came]
+        if waited > _SAY_AFTER + _ROLL_CALL and not said:
+            said = True
+            _say(f"a message from rank {join(away)}, {_hosts()}. {_NETWORK}")
+        if seconds and waited > seconds:
+            _give_up("all ranks to exchange messages", seconds)
+
+
+def _hosts() -> str:
+    hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
+    own = ", ".join(f"{name} {address}" for name, address in ways())
+    return f"on {hosts or 'its hosts'} (this one has {own})"
+
+
+def _who() -> str:
+    return f"rank {launch_rank()} on {os.uname().nodename}"
+
+
+def _say(what: str) -> None:
+    """From two ranks, as one of them may be who hangs."""
+    if launch_rank() < 2:
+        complain(f"{_who()} has waited {_SAY_AFTER:.0f} s for {what}")
+
+
+def _give_up(what: str, seconds: int) -> NoReturn:
+    if launch_rank() < 2:
+        complain(f"{_who()} has waited {seconds} s for {what}: the run ends (--start_limit_s)")
+    os._exit(NOT_NOW)

@@ -1,0 +1,68 @@
+"""Before the ranks know each other: who waits says for what and for whom, and ends by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import pytest
+from hosts import ROOT, Hosts, run
+
+from hvdkit.ranks import start
+
+HOST = os.uname().nodename
+# What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
+SCRIPT = """
+import sys, time
+from hvdkit.ranks import start
+from hvdkit.stop import launch_rank
+start._SAY_AFTER = start._ROLL_CALL = 1
+if launch_rank() == 1 and sys.argv[1] == "start": time.sleep(60)
+if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: time.sleep(60)
+start.leave_out_interfaces()
+start.start_mpi(6)
+from mpi4py import MPI
+print("met", sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ("start", f"rank 0 on {HOST} has waited 1 s for all ranks to start MPI, on h1:3 (this"),
+        ("meeting", f"rank 0 on {HOST} has waited 1 s for a message from rank 1, on h1:3 (this"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(left_out, words):
+    command = ["mpirun", "-np", "3", sys.executable, "-c", SCRIPT, left_out]
+    ended = run(command, timeout=50, env={"LAUNCH_HOSTS": "h1:3"})
+    assert ended.code == 76 and words in ended.output, ended.output
+    assert "has waited 6 s for all ranks to" in ended.output and "(--start_limit_s)" in ended.output
+
+
+def test_who_waits_in_horovod_is_told_and_nobody_ends_without_a_limit(monkeypatch):
+    said, ended = [], []
+    monkeypatch.setattr(start, "_SAY_AFTER", 0.1)
+    monkeypatch.setattr(start, "complain", said.append)
+    monkeypatch.setattr(start.os, "_exit", ended.append)
+    for limit in (0, 1):
+        with start.waiting("all ranks to start Horovod", limit):
+            time.sleep(1.5)
+    assert ended == [76] and [text.split(",")[0].split(":")[0] for text in said] == [
+        f"rank 0 on {HOST} has waited {text}"
+        for text in ("0 s for all ranks to start Horovod",) * 2
+        + ("1 s for all ranks to start Horovod",)
+    ]
+
+
+@pytest.mark.timeout(200)
+def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
+    """Every host has one, with the same address; plain mpirun is told of no network."""
+    prefix = os.path.dirname(os.path.dirname(sys.executable))
+    words = ["mpirun", "--prefix", prefix, "-x", f"OPAL_PREFIX={prefix}", "-H"]
+    words += ["node1:1,node2:1,node3:1", "-mca", "plm_rsh_args"]
+    words += ["-p 2222 -o StrictHostKeyChecking=accept-new", "-mca", "oob_tcp_if_include", "eth0"]
+    env = {"OPAL_PREFIX": prefix, "PYTHONPATH": str(ROOT / "hvdkit/src")}
+    ended = hosts[1].run(*words, sys.executable, "-c", SCRIPT, "nothing", timeout=90, env=env)
+    assert ended.code == 0 and ended.output.count("met 3") == 3, ended.output
