@@ -42,6 +42,43 @@ def test_an_exception_on_one_rank_ends_those_that_wait_for_it():
     assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
 
 
+# A training whose rank 1 hangs within its tenth step; limits are seconds here.
+HANGS = """
+import os, sys, time
+sys.path.insert(0, os.getcwd())
+import hvdkit
+from settings import Settings
+hvdkit.check_flags(Settings)
+import tensorflow as tf
+import train
+from hvdkit.ranks import messages
+from hvdkit.stop import launch_rank
+messages._LEAST_PATIENCE, messages._STEPS, steps = 4, 8, []
+def pass_on(numbers):
+    steps.append(1)
+    if len(steps) == 10 and launch_rank() == 1: time.sleep(1000)
+    return numbers
+class Run(hvdkit.Run):
+    def loss(self, batch):
+        (name, inputs), *others = batch["inputs"].items()
+        passed = tf.ensure_shape(tf.numpy_function(pass_on, [inputs], inputs.dtype), inputs.shape)
+        return super().loss(batch | {"inputs": dict(others) | {name: passed}})
+from hvdkit.run import main
+main.Run = Run
+sys.exit(hvdkit.main(train.train, Settings))
+"""
+
+
+def test_a_rank_that_hangs_within_a_step_is_named_in_the_time_of_some_steps(tiny):
+    """All wait in the same line of train.py: what differs is that its own part is not done."""
+    flags = [*tiny, "--num_steps=1000", "--eval_every=0", "--log_every=1"]
+    ended = launch(3, ["-c", HANGS, *flags], "mpirun", timeout=250)
+    (message,) = ended.errors()
+    assert ended.code == 1 and "step 9/" in ended.output, last_lines(ended.output)
+    assert "its own part of the step not done: its GPU, driver or code hangs" in message
+    assert f"hangs: rank 1 on {HOST}" in message
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_not_reported_as_ended():
     """Where Gloo gives up by itself, after 30 s by default."""
