@@ -107,13 +107,16 @@ try_host() {
     fi
 }
 # shellcheck disable=SC2016 # the other host expands it
-network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"
-    echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"'
+network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"; '
+network_there+='echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"' # tcsh: no line break
 
 # Sets `others` and `networks`; names the hosts that ssh does not reach, as mpirun would not.
 check_hosts() {
     local name found failed
-    for name in "${names[@]}"; do is_here "$name" || others+=("$name"); done
+    found=$(for name in "${names[@]}"; do # at once: each may ask a slow name server
+        { if is_here "$name"; then echo "$name"; fi; } &
+    done && wait)
+    for name in "${names[@]}"; do grep -qxF -- "$name" <<<"$found" || others+=("$name"); done
     found=$(
         for name in "${others[@]}"; do
             while [ "$(jobs -rp | wc -l)" -ge 64 ]; do wait -n || true; done
@@ -146,7 +149,11 @@ mpi_words() {
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
     [ -z "$interface" ] || export NCCL_SOCKET_IFNAME=$interface
     # Not docker0, which may have the same address on every host and lead nowhere.
-    [ -z "$include" ] || words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
+    if [ -n "$include" ]; then
+        words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
+    else # ranks leave more out by themselves: hvdkit/ranks/start.py
+        words+=(-mca oob_tcp_if_exclude "${OMPI_MCA_oob_tcp_if_exclude:-lo,docker0,virbr0,cni0}")
+    fi
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.
     words+=(-mca oob_tcp_keepalive_time 15 -mca oob_tcp_keepalive_intvl 5 -mca oob_tcp_keepalive_probes 3)
     # All ssh connections from here at once: in a tree, one slow host delays those behind it.
@@ -190,6 +197,13 @@ link_hosts() {
 keep_hosts() {
     local number
     while kill -0 "$job" 2>/dev/null && ! read -r -t 5 <>"$work/end"; do
+        if ! kill -0 $$ 2>/dev/null; then # hosts.sh was killed: as if its host were lost
+            send LEFT
+            bash "$here/stop.sh" "$LAUNCH_ID" LEFT || true
+            kill -KILL -- "-$job"
+            rm -rf "$work"
+            return
+        fi
         send ''
         for number in "${!connections[@]}"; do
             kill -0 "${connections[number]}" 2>/dev/null && continue

@@ -121,6 +121,19 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
     assert not [host.name for host in hosts if running(host, STAND_IN[1])]
 
 
+@pytest.mark.timeout(120)
+def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path):
+    """hosts.sh by SIGKILL; it can tell nobody."""
+    hosts_of_ranks = ["-H", "node1:1,node2:1", "-p", "2222"]
+    words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
+    stop_at(hosts[1].words(*words, "--steps=100000"), "step 3", signal.SIGKILL)
+    killed = time.monotonic()
+    while there := [host.name for host in hosts if running(host, STAND_IN[1], "orted")]:
+        assert time.monotonic() < killed + 30, there
+        time.sleep(0.5)
+    assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
+
+
 def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
     """The shell has no handler: the signal would end it and leave the rank behind."""
     rank = " ".join([*STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"])
