@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,21 @@ child.terminate()
 child.join(10)
 time.sleep(0.2)
 print(f"asked {stop.asked}, child {child.exitcode}", flush=True)
+"""
+
+
+# A launcher that is killed once its rank listens; what the rank is told stands in a file.
+KILLED = """
+HOROVOD_RANK=0 "$0" -c "$1" 0 >"$2" &
+until grep -q listening "$2"; do sleep 0.1; done
+kill -KILL $$
+"""
+ORPHAN = """
+import os, time
+print(os.getpid(), flush=True)
+while not stop.asked: time.sleep(0.05)
+print(f"asked {stop.asked}, first {stop.number}", flush=True)
+time.sleep(600)
 """
 
 
@@ -138,3 +154,15 @@ def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher, code):
     assert (PROMISE in shown) == (not launcher)  # elsewhere it comes as SIGTERM
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert saved.name == f"step-{int(step[1]):08}" and files.fault(saved) is None
+
+
+def test_a_rank_whose_launcher_is_gone_saves_and_ends(tmp_path: Path):
+    """It is asked to save, and ends after 25 s where it cannot."""
+    file = tmp_path / "said"
+    words = ["sh", "-c", KILLED, sys.executable, LISTENS + ORPHAN, str(file)]
+    assert subprocess.run(words, cwd=PROJECT, timeout=60).returncode == -signal.SIGKILL
+    end = time.monotonic() + 30
+    while "asked True" not in file.read_text() or Path(f"/proc/{file.read_text().split()[1]}").exists():
+        assert time.monotonic() < end, file.read_text()
+        time.sleep(0.2)
+    assert f"first {int(signal.SIGUSR1)}" in file.read_text()

@@ -14,9 +14,12 @@ import signal
 import threading
 import time
 
+from hvdkit.stop import LAUNCHED, PREEMPTED
+
 # SIGINTs this close together, in seconds, are one Ctrl-C that came in two ways: the terminal
 # sends it to every process, and a launcher may pass it on.
 _ONE_PRESS = 0.5
+_ALONE = 25.0  # seconds in which a rank whose launcher is gone may save
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
 
@@ -40,6 +43,8 @@ class StopSignal:
         self.number: int | None = None  # the first signal that asked
         self._speaks = rank == 0
         self._pressed: float | None = None  # when the first SIGINT came
+        if any(name in os.environ for name in LAUNCHED):
+            threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
@@ -63,6 +68,14 @@ class StopSignal:
             for number in os.read(reader, 64):
                 if number in _REQUESTS:
                     self._hear(number)
+
+    def _follow(self, launcher: int) -> None:
+        """Saves if it can, and ends, where the launcher is gone: nobody else would end this rank."""
+        while os.getppid() == launcher:
+            time.sleep(1)
+        self._hear(signal.SIGUSR1)
+        time.sleep(_ALONE)
+        os._exit(PREEMPTED)
 
     def _hear(self, number: int) -> None:
         if number == signal.SIGINT:
