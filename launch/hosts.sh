@@ -106,9 +106,9 @@ try_host() {
             "by ssh: $(tail -n 1 <<<"${output:-no answer in 60 s}")"
     fi
 }
+# In one line, as tcsh wants it.
 # shellcheck disable=SC2016 # the other host expands it
-network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"; '
-network_there+='echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"' # tcsh: no line break
+network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"; echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"'
 
 # Sets `others` and `networks`; names the hosts that ssh does not reach, as mpirun would not.
 check_hosts() {

@@ -162,7 +162,10 @@ def test_a_rank_whose_launcher_is_gone_saves_and_ends(tmp_path: Path):
     words = ["sh", "-c", KILLED, sys.executable, LISTENS + ORPHAN, str(file)]
     assert subprocess.run(words, cwd=PROJECT, timeout=60).returncode == -signal.SIGKILL
     end = time.monotonic() + 30
-    while "asked True" not in file.read_text() or Path(f"/proc/{file.read_text().split()[1]}").exists():
+    while (
+        "asked True" not in file.read_text()
+        or Path(f"/proc/{file.read_text().split()[1]}").exists()
+    ):
         assert time.monotonic() < end, file.read_text()
         time.sleep(0.2)
     assert f"first {int(signal.SIGUSR1)}" in file.read_text()

@@ -70,7 +70,7 @@ class StopSignal:
                     self._hear(number)
 
     def _follow(self, launcher: int) -> None:
-        """Saves if it can, and ends, where the launcher is gone: nobody else would end this rank."""
+        """Saves if it can, and ends, once the launcher is gone: nobody else would end it."""
         while os.getppid() == launcher:
             time.sleep(1)
         self._hear(signal.SIGUSR1)

@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 
@@ -21,7 +21,7 @@ from hvdkit.logs import complain, join
 from hvdkit.stop import NOT_NOW, launch_rank
 
 _SAY_AFTER = 30.0  # seconds
-_ROLL_CALL = 5.0  # seconds in which ranks that are there say so
+_ROLL_CALL = 5.0  # seconds in which ranks that are there tell rank 0
 _NOWHERE = ("lo", "docker", "virbr", "cni")  # interfaces that lead to no other host begin so
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
 
@@ -44,18 +44,24 @@ def leave_out_interfaces() -> None:
 
 
 @contextlib.contextmanager
-def waiting(what: str, seconds: int) -> Iterator[None]:
-    """Around what waits for other ranks: says so after 30 s, ends the process after `seconds`.
-
-    0: never. `what`: "all ranks to ...".
-    """
-    done = threading.Event()
+def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[None]:
+    """Around a wait for other ranks: says so after 30 s, and `whom`; ends the process after
+    `seconds`, 0: never."""
+    done, who = threading.Event(), f"rank {launch_rank()} on {os.uname().nodename}"
+    own = ", ".join(f"{name} {address}" for name, address in ways())
 
     def watch() -> None:
-        if not done.wait(min(_SAY_AFTER, seconds or _SAY_AFTER)):
-            _say(f"{what}, {_hosts()}. {_NETWORK}")
-            if seconds and not done.wait(max(0.0, seconds - _SAY_AFTER)):
-                _give_up(what, seconds)
+        speaks = launch_rank() < 2  # two ranks, as one of them may be who hangs
+        if done.wait(_SAY_AFTER):
+            return
+        if speaks:
+            hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
+            where = f"on {hosts or 'its hosts'} (this one has {own})"
+            complain(f"{who} has waited {_SAY_AFTER:.0f} s for {what}{whom()}, {where}. {_NETWORK}")
+        if seconds and not done.wait(max(0, seconds - _SAY_AFTER)):
+            if speaks:
+                complain(f"the run ends: {who} has waited {seconds} s for {what} (--start_limit_s)")
+            os._exit(NOT_NOW)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -83,46 +89,21 @@ def start_mpi(seconds: int) -> None:
 def _meet(mpi: Any, seconds: int) -> None:
     """Waits until each rank has come; where one has not after 30 s, rank 0 names it.
 
-    Only then does each rank send to rank 0, which thousands would overrun.
+    Only shortly before does each rank send to rank 0, which thousands would overrun.
     """
-    world, start, waited, called, came = mpi.COMM_WORLD, time.monotonic(), 0.0, False, {0}
-    met, said = world.Ibarrier(), False
-    while not met.Test():
-        time.sleep(min(0.01, waited / 8))
-        waited = time.monotonic() - start
-        if waited > _SAY_AFTER and not called:
-            called = True
-            if world.rank:
-                world.Isend([b"", mpi.BYTE], 0)
-        while called and not world.rank and world.Iprobe():
-            status = mpi.Status()
-            world.Recv([bytearray(), mpi.BYTE], status=status)
-            came.add(status.source)
-        away = [rank for rank in range(world.size) if rank not in came]
-        if waited > _SAY_AFTER + _ROLL_CALL and not said:
-            said = True
-            _say(f"a message from rank {join(away)}, {_hosts()}. {_NETWORK}")
-        if seconds and waited > seconds:
-            _give_up("all ranks to exchange messages", seconds)
+    world, came, called = mpi.COMM_WORLD, {0}, False
 
+    def away() -> str:
+        missing = sorted(set(range(world.size)) - came)
+        return f": no message yet from rank {join(missing)}" if missing and not world.rank else ""
 
-def _hosts() -> str:
-    hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
-    own = ", ".join(f"{name} {address}" for name, address in ways())
-    return f"on {hosts or 'its hosts'} (this one has {own})"
-
-
-def _who() -> str:
-    return f"rank {launch_rank()} on {os.uname().nodename}"
-
-
-def _say(what: str) -> None:
-    """From two ranks, as one of them may be who hangs."""
-    if launch_rank() < 2:
-        complain(f"{_who()} has waited {_SAY_AFTER:.0f} s for {what}")
-
-
-def _give_up(what: str, seconds: int) -> NoReturn:
-    if launch_rank() < 2:
-        complain(f"{_who()} has waited {seconds} s for {what}: the run ends (--start_limit_s)")
-    os._exit(NOT_NOW)
+    with waiting("all ranks to exchange messages", seconds, away):
+        met, start = world.Ibarrier(), time.monotonic()
+        while not met.Test():
+            waited = time.monotonic() - start
+            time.sleep(min(0.01, waited / 8))
+            if waited > _SAY_AFTER - _ROLL_CALL and not called:
+                called = bool(world.Isend([b"", mpi.BYTE], 0)) if world.rank else True
+            while called and not world.rank and world.Iprobe():
+                world.Recv([bytearray(), mpi.BYTE], status=(status := mpi.Status()))
+                came.add(status.source)
