@@ -131,13 +131,17 @@ def test_training_is_preempted_requeued_and_resumed(slurm: Slurm, tiny_data: Pat
 
 
 @pytest.mark.parametrize("launch", ["LAUNCH=srun", "LAUNCH=ssh,LAUNCH_FLAGS=-p 2222"])
-def test_each_of_several_tasks_a_node_may_use_its_cores(slurm: Slurm, tmp_path: Path, launch: str):
+def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
+    slurm: Slurm, tmp_path: Path, launch: str
+):
     """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
-    show = "import os; print(f'on {os.uname().nodename} {sorted(os.sched_getaffinity(0))}')"
+    show = "import os; e = os.environ.get; print(f'on {os.uname().nodename} {sorted(os.sched_getaffinity(0))}', "
+    show += "e('OMPI_MCA_btl_tcp_if_include'), e('NCCL_SOCKET_IFNAME'))"
     sbatch = "--ntasks-per-node=2 --cpus-per-task=1"
     command = (SBATCH, sys.executable, "-c", show)
-    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,{launch}")
+    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,INTERFACE=eth0,{launch}")
     assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
+    assert job.log().count("eth0 eth0") == 4, job.log()
     found = sorted(re.findall(r"on (node\d) (\[[\d, ]*\])", job.log()))
     each = ["[0]", "[1]"] if launch == "LAUNCH=srun" else ["[0, 1]", "[0, 1]"]
     assert found == [(node, cores) for node in ("node1", "node2") for cores in each], job.log()
