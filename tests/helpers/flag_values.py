@@ -66,8 +66,9 @@ VALUES: dict[str, list[str]] = {
     "bn_sync_every": ["", "--bn_sync_every=1", "--bn_sync_every=2"],
     "reduce_backend": ["", "--reduce_backend={carrier}"],
     "device": ["", "--device=cpu"],
-    "bind": ["", "--nobind"],
+    "bind": ["", "--bind=false"],
     "stall_shutdown_s": ["", "--stall_shutdown_s=0", "--stall_shutdown_s=60"],
+    "start_limit_s": ["", "--start_limit_s=0", "--start_limit_s=60"],
     "seed": ["", "--seed=0", "--seed=2147483647"],
     "eval_batch_size": ["", "--eval_batch_size=3", "--eval_batch_size=2147483647"],
     "log_gradients": ["", "--log_gradients"],
@@ -133,7 +134,8 @@ KEEPS_ON_ONE_RANK = [
     (
         "",
         "--ema_decay=0.5 --clip_norm=1e6 --lr_gamma=2 --lr_boundaries=0.9 --resume=never "
-        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --trackers=",
+        "--cpu_threads={threads} --device=cpu --stall_shutdown_s=0 --data_workers=3 --trackers= "
+        "--bind=false --start_limit_s=9",
     ),
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
