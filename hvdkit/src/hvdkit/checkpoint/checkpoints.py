@@ -20,6 +20,8 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
+from hvdkit.data import card as cards
+from hvdkit.data.source import Source
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
@@ -35,6 +37,7 @@ _HARMLESS = {
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
     *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
     *("data_workers", "max_pixels", "dry_run", "find_lr", "trackers"),
+    *("accept_changed_data", "max_bad_samples"),
 }
 # Settings that say what a score measures, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -82,6 +85,7 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
     what its scores measure. Scores of another measure do not count; their best checkpoint stays.
+    `card` is the run's data card, `train_source` what it is of.
     """
 
     folder: Path
@@ -89,6 +93,8 @@ class Checkpoints:
     world: World
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    train_source: Source | None = None
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
@@ -118,7 +124,7 @@ class Checkpoints:
           OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
         about = {"config": copy.config, "fingerprint": self.fingerprint}
-        about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
+        about |= {"ranks": self.world.size, "tensorflow": tf.__version__, "card": dict(self.card)}
         try:
             return writing.write(self.folder, copy.step, copy.arrays, **about)
         finally:
@@ -237,8 +243,10 @@ class Checkpoints:
             if self.world.is_chief:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)
+                how = {"source": self.train_source, "accepted": config.accept_changed_data}
+                changed = cards.check(found.path, before.card, self.card, **how)
                 normed = any(name.endswith("/moving_mean") for name in variables)
-                changed = changes(before, config, ranks=self.world.size, normed=normed)
+                changed += changes(before, config, ranks=self.world.size, normed=normed)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
         if changed:
