@@ -21,7 +21,6 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
-from hvdkit.data.source import Source
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
@@ -35,9 +34,8 @@ Variables = Mapping[str, keras.Variable | tf.Variable]
 _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "max_bad_steps"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
-    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
-    *("data_workers", "max_pixels", "dry_run", "find_lr", "trackers"),
-    *("accept_changed_data", "max_bad_samples"),
+    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "accept_changed_data"),
+    *("data_workers", "max_pixels", "dry_run", "find_lr", "trackers", "max_bad_samples"),
 }
 # Settings that say what a score measures, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -85,7 +83,7 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
     what its scores measure. Scores of another measure do not count; their best checkpoint stays.
-    `card` is the run's data card, `train_source` what it is of.
+    `card` is the run's data card, of `train_source`.
     """
 
     folder: Path
@@ -94,7 +92,7 @@ class Checkpoints:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    train_source: Source | None = None
+    train_source: Any = None
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:

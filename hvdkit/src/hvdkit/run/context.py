@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -51,7 +52,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
     Args:
-      start: the checkpoint, or the run's folder, whose classes the data must have, if it is there.
+      start: the checkpoint whose classes the data must have; None: what --resume names, if any.
     Raises:
       Stop: on all ranks, when a part cannot be made, or their data or devices differ.
     """
@@ -66,7 +67,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
-    card = files.card_of(start) if world.is_chief and start else {}
+    named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
+    card = files.card_of(start or Path(named)) if world.is_chief else {}
     names = world.broadcast_object(card.get("class_names", []), "card.classes")
     with classes.known(names):
         train_source, val_source = open_sources(world, task)

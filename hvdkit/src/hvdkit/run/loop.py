@@ -65,9 +65,7 @@ class Run:
         say(world, self.where)
         with world.fail_together("reading the settings"):
             self.settings = given.for_ranks(world.size)
-        resume, own = self.settings.resume, Path(self.settings.run_dir)
-        start = {"auto": own, "never": None}.get(resume, Path(resume))
-        self.context = context = prepare(self.settings, world, start)
+        self.context = context = prepare(self.settings, world)
         self.task, self.model = context.task, context.model
         self.optimizer, self.state = context.optimizer, context.state
         self.what = describe(context)
@@ -126,9 +124,10 @@ class Run:
         )
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
-            source = modes.scored(context)
             share = {"rank": world.rank, "size": world.size, "workers": workers}
-            val_feed = EvaluationFeed(source, reader, settings.eval_batch_size, **share)
+            val_feed = EvaluationFeed(
+                modes.scored(context), reader, settings.eval_batch_size, **share
+            )
         self.evaluator = Evaluator(context, val_feed)
 
     # ---- the step ---------------------------------------------------------------------------
