@@ -45,9 +45,13 @@ class Task:
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
         self.smallest = 0.08 if config.image_size >= LARGE else None
+        self.colour = config.colour_limits or (0.0, 0.0, 0.0)
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")
+
+    def augmentation(self) -> dict[str, object]:
+        return {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
@@ -56,6 +60,7 @@ class Task:
             image = augment.shifted(sample, key, **how)
         else:
             image = augment.random_resized(sample, key, smallest=self.smallest, **how)
+        image = augment.coloured(image, key, self.colour)
         return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:

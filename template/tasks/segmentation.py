@@ -82,12 +82,19 @@ class Task:
     def _augmentation(self, demo: bool) -> augment.Augmentation:
         """As the flags say; by default the demo's digits are scaled less and not mirrored."""
         config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
+        brightness, contrast, saturation = config.colour_limits or (0.1, 0.2, 0.2)
         return augment.Augmentation(
             (config.image_size, config.image_size),
+            brightness=brightness,
+            contrast=contrast,
+            saturation=saturation,
             scale=config.scale_limits or usual,
             mirror={"on": True, "off": False, "auto": not demo}[config.mirror],
             ignore_label=IGNORE,
         )
+
+    def augmentation(self) -> dict[str, object]:
+        return dataclasses.asdict(self.how)
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
         image, label = augment.training_pair(sample, key, self.how)

@@ -88,6 +88,8 @@ LEFT_OUT = {
     "train_split": "names files: test_open.py",
     "val_split": "names files: test_open.py",
     "max_pixels": "of files: test_files.py",
+    "max_bad_samples": "of files: checks_data.py",
+    "accept_changed_data": "of files: checks_data.py",
     "run_dir": "every run here has one of its own",
     "dry_run": "keeps nothing: test_modes.py",
     "find_lr": "keeps nothing: test_modes.py",
@@ -147,7 +149,7 @@ KEEPS_ON_ONE_RANK = [
 # These choose a task's model, data and evaluation; Varied has its own. test_task.py has them.
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
-    *("eval_crop", "eval_window", "eval_scales", "eval_flip"),
+    *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -171,6 +173,16 @@ REFUSED = {
     "--deterministic --gradient_groups=2": "--deterministic",
     "--end_lr=0.06": "is greater than",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
+    "--colour_range=0,2,0": "--colour_range='0,2,0'",
+    "--label_map=no/such": "--label_map=no/such: No such file",
+    **{
+        f"--label_map={value}": f"--label_map='{value}'"
+        for value in ("1:x", "256:0", "1:255", "1:0,1:2", "-1:0", ":")
+    },
+    **{
+        f"--max_bad_samples={value}": f"--max_bad_samples='{value}'"
+        for value in ("-1", "101%", "x%")
+    },
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
     "--init_ema": "--init_from",

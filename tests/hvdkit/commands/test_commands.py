@@ -141,6 +141,15 @@ def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
     out = tmp_path / "away" / ".." / "out"
     assert list(predict.listed([tmp_path], out)) == ["a.png", "labels.png"]
     assert len(predict.listed([tmp_path], tmp_path / "other")) == 4
+    for hidden in (".DS_Store", ".cache/a.png"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).touch()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "folder").symlink_to(tmp_path / "out")
+    (tmp_path / "out" / "loop").symlink_to(tmp_path / "linked")
+    found = [*predict.listed([tmp_path / "linked"], tmp_path / "other")]
+    assert found == ["folder/labels/a.png.png", "folder/predictions.csv"]
+    assert not any(name.startswith(".") for name in predict.listed([tmp_path], out))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no files in"):
         predict.listed([tmp_path / "empty"], out)

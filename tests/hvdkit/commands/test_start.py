@@ -62,13 +62,14 @@ def fork(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     data, tried = tmp_path / "my data", layout in ("classes", "patients")
-    write(data, layout)
+    write(data, layout, high=255 if layout == "patients" else 1)  # white: the usual binary masks
     before = sorted(data.rglob("*"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
     assert start.main(["hvdkit start", str(data)]) == 0
     assert sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
     config = settings_lib.parse(["", "--flagfile=configs/my-data.cfg"])
     assert config.task == ("segmentation" if LAYOUTS[layout][1] else "classification")
+    assert config.label_map == ("255:1" if layout == "patients" else "")
     assert config.num_classes == 2 and config.mirror == ("off" if tried else "on")
     splits = open_sources(config, config.data_format)
     assert [*map(len, splits)] == [16, 4]
@@ -101,7 +102,7 @@ CAT = "archive/cat/IMG_0002."
 @pytest.mark.parametrize(
     ("layout", "high", "broken", "words"),
     [
-        ("patients", 255, {}, "the masks hold the values 0, 255, and a value is a class"),
+        ("patients", 7, {}, "the masks hold the values 0, 7, and a value is a class"),
         ("patients", 1, {"masks/new.png": "masks/patient03_1_mask.png"}, "2 files lack the mask"),
         ("classes", 1, {"rows.csv": "archive"}, r"its 0 pictures are \(rows.csv is not read\)"),
         ("classes", 1, {"archive/x.JPG": f"{CAT}JPG"}, "what its 20 pictures are: class folders"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from refusals import refused
 from hvdkit.data import augment, image_ops
 from hvdkit.data.scenes import MARKER
 from hvdkit.settings import Settings
-from tasks import segmentation
+from tasks import classification, segmentation
 
 # No colour changes, so that pixels can be recognized.
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
@@ -331,3 +332,20 @@ def test_the_mean_is_over_the_classes_that_occur(tiny_data):
     np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
     assert np.isnan(figures["iou_2"])
     assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0
+
+
+@pytest.mark.parametrize("task", [segmentation.Task, classification.Task])
+def test_colours_are_changed_as_a_flag_says(task):
+    """Unchanged: each pixel of a crop at its own scale is one of the picture, or padding."""
+    picture = np.random.default_rng(0).integers(0, 100, (32, 32, 3), np.uint8)
+    sample = {"image": tf.constant(picture), "label": tf.zeros([32, 32, 1], tf.uint8)}
+    if task is classification.Task:
+        sample["label"] = tf.constant(0)
+    inside = {(0, 0, 0), (128, 128, 128), *map(tuple, picture.reshape(-1, 3).tolist())}
+    for flag in ("0,0,0", "0.5,0,0"):
+        how = {"image_size": 32, "scale_range": "1,1", "colour_range": flag, "mirror": "off"}
+        made = task(Settings(**how))
+        image = made.training_example(sample, tf.constant([3, 5]))["inputs"]["image"].numpy()
+        found = {*map(tuple, image.reshape(-1, 3).tolist())}
+        assert (found <= inside) == (flag == "0,0,0"), flag
+        assert json.loads(json.dumps(made.augmentation()))

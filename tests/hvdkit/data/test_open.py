@@ -134,7 +134,7 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     assert [source.class_names for source in opened] == [["n01", "n02", "n10"]] * 2
 
     readers.save(tmp_path / "small" / "n03" / "v.png", readers.noise(0))
-    words = (" and ".join(names), "has n03;")
+    words = ("split small of", "has n03, and the training split has no such class")
     for classes in (4, 3):  # neither number would do
         wrong = settings(tmp_path, "class_folders", classes, *names)
         refused(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
@@ -151,7 +151,7 @@ def test_one_class_is_refused(tmp_path: Path):
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
     refused(lambda: open_one(config, "train", "class_folders"), *words)
     faults: list[str] = []
-    check.check(tmp_path, "train", "class_folders", classes=0, tell=faults.append, others={})
+    check.check(tmp_path, "train", "class_folders", classes=0, tell=faults.append, names=[])
     assert len(faults) == 1 and "holds one class only" in faults[0]
 
 

@@ -1,5 +1,7 @@
 """The feed's own threads, and how long a step waits for it."""
 
+import errno
+import os
 import threading
 import time
 
@@ -7,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reader
+from hvdkit.data import pipeline
+from hvdkit.data.pipeline import EvaluationFeed, Replaced, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Arrays
 from hvdkit.observe.telemetry import Telemetry
@@ -142,3 +145,81 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
             found.append(str(error))
     assert found.count(f"sample {bad} is torn") == 1 and len(set(found)) > 1
     assert source.asked == list(range(bad // 4 * 4, bad + 1))
+
+
+class TornAndBusy(Torn):
+    """Samples that cannot be read, and a disk that fails at the first reads of one sample."""
+
+    def __init__(self, bad: set[int], busy: int = -1, times: int = 0) -> None:
+        super().__init__(-1)
+        self.torn, self.busy, self.left = tf.constant(sorted(bad), tf.int64), busy, times
+
+    def _look(self, index):
+        if index == self.busy and self.left:
+            self.left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return index
+
+    def read(self, index):
+        fine = tf.debugging.Assert(tf.reduce_all(self.torn != index), ["torn"])
+        with tf.control_dependencies([fine]):
+            index = tf.ensure_shape(tf.numpy_function(self._look, [index], tf.int64), [])
+            return Arrays.read(self, index)
+
+    def explain(self, index):
+        return f"sample {index} is torn"
+
+
+def batches_of(source: Torn, steps: range, size: int) -> tuple[list[list[int]], list]:
+    """Ids that `size` ranks get at each step, in the batch's order, and what they replaced."""
+    made = reader(source, lambda sample, key: sample, keyed=True)
+    feeds = [
+        TrainingFeed(
+            source,
+            Sampler(50, 12, 1, 1, rank, size),
+            made,
+            first_step=steps.start,
+            num_steps=steps.stop,
+            replaces=True,
+        )
+        for rank in range(size)
+    ]
+    found = [[int(x) for feed in feeds for x in feed.next()["x"][0]] for _ in steps]
+    assert [feed.error for feed in feeds] == [None] * size
+    return found, sorted(one for feed in feeds for one in feed.replaced)
+
+
+def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume():
+    order, torn = Sampler(50, 12, 1, 1, 0, 1), {3, 17, 44}
+    found, replaced = batches_of(TornAndBusy(torn), range(9), 1)
+    ids = [order.ids_of(step, 0) for step in range(9)]
+    seen = []
+    for step, (batch, read) in enumerate(zip(ids, found)):
+        assert {*read} <= {*batch} - torn, "of the same batch, and good"
+        assert all(i == x for i, x in zip(batch, read) if i not in torn)
+        pairs = [(i, x) for i, x in zip(batch, read) if i in torn]
+        seen += [Replaced(step + 1, i, x, f"sample {i} is torn") for i, x in pairs]
+    assert replaced == sorted(seen) and len({one.by for one in seen}) > 2
+    for size in (2, 3):
+        assert batches_of(TornAndBusy(torn), range(9), size) == (found, replaced)
+    later = [one for one in replaced if one.step > 4]
+    assert batches_of(TornAndBusy(torn), range(4, 9), 2) == (found[4:], later)
+
+
+def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
+    monkeypatch.setattr(pipeline, "_PAUSES", (0.01, 0.01, 0.01))
+    order = Sampler(50, 12, 1, 1, 0, 1)
+    busy = order.ids_of(1, 0)[5]
+    for times, wanted in ((3, None), (99, "the disk fails, not the file")):
+        source = TornAndBusy(set(), busy, times)
+        made = reader(source, lambda sample, key: sample, keyed=True)
+        feed = TrainingFeed(source, order, made, num_steps=3)
+        found = [feed.next()["x"][0].numpy().tolist() for _ in range(3)]
+        assert not feed.replaced and (feed.error or "").startswith(wanted or "")
+        if not wanted:
+            assert found == [order.ids_of(step, 0) for step in range(3)] and feed.error is None
+            assert "reading again" in capsys.readouterr().out
+    source = TornAndBusy(set(), 17, 2)
+    made = reader(source, lambda sample: sample, keyed=False)
+    read = [x for batch in EvaluationFeed(source, made, 4) for x in batch["x"].numpy().tolist()]
+    assert read == list(range(50))

@@ -7,7 +7,7 @@ import pytest
 from ranks import CHECKS, names_of_checks, run_checks
 
 # On 1 rank as on 2.
-BOTH = ("runs", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
+BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
 PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers"), 3: ("objective",)}
 SLOW = {1: pytest.mark.slow, 2: (), 3: pytest.mark.slow}
 # Those of a task are there where the task is.

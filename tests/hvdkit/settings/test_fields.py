@@ -26,6 +26,7 @@ READ_AS_ANOTHER_NAME = {
     "dry_run": "mode",  # of modes.py, which reads the three by name
     "batch_per_rank": "global_batch_size",
     "class_weights": "class_weight_list",
+    "colour_range": "colour_limits",
     "eval_scales": "eval_scale_list",
     "lr_boundaries": "boundary_steps",
     "scale_range": "scale_limits",

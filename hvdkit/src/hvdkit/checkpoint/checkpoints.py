@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
+from hvdkit.data import card as cards
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
@@ -33,8 +34,8 @@ Variables = Mapping[str, keras.Variable | tf.Variable]
 _HARMLESS = {
     *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "max_bad_steps"),
     *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
-    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count"),
-    *("bind", "data_workers", "max_pixels", "dry_run", "find_lr", "trackers"),
+    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "accept_changed_data"),
+    *("bind", "data_workers", "max_pixels", "dry_run", "find_lr", "trackers", "max_bad_samples"),
 }
 # Settings that say what a score measures, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -82,6 +83,7 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
     what its scores measure. Scores of another measure do not count; their best checkpoint stays.
+    `card` is the run's data card, of `train_source`.
     """
 
     folder: Path
@@ -89,6 +91,8 @@ class Checkpoints:
     world: World
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    train_source: Any = None
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
@@ -118,7 +122,7 @@ class Checkpoints:
           OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
         about = {"config": copy.config, "fingerprint": self.fingerprint}
-        about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
+        about |= {"ranks": self.world.size, "tensorflow": tf.__version__, "card": dict(self.card)}
         try:
             return writing.write(self.folder, copy.step, copy.arrays, **about)
         finally:
@@ -237,8 +241,10 @@ class Checkpoints:
             if self.world.is_chief:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)
+                how = {"source": self.train_source, "accepted": config.accept_changed_data}
+                changed = cards.check(found.path, before.card, self.card, **how)
                 normed = any(name.endswith("/moving_mean") for name in variables)
-                changed = changes(before, config, ranks=self.world.size, normed=normed)
+                changed += changes(before, config, ranks=self.world.size, normed=normed)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
         if changed:

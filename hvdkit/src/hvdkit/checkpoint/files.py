@@ -48,7 +48,7 @@ class Manifest:
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
     `measure` says by name what the score is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
-    `fingerprint` what bits depend on besides settings.
+    `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py).
     """
 
     step: int
@@ -61,6 +61,7 @@ class Manifest:
     evaluated: bool = False
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    card: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What differs in `measure`, by name: its value when this was scored, and now."""
@@ -68,7 +69,7 @@ class Manifest:
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
-_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure"), dict)
+_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card"), dict)
 _TYPES |= {"step": int, "ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
 _TYPES |= {"score": float | int | None}
 
@@ -178,6 +179,15 @@ def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
         with contextlib.suppress(Damaged, OtherFormat):
             found[path] = read_manifest(path)
     return {path: about for path, about in found.items() if about.score is not None}
+
+
+def card_of(path: Path) -> dict[str, Any]:
+    """The data card of a checkpoint, or of the newest in a run's folder that has one; else {}."""
+    paths = [path] if is_checkpoint(path) else reversed(candidates(path / "checkpoints"))
+    for found in paths:
+        with contextlib.suppress(Damaged, OtherFormat):
+            return read_manifest(found).card
+    return {}
 
 
 def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:

@@ -24,7 +24,8 @@ from hvdkit.checkpoint import lease
 from hvdkit.checkpoint.checkpoints import Found
 from hvdkit.settings import Settings, project
 
-_LOGS = ("metrics.jsonl", "gradients.jsonl")
+BAD_SAMPLES = "bad_samples.jsonl"
+_LOGS = ("metrics.jsonl", "gradients.jsonl", BAD_SAMPLES)
 # A start that made no step leaves these too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl", "trackers.json")
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")

@@ -10,7 +10,8 @@ Both give what the task's `decode` returns; without it "probabilities", float32 
 everything that evaluation does to a picture. To check it, a new process without this code loads it
 and predicts a picture; the outputs must equal those of `hvdkit predict`. OUT/model.keras is the
 model alone, for use with Keras; if it has layers that are not Keras's own, loading it needs their
-code, and a note names them.
+code, and a note names them. OUT/card.json and the SavedModel's assets.extra/card.json hold the
+checkpoint's data card: class names in the order of the outputs, colour order, sizes, training data.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import whole_files
+from hvdkit.checkpoint import files
 from hvdkit.data.readers import pictures
 from hvdkit.logs import printable
 from hvdkit.ranks.interrupt import StopSignal
@@ -35,6 +38,7 @@ from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
+CARD = "card.json"  # in --out, and in the SavedModel's assets.extra
 # Runs without the project: it has only what it loads.
 _LOADED = """
 import sys
@@ -91,6 +95,10 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         with task_checks.user_code_errors("saving the model"):
             tf.saved_model.save(module, str(folder), signatures)
             model.save(own.out / "model.keras")
+        card = files.read_manifest(path).card
+        (extra := folder / "assets.extra").mkdir(exist_ok=True)
+        for file in (own.out / CARD, extra / CARD):
+            whole_files.write_json(file, card)
         # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
     print(printable(f"exported {path}: {folder}, {own.out / 'model.keras'}"))

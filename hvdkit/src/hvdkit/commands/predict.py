@@ -4,7 +4,7 @@
 
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
-five most probable classes of each picture, by name where the run's confusion.csv has names. What
+five most probable classes of each picture, by name where the checkpoint's data card has names. What
 else a task's `decode` returns is in OUT/predictions.jsonl, a line a picture.
 Pictures can be PNG, JPEG, BMP, GIF, JPEG 2000, PPM, TGA, TIFF or WebP. Files that cannot be read
 are listed and skipped, and the exit code is 1. With horovodrun, the ranks share the pictures. Flags
@@ -13,7 +13,6 @@ of train.py may follow (--eval_flip, ...).
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -26,10 +25,10 @@ import tensorflow as tf
 from PIL import Image, ImageOps
 
 from hvdkit import logs, whole_files
+from hvdkit.checkpoint import files
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.evaluate import metrics
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
@@ -49,10 +48,10 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     with world.fail_together("making the model"):
         averaged = own.ema and config.ema_decay > 0
         task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
-        files = listed(own.pictures, own.out)
+        found = listed(own.pictures, own.out)
         own.out.mkdir(parents=True, exist_ok=True)
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
-    world.check_same(repr(list(files)), "the names of the pictures")
+    world.check_same(repr(list(found)), "the names of the pictures")
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
     def outputs_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -60,18 +59,18 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
         decoded = decode(task_checks.outputs(task, model, inputs))
         return {name: value[0] for name, value in decoded.items()}
 
-    say(world, f"{len(files)} pictures, by {path}")
+    say(world, f"{len(found)} pictures, by {path}")
     rows: list[Row] = []
     faults: list[str] = []
     stopped = False
-    mine = list(files.items())[world.rank :: world.size]
+    mine = list(found.items())[world.rank :: world.size]
     for done, (name, file) in enumerate(mine, start=1):
         if stopped := stop_signal.asked:
             break
         try:  # an error ends no rank here: the others wait for it below
             image = load(file)
-            found = {name: x.numpy() for name, x in outputs_of(tf.constant(image)).items()}
-            rows += write(own.out, name, image=image, outputs=found)
+            outputs = {name: x.numpy() for name, x in outputs_of(tf.constant(image)).items()}
+            rows += write(own.out, name, image=image, outputs=outputs)
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
         except tf.errors.OpError as error:
@@ -85,14 +84,14 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
     with world.fail_together(f"writing {own.out}"):
         if world.is_chief and rows:
-            record(own.out, rows, Path(config.run_dir))
+            record(own.out, rows, files.read_manifest(path).card.get("class_names", []))
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
     if any(stopped for _, _, stopped in everyone):
         raise Stop(PREEMPTED, "stopped before the end")
     if faults:
-        raise Stop(BUG, f"{len(faults)} of {len(files)} files were skipped, see above")
+        raise Stop(BUG, f"{len(faults)} of {len(found)} files were skipped, see above")
 
 
 def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
@@ -103,15 +102,23 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
         inside = [path]
-        if path.is_dir():  # with dead links: they are reported and skipped
-            inside = sorted(p for p in path.rglob("*") if p.is_file() or not p.exists())
-            inside = [p for p in inside if not f"{os.path.realpath(p)}/".startswith(written)]
+        if path.is_dir():
+            inside = [p for p in _inside(path) if not f"{os.path.realpath(p)}/".startswith(written)]
         for file in inside:
             name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
             if found.setdefault(name, file) != file:
                 raise ValueError(f"{found[name]} and {file} would both be written as {name}")
     if not found:
         raise ValueError(f"no files in {', '.join(map(str, named))}")
+    return found
+
+
+def _inside(path: Path, above: tuple[str, ...] = ()) -> list[Path]:
+    """All but hidden files, in linked folders too; with dead links, which are reported later."""
+    real, found = os.path.realpath(path), []
+    for inner in sorted(path.iterdir()) if real not in above else ():  # links may lead in a circle
+        if not inner.name.startswith("."):
+            found += _inside(inner, (*above, real)) if inner.is_dir() else [inner]
     return found
 
 
@@ -173,12 +180,9 @@ def _plain(value: Any) -> Any:
     return None if isinstance(plain, float) and not np.isfinite(plain) else plain
 
 
-def record(out: Path, rows: Sequence[Row], run_dir: Path) -> None:
-    """Writes and prints the rows, which are all of one kind."""
+def record(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
+    """Writes and prints the rows, which are all of one kind; `names` of the classes, if any."""
     if not isinstance(rows[0][1], dict):
-        names: list[str] = []  # of the classes
-        with contextlib.suppress(OSError, ValueError):
-            names, _ = metrics.read_confusion(run_dir / "confusion.csv")
         table(out / "predictions.csv", rows, names)
         return
     with whole_files.written(out / "predictions.jsonl") as partial:

@@ -47,6 +47,7 @@ class _Data(NamedTuple):
     task: str
     classes: int
     read: check.Counts
+    white: bool  # label pictures hold 0 and 255 only
 
 
 def _understood(root: Path, links: Path) -> _Data:
@@ -58,8 +59,13 @@ def _understood(root: Path, links: Path) -> _Data:
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
     faults: list[str] = []
-    how = {"classes": 0, "tell": faults.append, "others": {}}
+    how = {"classes": 0, "tell": faults.append, "names": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
+    values = {IGNORE: 1} if faults and all("--label_map=255:1" in fault for fault in faults) else {}
+    if values:  # masks of 0 and 255
+        faults.clear()
+        how |= {"values": values}
+        train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
     for fault in faults:  # a link's name says little
         real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
         print(logs.printable(real))
@@ -74,7 +80,7 @@ def _understood(root: Path, links: Path) -> _Data:
             f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
             f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
         )
-    return _Data(folder, layout, about, task, max(train.classes, val.classes), train)
+    return _Data(folder, layout, about, task, max(train.classes, val.classes), train, bool(values))
 
 
 def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str]]:
@@ -92,6 +98,8 @@ def _choices(name: str, data: _Data, *, mirror: bool) -> Iterator[tuple[str, str
     yield "A label for each pixel" if maps else "A label for each picture", f"--task={data.task}"
     yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
     yield "How they lie there", f"--data_format={data.layout}"
+    if data.white:
+        yield "The masks hold 0 and 255, which would mean ignored", f"--label_map={IGNORE}:1"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
     yield "The highest label, and 1 more", f"--num_classes={data.classes}"
     yield "Large: many photographs, a GPU", f"--model={'resnet50' if large else 'small'}"

@@ -137,6 +137,8 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
     Each channel of a pixel x becomes mean + contrast * (grey + saturation * (x - grey) - mean) +
     shift; grey is the pixel's mean, `mean` the image's.
     """
+    if not (how.brightness or how.contrast or how.saturation):
+        return tf.cast(image + 0.5, tf.uint8)
     brighter, more, deeper = tf.unstack(2.0 * draws - 1.0)
     shift = 255.0 * how.brightness * brighter
     contrast, saturation = 1.0 + how.contrast * more, 1.0 + how.saturation * deeper
@@ -146,6 +148,18 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
     mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
     mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
     return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounded
+
+
+def coloured(image: tf.Tensor, key: tf.Tensor, limits: tuple[float, float, float]) -> tf.Tensor:
+    """`jitter` of a uint8 picture [H, W, 3]: up to these brightness, contrast and saturation.
+
+    Its draws are other ones than those of a crop with the same key.
+    """
+    if not any(limits):
+        return image
+    how = Augmentation((1, 1), brightness=limits[0], contrast=limits[1], saturation=limits[2])
+    draws = image_ops.uniform(tf.bitwise.invert(key), 3)
+    return jitter(tf.cast(image, tf.float32), draws, how)
 
 
 def shifted(sample: dict[str, tf.Tensor], key: tf.Tensor, *, size: int, mirror: bool) -> tf.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,14 +23,16 @@ import tensorflow as tf
 
 from hvdkit import logs
 from hvdkit.data import pipeline
+from hvdkit.data.classes import numbered, relabelled, without_foreground
+from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, kind_of, reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
-from hvdkit.data.source import Source, unshared_classes
+from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.settings import of_project
-from hvdkit.settings.data import READERS
+from hvdkit.settings.data import READERS, DataSettings
 
 # Files by which a format is recognized without --data_format.
 _SIGNS = {
@@ -53,28 +55,28 @@ def check(
     *,
     classes: int,
     tell: Callable[[str], None],
-    others: dict[str, Source],
+    names: list[str],
+    values: Mapping[int, int | None] | None = None,
 ) -> Counts:
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
-    `layout` is a key of READERS. `classes`: their number, 0: as the reader says. This split is
-    added to `others`, those read before by name, whose classes must be the same, else ValueError.
+    Args:
+      layout: a key of READERS.
+      classes: their number, 0: as the reader says.
+      names: of the training split's classes, filled by the first split that is read.
+      values: as --label_map.
     """
     try:
-        source = reader_of(layout)(root, split, classes)
-        if isinstance(source, records.Records):
-            source.check_lengths()
+        source = _opened(reader_of(layout), (root, split, classes), values)
     except (ValueError, OSError) as error:
         tell(str(error))
         return Counts()
     check_ids(kind_of(source), classes)
-    for name, other in others.items():
-        if differ := unshared_classes(source, other):
-            tell(
-                f"{root / split} and {root / name} hold different classes: only one of the two "
-                f"has {join(differ)}; labels would not agree, so make them the same"
-            )
-    others[split] = source
+    try:
+        source = numbered(source, root / split, names)
+    except ValueError as error:
+        tell(str(error))
+    names[:] = names or names_of(source)
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
     if not (known := classes or getattr(source, "num_classes", 0)):
@@ -91,14 +93,26 @@ def check(
         else:
             counted.add(found)
     # A folder of label pictures does not say how many classes there are.
-    if not classes and isinstance(source, ImageLabelFolder):
+    if not classes and (values or isinstance(source, ImageLabelFolder)):
         counted.classes = highest + 1
-    names = [str(name) for name in getattr(source, "class_names", ())]
-    for line in counted.lines(names):
+    if not values and (fault := counted.without_foreground()):
+        tell(fault)
+    for line in counted.lines(names_of(source)):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
+
+
+def _opened(
+    reader: Callable[..., Source],
+    about: tuple[Path, str, int],
+    values: Mapping[int, int | None] | None,
+) -> Source:
+    source = reader(*about[:2], 0 if values else about[2])
+    if isinstance(source, records.Records):
+        source.check_lengths()
+    return relabelled(source, values, about[2] or IGNORE) if values else source
 
 
 class _Sample(NamedTuple):
@@ -190,8 +204,12 @@ class Counts:
         if self._unit == "pixels" and (ignored := self.of[IGNORE]):
             lines.append(f"  {'ignored':<24} {ignored:>16,} pixels")
         if missing := [names[number] for number in np.flatnonzero(counts == 0)]:
-            lines.append(f"{len(missing)} class(es) never occur: {join(missing)}")
+            lines.append(f"warning: {len(missing)} class(es) never occur: {join(missing)}")
         return lines
+
+    def without_foreground(self) -> str:
+        """What to do where label pictures hold nothing but 0 and 255, or ""."""
+        return without_foreground(self.of) if self._unit == "pixels" else ""
 
     def weights(self) -> str:
         """The flag that gives all classes the same total weight: n / (classes * count of each).
@@ -225,6 +243,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
+    parser.add_argument("--label_map", default="", help="as of train.py: 255:1,0:ignore")
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     pictures.limit(args.max_pixels)
@@ -242,16 +261,26 @@ def main(argv: list[str]) -> int:
             f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
             f"--data_format ({', '.join(READERS)})"
         )
+    try:
+        values = DataSettings(label_map=args.label_map).label_values
+    except ValueError as error:
+        parser.error(str(error))
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
-    others: dict[str, Source] = {}
+    names: list[str] = []
     trained = "train" if "train" in splits else splits[0]
-    for split in splits:
+    for split in sorted(splits, key=lambda name: name != trained):
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
-            others = {}
+            names = []
         try:
             read = check(
-                args.data_dir, split, layout, classes=args.num_classes, tell=tell, others=others
+                args.data_dir,
+                split,
+                layout,
+                classes=args.num_classes,
+                tell=tell,
+                names=names,
+                values=values,
             )
         except ValueError as error:
             parser.error(str(error))

@@ -6,16 +6,18 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
+from hvdkit.data import classes, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
+from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import pictures
-from hvdkit.data.readers.pairs import PicturePairs
-from hvdkit.data.source import Source, Synthetic, unshared_classes
-from hvdkit.logs import join
+from hvdkit.data.source import Source, Synthetic
 from hvdkit.settings import Settings
 from hvdkit.settings.data import READERS
 
+_LOOKED_AT = 32  # label pictures, at the start of a run
 _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  # of labels
 
 
@@ -57,12 +59,10 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     pictures.limit(config.max_pixels)
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
-    # Checked before their number: if the splits differ, no --num_classes is right for both.
-    if differ := unshared_classes(train, val):
-        raise ValueError(
-            f"--train_split={splits[0]} and --val_split={splits[1]} of {config.data_dir} hold "
-            f"different classes: only one of the two has {join(differ)}; make them the same"
-        )
+    # Before their number is checked: if names differ, no --num_classes is right for both.
+    where = [f"split {split} of {config.data_dir}" for split in splits]
+    train = classes.numbered(train, where[0])
+    val = classes.numbered(val, where[1], classes.of(train))
     for split, source in zip(splits, (train, val)):
         _check_number(config, source, split=split, name=config.data_format or default)
     return train, val
@@ -70,26 +70,46 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
 
 def trained_on_too(train: Source, val: Source) -> int:
     """How many validation pictures are also trained on; known for listed files only."""
-    pairs = isinstance(train, PicturePairs) and isinstance(val, PicturePairs)
-    return train.shared_with(val) if pairs else 0
+    shared = getattr(train, "shared_with", None)
+    return shared(val) if shared and type(train) is type(val) else 0
+
+
+def no_foreground(source: Source) -> str:
+    """What to do where the first label pictures hold nothing but 0 and 255; "" for others."""
+
+    def counted(index: tf.Tensor) -> tf.Tensor:
+        flat = tf.cast(tf.reshape(source.read(index)["label"], [-1]), tf.int32)
+        return tf.math.bincount(flat, minlength=256, maxlength=256, dtype=tf.int64)
+
+    looked_at = tf.data.Dataset.range(0, len(source), max(1, len(source) // _LOOKED_AT))
+    counts = looked_at.map(as_written(counted), 8).ignore_errors()  # training tells of bad ones
+    return classes.without_foreground(sum(counts.as_numpy_iterator(), np.zeros(256, np.int64)))
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:
     kind = kind_of(reader_of(default))
     check_ids(kind, config.num_classes)
     if config.synthetic_data:
-        size, classes = config.image_size, config.num_classes
+        size = config.image_size
         label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
-        form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, classes)}
+        form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
         return Synthetic(1024, form)
     name = config.data_format or default
-    source = reader_of(name)(Path(config.data_dir), split, config.num_classes)
+    values = config.label_values
+    # Values that are mapped need not be classes.
+    number = 0 if values else config.num_classes
+    source = reader_of(name)(Path(config.data_dir), split, number)
     if kind_of(source) != kind:
         has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
         raise ValueError(
             f"--data_format={name}: {config.data_dir} has {has}, --task={config.task} takes "
             f"{takes}; choose other data or another task"
         )
+    if values:
+        return classes.relabelled(source, values, config.num_classes)
+    key = ("values", name, config.data_dir, split)
+    if kind == "map" and (fault := shared_listing.found(key, lambda: no_foreground(source))):
+        raise ValueError(f"{config.data_dir}, split {split}: {fault}")
     return source
 
 

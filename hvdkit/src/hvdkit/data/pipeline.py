@@ -5,6 +5,7 @@ It keeps no state: the batches of step k depend on k alone.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,16 @@ import tensorflow as tf
 
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Source
+from hvdkit.logs import say
+from hvdkit.ranks.messages import heartbeat
+from hvdkit.stop import passes
 
 Example = dict[str, Any]
 
 # The second: TensorFlow's message names a file whose name is not UTF-8.
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+
+_PAUSES = (1, 2, 4, 8, 16)  # seconds before the disk is tried again
 
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
@@ -63,11 +69,22 @@ def reader(
     return Reader(traced.get_concrete_function(), frozenset(parts))
 
 
+class Replaced(NamedTuple):
+    """A bad sample, and the one of the same global batch that took its place at a step."""
+
+    step: int
+    sample: int
+    by: int
+    why: str
+
+
 class TrainingFeed:
     """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
 
     A sample that cannot be read does not raise: `next` returns a batch of zeros and `error` says
-    what is wrong, so that this rank still takes part in the step and can tell the others.
+    what is wrong, so that this rank still takes part in the step and can tell the others. With
+    `replaces`, another sample takes its place and is listed in `replaced`; which one depends on
+    the sample's key and on the global batch only. Where the disk failed, `next` tries again.
 
     Use it in a `with`, which stops reading ahead: TensorFlow crashes if its threads still read when
     the process ends. `workers` threads read and augment an example each; batches are copied to the
@@ -84,31 +101,45 @@ class TrainingFeed:
         num_steps: int,
         workers: int = 2,
         device: str = "",
+        replaces: bool = False,
     ) -> None:
         self.error: str | None = None
+        self.replaced: list[Replaced] = []
         self._source, self._order, self._step = source, order, first_step
+        self._reader, self._workers, self._replaces = reader, workers, replaces
+        self._num_steps, self._device = num_steps, device
         self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
+        self.spec = self._read(self._samples(first_step)).element_spec
+        self._open()
+
+    def _samples(self, first_step: int) -> tf.data.Dataset:
+        """(id, key) of this rank's samples from a step on."""
+        steps = tf.data.Dataset.range(first_step, self._num_steps)
+        return steps.map(as_written(self._order.local_samples)).unbatch()
+
+    def _read(self, samples: tf.data.Dataset) -> tf.data.Dataset:
+        """Batches of these samples."""
+        order = self._order
 
         @as_written
         def fold(batch: Example) -> Example:
             shape = [order.micro_batches, order.local_micro_size]
             return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
-        local_size = order.micro_batches * order.local_micro_size
-        batches = (
-            tf.data.Dataset.range(first_step, num_steps)
-            .map(as_written(order.local_samples))
-            .unbatch()
-            .map(as_written(reader.read), num_parallel_calls=workers, deterministic=True)
-            .batch(local_size, drop_remainder=True)
+        read = as_written(self._reader.read)
+        return (
+            samples.map(read, num_parallel_calls=self._workers, deterministic=True)
+            .batch(order.micro_batches * order.local_micro_size, drop_remainder=True)
             .map(fold)
-            .with_options(_on_own_threads(workers))
+            .with_options(_on_own_threads(self._workers))
         )
-        self.spec = batches.element_spec
+
+    def _open(self) -> None:
+        batches, parts = self._read(self._samples(self._step)), tf.nest.flatten(self.spec)
         # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
         # step before. GPUs hold no text.
-        if device and all(part.dtype != tf.string for part in tf.nest.flatten(self.spec)):
-            batches = batches.apply(tf.data.experimental.prefetch_to_device(device, 2))
+        if self._device and all(part.dtype != tf.string for part in parts):
+            batches = batches.apply(tf.data.experimental.prefetch_to_device(self._device, 2))
         else:
             batches = batches.prefetch(2)
         self._batches = iter(batches)
@@ -123,14 +154,59 @@ class TrainingFeed:
         if self.error is None:
             start = time.perf_counter()
             try:
-                batch = next(self._batches)
-                self._step += 1
+                batch = self._next()
                 self.waited += time.perf_counter() - start
                 return batch
-            except _READ_ERRORS as error:
-                ids, _ = self._order.local_samples(tf.constant(self._step, tf.int64))
-                self.error = explain(self._source, ids.numpy().tolist(), error)
+            except ValueError as fault:
+                self.error = str(fault)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
+
+    def _next(self) -> Example:
+        """The next batch, without what is bad in it; ValueError where it cannot be read."""
+        try:
+            batch, self._step = next(self._batches), self._step + 1
+            return batch
+        except _READ_ERRORS:
+            pass  # which of the samples it is, is found below
+        ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
+        good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
+        samples = tf.data.Dataset.from_tensor_slices((tf.constant(good, tf.int64), keys))
+        try:
+            batch, self._step = next(iter(self._read(samples))), self._step + 1
+            self._open()
+            return batch
+        except _READ_ERRORS as error:  # whatever it is, no sample causes it alone
+            raise ValueError(explain(self._source, good, error)) from None
+
+    def replaced_at(self, step: int = 0) -> list[Replaced]:
+        """What was replaced at a step; 0: in the newest batch."""
+        return [one for one in self.replaced if one.step == (step or self._step)]
+
+    def _good(self, index: int, key: tf.Tensor) -> int:
+        """This sample, or the one in its place; ValueError where there is none."""
+        if not (why := self._fault(index, key)):
+            return index
+        if not self._replaces:
+            raise ValueError(why)
+        whole = dataclasses.replace(self._order, rank=0, size=1, virtual_ranks=0)
+        batch = whole.local_samples(tf.constant(self._step, tf.int64))[0].numpy().tolist()
+        first = int(key[0]) % len(batch)
+        for other in batch[first:] + batch[:first]:
+            if other != index and not self._fault(other, key):
+                self.replaced.append(Replaced(self._step + 1, index, other, why))
+                return other
+        raise ValueError(f"no sample of the batch of step {self._step + 1} can be read: {why}")
+
+    def _fault(self, index: int, key: tf.Tensor) -> str:
+        """Why a sample cannot be read, or ""; ValueError where the disk fails again and again."""
+        pauses = iter(_PAUSES)
+        while True:
+            try:
+                self._reader.read(tf.constant(index, tf.int64), key)
+                return ""
+            except _READ_ERRORS as error:
+                if not pause(error, pauses):
+                    return explain(self._source, [index], error)
 
 
 class EvaluationFeed:
@@ -160,25 +236,33 @@ class EvaluationFeed:
         self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank that has most
         self._source, self.batch_size = source, batch_size
         self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
-        self._batches = (
-            tf.data.Dataset.from_tensor_slices(tf.constant(self._ids, tf.int64))
-            .map(as_written(reader.read), workers)
-            .batch(batch_size)
+        self._workers = workers
+        self._all = self._batches(0)  # once: each graph of them stays in memory
+        self.spec = self._all.element_spec
+
+    def _batches(self, first: int) -> tf.data.Dataset:
+        """This rank's batches from number `first` on."""
+        ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
+        return (
+            tf.data.Dataset.from_tensor_slices(ids)
+            .map(as_written(self.reader.read), self._workers)
+            .batch(self.batch_size)
             .prefetch(2)
-            .with_options(_on_own_threads(workers))
+            .with_options(_on_own_threads(self._workers))
         )
-        self.spec = self._batches.element_spec
 
     def __iter__(self) -> Iterator[Example]:
-        """Raises ValueError naming the sample that cannot be read."""
-        done = 0
-        try:
-            for batch in self._batches:
-                yield batch
-                done += 1
-        except _READ_ERRORS as error:
-            # Looks only at the batch that failed: the other ranks wait.
-            raise ValueError(explain(self._source, self.ids(done), error)) from None
+        """Raises ValueError naming the sample that cannot be read; tries a disk again."""
+        done, pauses = 0, iter(_PAUSES)
+        while self.ids(done):
+            try:
+                for batch in self._batches(done) if done else self._all:
+                    yield batch
+                    done, pauses = done + 1, iter(_PAUSES)
+            except _READ_ERRORS as error:
+                if not pause(error, pauses):
+                    # Looks only at the batch that failed: the other ranks wait.
+                    raise ValueError(explain(self._source, self.ids(done), error)) from None
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
@@ -192,6 +276,21 @@ def _on_own_threads(workers: int) -> tf.data.Options:
     # One thread an example, so that sums do not depend on the number of threads.
     options.threading.max_intra_op_parallelism = 1
     return options
+
+
+def pause(error: Exception, pauses: Iterator[float]) -> bool:
+    """Whether to read again: waits if the disk failed; ValueError once it did so too often."""
+    if not passes(error):
+        return False
+    if (seconds := next(pauses, None)) is None:
+        raise ValueError(
+            f"the disk fails, not the file: {reason_of(error)}, {len(_PAUSES) + 1} times in "
+            f"{sum(_PAUSES)} s: look at the disk or the file server, then start again"
+        ) from None
+    say(f"note: the disk fails ({reason_of(error)}): reading again in {seconds} s")
+    heartbeat.beat()
+    time.sleep(seconds)
+    return True
 
 
 def explain(source: Source, ids: list[int], error: Exception) -> str:

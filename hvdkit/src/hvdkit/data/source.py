@@ -14,7 +14,9 @@ import tensorflow as tf
 class Source(Protocol):
     """A fixed, indexable list of samples. Sample ids are 0 .. len - 1 and mean the same everywhere.
 
-    It neither orders nor augments: the sampler picks the ids, the task augments.
+    It neither orders nor augments: the sampler picks the ids, the task augments. `class_names` (by
+    label) and `sample_names()` (bytes, one a sample) are optional: with them, classes are matched
+    by name, and a resume names the samples that changed.
     """
 
     def __len__(self) -> int:
@@ -40,12 +42,6 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """SHA-256 (64 hex digits) of the listing; ranks compare it: all must see the same data."""
-
-
-def unshared_classes(one: Source, other: Source) -> list[str]:
-    """Classes that only one of two sources has, sorted; empty if either has no class names."""
-    names = [set(getattr(source, "class_names", ())) for source in (one, other)]
-    return sorted(names[0] ^ names[1]) if all(names) else []
 
 
 def digest(listing: Iterable[tuple[str, int]]) -> str:

@@ -53,8 +53,8 @@ def read(folder: Path) -> Records:
     """Raises ValueError if the folder is not a run's."""
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
-    lines = _lines(folder / "metrics.jsonl")
-    starts = _lines(folder / "starts.jsonl")
+    steps = lines(folder / "metrics.jsonl")
+    starts = lines(folder / "starts.jsonl")
     try:
         summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
@@ -63,7 +63,7 @@ def read(folder: Path) -> Records:
     return Records(
         folder,
         _settings(folder / "config.cfg"),
-        [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in lines],
+        [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps],
         [line for line in starts if all(_fits(n, line.get(n, "")) for n in ("time", "score"))],
         summary,
     )
@@ -107,7 +107,7 @@ def _is_figure(value: object) -> bool:
     return value is None
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines that have a step."""
     found = []
     if file.is_file():

@@ -35,6 +35,7 @@ _CURVES = {
     "Share of time spent waiting for data, rank 0": {"data_wait": ""},
     "A rank's own seconds a step": {f"own_seconds_{n}": n for n in ("least", "median", "most")},
 }
+_BAD_SAMPLES, _MOST_BAD = "bad_samples.jsonl", 20
 _COUNTS = {
     "skipped_steps": "steps skipped because loss or gradients were not finite",
     "batches_passed_over": "batches left out after going back",
@@ -154,6 +155,9 @@ def faults(run: Records) -> list[str]:
     head = ("started", "from step", "where", "lost: from the last record kept to this start")
     counts = {words: run.summary.get(key) for key, words in _COUNTS.items()}
     counted = [f"{count:,} {words}" for words, count in counts.items() if count]
+    bad = {line.get("sample"): line.get("why") for line in records.lines(run.folder / _BAD_SAMPLES)}
+    counted += [f"{len(bad):,} bad training samples replaced ({_BAD_SAMPLES})"] * bool(bad)
+    counted += [records.text(why) for why in [*bad.values()][:_MOST_BAD]]
     notes = "".join(f"<p>{pages.escaped(text)}</p>" for text in counted)
     return [pages.table(rows, head) if rows else "", notes]
 

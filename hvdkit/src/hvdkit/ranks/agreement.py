@@ -30,18 +30,23 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # that cannot read its data, or that received a stop signal, takes part in the step as always, and
 # all learn of it at the same step. FAILED_SAVES counts those in a row, of rank 0; the others are
 # 1 or 0 of each rank.
-DATA_FAILED, STOP_ASKED, FAILED_SAVES = range(3)
-NUM_VOTES = 3
+DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
+NUM_VOTES = 4
 
 # Odd and random: the first 64 bits of the golden ratio's fraction, as int64.
 _MIX = -7046029254386353131
 
 
 def votes(
-    *, data_failed: bool = False, stop_asked: bool = False, failed_saves: int = 0
+    *,
+    data_failed: bool = False,
+    stop_asked: bool = False,
+    failed_saves: int = 0,
+    replaced: int = 0,
 ) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    return tf.constant([float(data_failed), float(stop_asked), failed_saves], tf.float64)
+    own = [float(data_failed), float(stop_asked), failed_saves, replaced]
+    return tf.constant(own, tf.float64)
 
 
 def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:

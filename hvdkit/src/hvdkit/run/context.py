@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import keras
 
-from hvdkit.checkpoint import lease, run_folder, warm_start
+from hvdkit.checkpoint import files, lease, run_folder, warm_start
 from hvdkit.checkpoint.checkpoints import Checkpoints, Found, measure
 from hvdkit.checkpoint.writing import check_types
-from hvdkit.data import shared_listing
+from hvdkit.data import card as cards
+from hvdkit.data import classes, shared_listing
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.pipeline import Reader
 from hvdkit.data.source import Source
@@ -44,11 +46,13 @@ class RunContext:
     fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
 
 
-def prepare(config: Settings, world: World) -> RunContext:
+def prepare(config: Settings, world: World, start: Path | None = None) -> RunContext:
     """Task, data, model, and optimizer with all its variables; every rank must call it.
 
     Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
+    Args:
+      start: the checkpoint whose classes the data must have; None: what --resume names, if any.
     Raises:
       Stop: on all ranks, when a part cannot be made, or their data or devices differ.
     """
@@ -63,7 +67,11 @@ def prepare(config: Settings, world: World) -> RunContext:
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
-    train_source, val_source = open_sources(world, task)
+    named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
+    card = files.card_of(start or Path(named)) if world.is_chief else {}
+    names = world.broadcast_object(card.get("class_names", []), "card.classes")
+    with classes.known(names):
+        train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
         config = tasks.counted(task, config, len(train_source))
     with world.fail_together("building the model"):
@@ -91,8 +99,12 @@ def prepare(config: Settings, world: World) -> RunContext:
     with world.fail_together("opening the data"):
         check_types(state.variables)
         measured = measure(config, task.main_metric, val_source.fingerprint())
+        with task_checks.user_code_errors("augmentation"):
+            how = tasks.optional(task, "augmentation")
+            card = cards.made(config, train_source, val_source, augmentation=how() if how else {})
     folder = Path(config.run_dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, config.keep, world, fingerprint, measured)
+    about = {"fingerprint": fingerprint, "measure": measured, "card": card}
+    checkpoints = Checkpoints(folder, config.keep, world, **about, train_source=train_source)
     data = (train_source, val_source, train_reader)
     return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
 
@@ -149,6 +161,7 @@ def notes(run: RunContext) -> list[str]:
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
         )
+    found += [x for n in ("train", "val") if (x := cards.lacking(n, getattr(run, f"{n}_source")))]
     others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:
         found.append(f"--weight_decay leaves {join(others)} alone: it decays kernels")

@@ -21,6 +21,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
+from hvdkit.run.bad_samples import BadSamples
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
 from hvdkit.train import optimizer as optimizers
@@ -61,6 +62,7 @@ class Health:
         self._world, self._feed, self.stop_signal = world, feed, stop_signal
         self._sampler, self._config = sampler, config
         self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
+        self.bad_samples = BadSamples(world, config, sampler.num_samples)
         self._saver, self._state = saver, state
         self._trainable = state.trainable_flags()
         self._fault: tuple | None = None  # of this rank at the newest step, an Ending
@@ -78,6 +80,7 @@ class Health:
             data_failed=self._fault is not None,
             stop_asked=self.stop_signal.asked,
             failed_saves=self._saver.failed,
+            replaced=len(self._feed.replaced_at()),
         )
 
     def _found_fault(self) -> Ending | None:
@@ -114,6 +117,10 @@ class Health:
             if ending.reason == "taken over":  # it must not write to its folder any more
                 raise Stop(ending.code, ending.message)
             return ending
+        if counted[agreement.REPLACED]:
+            step = int(result["step"])
+            if why := self.bad_samples.add(step, self._feed.replaced_at(step)):
+                return Ending(WRONG_USE, "bad data", why, save=True)
         note = virtual.too_small(result)
         if note and not self._noted:
             say(self._world, note)

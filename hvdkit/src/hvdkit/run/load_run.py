@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,13 +91,18 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     Raises:
       Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
-    run, found = prepare(config, world), ""
+    found = ""
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
-            found = str(chosen(run.checkpoints.folder, which))
-            checkpoints.load(Path(found), run.state.variables)
+            found = str(chosen(Path(config.run_dir) / "checkpoints", which))
+    path = Path(world.broadcast_object(found, "trained.restored"))
+    # Only the split that is scored is opened: there may be no other.
+    run = prepare(dataclasses.replace(config, train_split=config.val_split), world, path)
+    with world.fail_together(f"--checkpoint={which}"):
+        if world.is_chief:
+            checkpoints.load(path, run.state.variables)
     bring_to_all(world, run.state)
-    return run, Path(world.broadcast_object(found, "trained.restored"))
+    return run, path
 
 
 class Trained(NamedTuple):

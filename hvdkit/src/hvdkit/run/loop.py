@@ -17,6 +17,7 @@ import tensorflow as tf
 from hvdkit import logs
 from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
+from hvdkit.data import card
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
 from hvdkit.data.sampler import Sampler
 from hvdkit.evaluate.evaluator import Evaluator
@@ -120,12 +121,14 @@ class Run:
             num_steps=settings.num_steps,
             workers=workers,
             device=world_lib.gpu(),
+            replaces=settings.most_bad_samples(len(context.train_source)) > 0,
         )
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
-            source = modes.scored(context)
             share = {"rank": world.rank, "size": world.size, "workers": workers}
-            val_feed = EvaluationFeed(source, reader, settings.eval_batch_size, **share)
+            val_feed = EvaluationFeed(
+                modes.scored(context), reader, settings.eval_batch_size, **share
+            )
         self.evaluator = Evaluator(context, val_feed)
 
     # ---- the step ---------------------------------------------------------------------------
@@ -232,10 +235,12 @@ class Run:
                 folder, how = Path(settings.run_dir), {"evaluates_first": make_up}
                 if note := run_folder.begin(folder, start.found, settings, **how):
                     say(world, note)
+                card.keep_names(folder, context.checkpoints.card, context.train_source)
             since = {"first_step": start.step, "epoch": len(context.train_source)}
             self.telemetry = Telemetry(settings, world, **since)
             about = {"what": self.what, "where": self.where, "score": self.task.main_metric}
             self.telemetry.started(start.step, about)
+        self.health.bad_samples.begin()
         if start.found:
             say(world, f"resuming from {start.path} at step {start.step}")
         self.save, self.evaluate = modes.save_and_evaluate(self)

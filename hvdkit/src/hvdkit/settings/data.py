@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
+from hvdkit import whole_files
 from hvdkit.logs import refuse
 from hvdkit.settings.fields import Room, numbers, setting
 
@@ -74,19 +77,50 @@ class DataSettings(Room):
     train_split: str = setting("train", "split of data_dir to train on")
     val_split: str = setting("val", "split of data_dir to evaluate")
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
+    label_map: str = setting("", "values of label pictures to classes: 255:1,0:ignore, or a file")
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
     mirror: str = setting(
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
     )
     scale_range: str = setting("", "least and largest random scale; empty: the task's own")
+    accept_changed_data: bool = setting(False, "resume although the training data changed")
+    colour_range: str = setting(
+        "", "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own"
+    )
     max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
+    max_bad_samples: str = setting("0", "bad samples to replace, a number or a share: 100 or 0.1%")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
 
     def check(self) -> None:
         for name in ("train_split", "val_split"):
             if not getattr(self, name):
                 raise ValueError(f"--{name}= is empty: name a split of --data_dir")
-        _ = self.scale_limits
+        _ = self.scale_limits, self.label_values, self.colour_limits, self.most_bad_samples(0)
+
+    @property
+    def label_values(self) -> dict[int, int | None]:
+        """The class of values of label pictures that are mapped; None: ignored.
+
+        A file has a pair a line, or several with commas between them.
+        """
+        text = self.label_map
+        try:
+            if text and ":" not in text:
+                text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
+            parts = [part.split(":") for part in re.split(r"[,\n]", text) if part.strip()]
+            pairs = [(int(x), None if to.strip() == "ignore" else int(to)) for x, to in parts]
+            found, numbers = dict(pairs), [n for pair in pairs for n in pair if n is not None]
+            once = len(found) == len(pairs) and 255 not in found.values()
+            if once and all(0 <= n <= 255 for n in numbers):
+                return found
+        except OSError as error:
+            raise ValueError(f"--label_map={self.label_map}: {error.strerror}") from None
+        except ValueError:
+            pass
+        raise ValueError(
+            f"--label_map={self.label_map!r} must be pairs of a value, 0 to 255, each once, and "
+            "its class or the word ignore: 255:1,0:ignore; or the path of a file of such pairs"
+        )
 
     @property
     def scale_limits(self) -> tuple[float, float] | None:
@@ -99,6 +133,31 @@ class DataSettings(Room):
             self, "scale_range", what, fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10
         )
         return low, high
+
+    def most_bad_samples(self, samples: int) -> int:
+        """How many of so many training samples may be bad."""
+        found = re.fullmatch(r"(\d+)|(\d+|\d*\.\d+)%", self.max_bad_samples)
+        if not found or float(found[2] or 0) > 100:
+            raise ValueError(
+                f"--max_bad_samples={self.max_bad_samples!r} must be a whole number from 0 up, or "
+                "a share of the training samples from 0% to 100%: 100 or 0.1%"
+            )
+        return int(found[1]) if found[1] else int(samples * float(found[2]) / 100)
+
+    @property
+    def colour_limits(self) -> tuple[float, float, float] | None:
+        """Shares of brightness, contrast and saturation; None where the task chooses."""
+        if not self.colour_range:
+            return None
+        what = "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged"
+        return tuple(
+            numbers(
+                self,
+                "colour_range",
+                what,
+                fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1,
+            )
+        )
 
     def notes(self) -> list[str]:
         both = f"--train_split and --val_split are both {self.train_split}"

@@ -19,7 +19,7 @@ from hvdkit.train.groups import Group
 EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
 _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
-_OF_TASKS += EVALUATION
+_OF_TASKS += ("label_map", "colour_range", *EVALUATION)
 _REPLACED = {
     "optimizer": ("optimizer", "momentum", "ema_decay"),
     "schedule": (
@@ -78,6 +78,9 @@ class Task(Protocol):
 
         Examples without fixed shapes (pictures at their own size) are evaluated one by one.
         """
+
+    def augmentation(self) -> dict[str, Any]:
+        """What `training_example` does to a sample, as JSON, for the data card. Optional."""
 
     def build_model(self) -> keras.Model:
         """The model, with its variables made; it is called as model(inputs, training=...)."""

@@ -11,9 +11,9 @@ import readers
 import tensorflow as tf
 from refusals import refused
 
+from hvdkit.data.open import trained_on_too
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.pictures import OTHER_SUFFIXES
 
 
 @pytest.fixture
@@ -99,12 +99,13 @@ def test_what_would_be_left_out_is_named(root: Path):
         (folder / inside).write_bytes(b"")
         fails(root, folder, "1 folders", "(more)", "move")
         shutil.rmtree(folder / "more")
-    for ending in (*OTHER_SUFFIXES, ".jpg "):
+    for ending in (".webp", ".dng", ".npy", "", ".jpg "):
         (folder / f"a{ending}").write_bytes(b"")
         (folder / f"b{ending.upper()}").write_bytes(b"")
-        fails(root, folder, "2 pictures", f"the first: a{ending}", "convert them to PNG or JPEG")
+        fails(root, folder, "2 files", f"the first: a{ending}", "convert them to PNG or JPEG")
         (folder / f"a{ending}").unlink()
         (folder / f"b{ending.upper()}").unlink()
+    (folder / "notes.txt").write_bytes(b"")
     for left_out in ("Thumbs.db", "._z.jpg", "more/.DS_Store", "__MACOSX/more/._z.jpg", ".a/z.jpg"):
         (folder / left_out).parent.mkdir(parents=True, exist_ok=True)
         (folder / left_out).write_bytes(b"")
@@ -114,6 +115,15 @@ def test_what_would_be_left_out_is_named(root: Path):
     (folder / "d.jpg").rmdir()
     os.mkfifo(folder / "d.jpg")  # to read it would take for ever
     fails(root, "d.jpg", "no regular file")
+
+
+def test_validation_pictures_that_are_trained_on_too_are_counted(root: Path):
+    """By their bytes: another picture may have the name."""
+    readers.save(root / "val" / "n01" / "w.png", readers.noise(7))
+    for name, pixels in (("v.png", readers.noise(5)), ("w.png", readers.noise(8))):
+        readers.save(root / "train" / "n01" / name, pixels)
+    train, val = ClassFolders(root, "train"), ClassFolders(root, "val")
+    assert trained_on_too(train, val) == 1 == trained_on_too(val, train)
 
 
 def test_links(root: Path):

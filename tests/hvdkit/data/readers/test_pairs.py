@@ -204,3 +204,13 @@ def test_labels_of_another_kind_are_explained(root: Path):
     comment = b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
     path.write_bytes(path.read_bytes()[:2] + comment + path.read_bytes()[2:])
     explained(root, path, "JPEG", "8-bit grey PNG")
+
+
+def test_files_are_found_however_their_accents_and_endings_are_spelled(tmp_path: Path):
+    """A list from one system, files from another."""
+    both = (readers.noise(0, 4, 4), np.ones((4, 4), np.uint8))
+    readers.write_pairs(tmp_path, {"zoe\u0308": both, "b": both})
+    (tmp_path / "splits" / "train.txt").write_text("zo\u00eb\nb\n")
+    for folder in ("images", "labels"):
+        (tmp_path / folder / "b.png").rename(tmp_path / folder / "b.PNG")
+    assert len(readers.read_all(pairs.ImageLabelFolder(tmp_path, "train"))) == 2

@@ -6,7 +6,11 @@ ROOT/val/CLASS/*.jpg            the same classes
 Labels are the places of the classes in their sorted order. A class is a folder's name.
 """
 
+from __future__ import annotations
+
+import filecmp
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +23,8 @@ from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
+
+_NOTES = (".txt", ".md", ".csv", ".json", ".xml", ".html", ".pdf")  # which may lie beside pictures
 
 
 class ClassFolders:
@@ -67,6 +73,23 @@ class ClassFolders:
 
     def picture_file(self, index: int) -> Path:
         return self._folder(index) / self._files[index]
+
+    def sample_names(self) -> Iterator[bytes]:
+        """Each picture's path in its split."""
+        folders = np.repeat([os.fsencode(name) for name in self.class_names], self.class_counts())
+        return (b"%s/%s" % pair for pair in zip(folders.tolist(), self._files))
+
+    def shared_with(self, other: ClassFolders) -> int:
+        """How many pictures, of at most 1,000 of one name and class, are equal byte by byte."""
+        both = sorted({*self.sample_names()}.intersection(other.sample_names()))
+        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in both[:1000]]
+        return sum(
+            a.stat().st_size == b.stat().st_size and filecmp.cmp(a, b, False) for a, b in paths
+        )
+
+    def class_counts(self) -> np.ndarray:
+        """Samples of each class, integer [classes]."""
+        return np.diff(self._starts)
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 spread over them."""
@@ -119,10 +142,9 @@ def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
             "would be left out: move their pictures up into the class's folder, or remove them"
         )
     files = (entry.name for entry in rest if entry.name not in inner)
-    endings = IMAGE_SUFFIXES + OTHER_SUFFIXES  # the first: with a trailing space
-    if others := [name for name in files if name.lower().rstrip().endswith(endings)]:
+    if others := [name for name in files if not name.lower().endswith(_NOTES)]:
         raise ValueError(
-            f"{folder} has {len(others)} pictures whose names do not end in "
+            f"{folder} has {len(others)} files whose names do not end in "
             f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
             "convert them to PNG or JPEG, or remove them"
         )

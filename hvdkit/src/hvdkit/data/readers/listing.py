@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -34,6 +35,11 @@ def check_folder(folder: Path, content: str) -> None:
     with os.scandir(folder) as entries:
         if not any(entries):
             raise ValueError(f"{folder} is empty; put the {content} there")
+
+
+def composed(name: str) -> str:
+    """Of names that look alike, one spelling: macOS stores an accent as a character of its own."""
+    return unicodedata.normalize("NFC", name)
 
 
 def read_names(path: Path) -> dict[str, int]:
@@ -84,9 +90,11 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     request for thousands of files. Raises ValueError for names with no file, or with two.
     """
     found: dict[str, str] = {}
+    spelled = {composed(name): name for name in names}
     for path, entry in _beside(folder, names):
         stem, suffix = os.path.splitext(path)
-        if suffix.lower() not in suffixes or stem not in names:
+        stem = spelled.get(composed(stem))
+        if suffix.lower() not in suffixes or stem is None:
             continue
         _check_file(entry)
         if stem in found:
@@ -259,7 +267,7 @@ class Names:
     def shared(self, other: Names) -> int:
         """How many names both have; neither has a name twice."""
         few, many = sorted((self, other), key=len)
-        return len(set(few._each()).intersection(many._each()))
+        return len(set(few).intersection(many))
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
         """`names[index]` in a graph: string scalar from int64 scalar; only this name is copied."""
@@ -267,7 +275,7 @@ class Names:
         start, end = tf.unstack(tf.cast(places, tf.int64))
         return tf.strings.substr(self._text, start, end - start)
 
-    def _each(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[bytes]:
         text, starts = self._text.numpy(), self._starts.numpy().tolist()
         return (text[start:end] for start, end in itertools.pairwise(starts))
 

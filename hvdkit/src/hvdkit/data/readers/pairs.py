@@ -7,7 +7,7 @@ explains them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +94,10 @@ class PicturePairs:
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
+
+    def sample_names(self) -> Iterator[bytes]:
+        """Each picture's path."""
+        return iter(self._images)
 
     def shared_with(self, other: PicturePairs) -> int:
         """How many pictures are in both splits."""

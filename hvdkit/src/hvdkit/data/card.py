@@ -1,0 +1,122 @@
+"""The data card: what a model's outputs mean and what it was trained on.
+
+It is in the manifest of each checkpoint, and beside an exported model. The names of the training
+samples are in RUN_DIR/samples-FINGERPRINT.z, so that a resume can say which ones changed.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdkit import whole_files
+from hvdkit.data import classes
+from hvdkit.data.source import Source
+from hvdkit.logs import join, printable
+from hvdkit.settings import Settings
+
+_MOST_NAMES, _MOST_BYTES = 5_000_000, 2**31  # that are kept; of more, their number only
+
+
+def made(
+    config: Settings, train: Source, val: Source, *, augmentation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The card of a run, as JSON; `augmentation`: what the task says that it does to samples."""
+    splits = {"train": (config.train_split, train), "val": (config.val_split, val)}
+    about = {
+        part: {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
+        for part, (name, source) in splits.items()
+    }
+    return about | {
+        "class_names": classes.of(train),
+        "num_classes": config.num_classes,
+        "label_map": config.label_map,
+        "colour_order": "RGB, 0 to 255",
+        "image_size": config.image_size,
+        "augmentation": dict(augmentation),
+    }
+
+
+def keep_names(run_dir: Path, card: Mapping[str, Any], source: Source) -> None:
+    """Writes the names of the training samples into a run's folder, where they have names."""
+    file = _file(run_dir, card)
+    names = getattr(source, "sample_names", None)
+    if names is None or len(source) > _MOST_NAMES or file.exists():
+        return
+    with whole_files.written(file) as partial:
+        partial.write_bytes(zlib.compress(b"\0".join(names()), 1))
+
+
+def check(
+    checkpoint: Path,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    source: Source | None,
+    accepted: bool,
+) -> list[str]:
+    """How the training data differ from those of a checkpoint, in words; [] where they do not.
+
+    Args:
+      before, now: the checkpoint's card and this run's.
+      source: the training samples now.
+      accepted: whether they may differ; else that raises ValueError.
+    """
+    was, there = before.get("train"), now.get("train")
+    if not was or not there or was["fingerprint"] == there["fingerprint"]:
+        return []
+    what = _changed(_kept(_file(checkpoint.resolve().parent.parent, before)), before, now, source)
+    if not accepted:
+        raise ValueError(
+            f"the training data changed since {checkpoint.name} ({what}): put them back, give "
+            "--accept_changed_data, or begin anew with --resume=never or another --run_dir"
+        )
+    return [f"the training data changed: {what}"]
+
+
+def _changed(
+    old: list[bytes] | None, before: Mapping[str, Any], now: Mapping[str, Any], source: Source
+) -> str:
+    """What changed; `old`: the names of the samples of `before`, if they are known."""
+    was, there = before["train"], now["train"]
+    counts = f"{was['samples']:,} samples then, {there['samples']:,} now"
+    if before.get("class_names") != now.get("class_names"):
+        return f"{counts}, other classes"
+    new = getattr(source, "sample_names", None)
+    if old is None or new is None:
+        return f"{counts}; which ones changed is not known"
+    new = list(new())
+    gone, added = sorted({*old} - {*new}), sorted({*new} - {*old})
+    if not gone and not added:
+        what = "in another order" if old != new else "of other sizes, or with other labels"
+        return f"the same {len(new):,} files {what}"
+    return f"{counts}: {len(gone):,} gone{_named(gone)}, {len(added):,} added{_named(added)}"
+
+
+def lacking(name: str, source: Source) -> str:
+    """A note about classes of which a split (train or val) has no sample, as far as is known."""
+    names, counts = classes.of(source), getattr(source, "class_counts", tuple)
+    missing = [names[n] for n in np.flatnonzero(np.equal(counts(), 0)) if n < len(names)]
+    return f"the {name} split has no sample of {join(missing)}" if missing else ""
+
+
+def _named(names: list[bytes]) -> str:
+    return f" ({join([printable(os.fsdecode(name)) for name in names], 3)})" if names else ""
+
+
+def _file(run_dir: Path, card: Mapping[str, Any]) -> Path:
+    return run_dir / f"samples-{card['train']['fingerprint'][:16]}.z"
+
+
+def _kept(file: Path) -> list[bytes] | None:
+    """The names in a file of `keep_names`; None where it cannot be read."""
+    try:
+        data = zlib.decompressobj().decompress(whole_files.read(file, _MOST_BYTES), _MOST_BYTES)
+    except (OSError, ValueError, zlib.error):
+        return None
+    return data.split(b"\0")

@@ -1,0 +1,150 @@
+"""Which class a label means: classes matched by name, values of label pictures mapped to classes.
+
+A model's classes are numbered once, by the training split of its first run, and a checkpoint's data
+card keeps their names (hvdkit/data/card.py). Data that are opened for that model later are mapped
+to its numbers by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.labels import IGNORE
+from hvdkit.data.readers import pictures
+from hvdkit.data.readers.listing import composed
+from hvdkit.data.source import Source, digest
+from hvdkit.logs import join
+
+_known: list[str] = []  # names of the model's classes, by number
+
+
+@contextlib.contextmanager
+def known(names: Sequence[str]) -> Iterator[None]:
+    """Inside, `open_sources` numbers classes as this model does; []: by the training split."""
+    global _known
+    before, _known = _known, list(names)
+    try:
+        yield
+    finally:
+        _known = before
+
+
+def of(source: Source) -> list[str]:
+    """The names of a source's classes by number; empty where it has none."""
+    return [str(name) for name in getattr(source, "class_names", None) or ()]
+
+
+def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source:
+    """The source with the numbers of `names`, else of the model that is `known`.
+
+    It may lack some of these classes. Raises ValueError for classes that are none of them.
+    """
+    own, model = of(source), list(names or _known)
+    if not own or not model or own == model:
+        return source
+    numbers = {composed(name): number for number, name in enumerate(model)}
+    if strange := [name for name in own if composed(name) not in numbers]:
+        has = {composed(name) for name in own}
+        lacks = [name for name in model if composed(name) not in has]
+        whose = "the training split" if names else "the model"
+        raise ValueError(
+            f"{where} has {join(strange)}, and {whose} has no such class"
+            f"{f'; it lacks {join(lacks)}' if lacks else ''}: name its classes as {whose} does, "
+            "or leave them out"
+        )
+    table = np.array([numbers[composed(name)] for name in own], np.int64)
+    return Mapped(source, table, len(model), class_names=model)
+
+
+def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> Source:
+    """The source with the values of its label pictures mapped, as --label_map says.
+
+    Raises ValueError where its labels are no pictures.
+    """
+    if getattr(source, "kind", "class") != "map":
+        raise ValueError("--label_map maps values of label pictures: rename classes instead")
+    table = np.arange(256)
+    table[list(values)] = [IGNORE if to is None else to for to in values.values()]
+    return Mapped(source, table, count)
+
+
+def without_foreground(values: np.ndarray) -> str:
+    """What to do where label pictures hold nothing but 0 and 255; "" for others.
+
+    Args:
+      values: pixels of each value, integer [256].
+    """
+    if not values[IGNORE] or not values[0] or values[1:IGNORE].any():
+        return ""
+    return (
+        f"label pictures hold the values 0 and {IGNORE} only, and {IGNORE} means ignored, so there "
+        f"is nothing to learn: give --label_map={IGNORE}:1 if it is a class (--num_classes=2), or "
+        f"--label_map={IGNORE}:ignore if it is not"
+    )
+
+
+class Mapped:
+    """Another source's samples, their labels looked up in a table.
+
+    Args:
+      table: the new label of each, integer [labels]; of label pictures, of the values 0 to 255.
+      classes: their number; label pictures may hold IGNORE too.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        table: np.ndarray,
+        classes: int,
+        *,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        self._source, self.num_classes, self.class_names = source, classes, list(class_names)
+        if getattr(source, "kind", "class") == "map" and len(table) < 256:
+            table = np.r_[table, np.arange(len(table), 256)]  # IGNORE stays; others are no class
+        self._table = table
+        if hasattr(source, "class_counts"):
+            self.class_counts = lambda: np.bincount(
+                self._table, weights=source.class_counts(), minlength=classes
+            )
+
+    def __getattr__(self, name: str) -> Any:  # kind, where, picture_file, is_demo, shared_with
+        if name == "_source":  # while a copy of it is made
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        sample = self._source.read(index)
+        label = sample["label"]
+        mapped = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
+        if label.shape.rank:
+            known = (mapped < self.num_classes) | (mapped == IGNORE)
+            pictures.require(tf.reduce_all(known), "a label value is no class of --label_map")
+        return {**sample, "label": tf.cast(mapped, label.dtype)}
+
+    def explain(self, index: int) -> str | None:
+        if fault := self._source.explain(index):
+            return fault
+        label = self._source.read(tf.constant(index, tf.int64))["label"].numpy()
+        mapped = self._table[label]
+        wrong = np.unique(label[(mapped >= self.num_classes) & (mapped != IGNORE)]).tolist()
+        if not wrong:
+            return None
+        file = getattr(self._source, "picture_file", lambda number: f"sample {number}")(index)
+        return (
+            f"the label of {file} holds {join(wrong)}, no class of 0 to {self.num_classes - 1}: "
+            "add it to --label_map, or raise --num_classes"
+        )
+
+    def fingerprint(self) -> str:
+        table = hashlib.sha256(np.asarray(self._table, "<i8").tobytes()).hexdigest()
+        return digest([(self._source.fingerprint(), 0), (table, self.num_classes)])

@@ -1,0 +1,141 @@
+"""Run on real ranks by test_small_runs.py: data that changed since, and samples that are bad."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from PIL import Image
+from small_runs import USUAL, fit_config, folder, same
+
+from hvdkit.commands.evaluate import evaluate
+from hvdkit.commands.export import CARD, export
+from hvdkit.run import load_run
+from hvdkit.settings import Settings
+from hvdkit.stop import DONE, WRONG_USE
+from tasks.classification import Task
+
+NAMES = ("ape", "bee", "cat")
+ABOUT = {"task": "classification", "data_format": "class_folders", "image_size": 8}
+ABOUT |= {"eval_every": 0, "checkpoint_every": 2, "num_steps": 2, "lr_policy": "constant"}
+
+
+def pictures(world) -> Path:
+    """Class folders of 3 classes: 6 pictures of each in train, 4 in val."""
+    root = folder(world)
+    if world.is_chief:
+        draw = np.random.default_rng(0)
+        for split, count in (("train", 6), ("val", 4)):
+            for name in NAMES:
+                (root / "data" / split / name).mkdir(parents=True)
+                for number in range(count):
+                    pixels = draw.integers(0, 256, (8, 8, 3), np.uint8)
+                    Image.fromarray(pixels).save(root / "data" / split / name / f"{number}.png")
+    changed(world, lambda: None)
+    return root
+
+
+def changed(world, change) -> None:
+    """Changes files on rank 0, while the others wait."""
+    if world.is_chief:
+        change()
+    world.gather_objects(None, "checks_data.changed")
+
+
+def trained(world, root: Path, *words: str, code: int = DONE, **settings):
+    about = USUAL | ABOUT | {"data_dir": str(root / "data"), "run_dir": str(root / "run")}
+    config = dataclasses.replace(Settings(), **about | settings)
+    return fit_config(config, world, Task, *words, code=code)
+
+
+def check_a_resume_on_changed_data_says_what_changed(world):
+    """Before: nothing was said, and a renamed folder moved all classes after it by one."""
+    root = pictures(world)
+    train = root / "data" / "train"
+    trained(world, root)
+    changed(world, lambda: (train / "bee").rename(train / "zebra"))
+    words = ("split train", "has zebra", "it lacks bee", "name its classes as the model does")
+    trained(world, root, *words, code=WRONG_USE, num_steps=4)
+    changed(world, lambda: (train / "zebra").rename(train / "bee"))
+
+    def change():
+        (train / "ape" / "3.png").unlink()
+        (train / "cat" / "0.png").unlink()
+        (train / "bee" / "5.png").rename(train / "bee" / "new.png")
+
+    changed(world, change)
+    what = "18 samples then, 16 now: 3 gone (ape/3.png, bee/5.png, cat/0.png), 1 added (bee/new.png"
+    words = ("since step-00000002", what, "--accept_changed_data")
+    trained(world, root, *words, code=WRONG_USE, num_steps=4)
+    ended = trained(world, root, num_steps=4, accept_changed_data=True)
+    assert what in ended.printed or not world.is_chief
+    trained(world, root, num_steps=6)  # the checkpoint of step 4 is of the data as they are
+
+
+def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
+    """And where there is no training split: the figures are NumPy's from the model's outputs."""
+    root = pictures(world)
+    ended = trained(world, root, num_steps=4)
+
+    def change():
+        (root / "test" / "some").mkdir(parents=True)
+        for name in ("cat", "bee"):
+            (root / "data" / "val" / name).rename(root / "test" / "some" / name)
+
+    changed(world, change)
+    flags = [f"--data_dir={root / 'test'}", "--val_split=some"]
+    own = {"checkpoint": "last", "ema": True, "worst": 0, "out": root / "scores"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = load_run.settings(root / "run", flags).for_ranks(world.size)
+        stop = SimpleNamespace(asked=False)
+        evaluate(config, world, stop, own=SimpleNamespace(**own))
+    files = sorted((root / "test" / "some").rglob("*.png"))
+    images = np.stack([np.asarray(Image.open(file)) for file in files])
+    labels = np.array([NAMES.index(file.parent.name) for file in files])
+    logits = np.asarray(ended.model({"image": images}, training=False))
+    hits = np.mean(logits.argmax(-1) == labels)
+    if world.is_chief:
+        scores = json.loads((root / "scores" / "evaluation.json").read_text())
+        assert scores["figures"]["accuracy"] == hits and scores["samples"] == 8
+        rows = (root / "scores" / "classes.csv").read_text().splitlines()[1:]
+        found = {name: float(count) for name, count, *_ in (row.split(",") for row in rows)}
+        assert found == {"ape": 0, "bee": 4, "cat": 4}
+    if world.size == 1:
+        with contextlib.redirect_stdout(io.StringIO()):
+            export(config, world, stop, own=SimpleNamespace(**own | {"out": root, "check": None}))
+        for file in (root / CARD, root / "saved_model" / "assets.extra" / CARD):
+            assert json.loads(file.read_text())["class_names"] == [*NAMES]
+
+
+def check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
+    root = pictures(world)
+    train = root / "data" / "train"
+
+    def spoil():
+        (train / "ape" / "3.png").write_bytes(b"")
+        file = train / "cat" / "0.png"
+        file.write_bytes(file.read_bytes()[:-40])
+
+    changed(world, spoil)
+    trained(
+        world, root, "3.png", "zero bytes", code=WRONG_USE, num_steps=6, run_dir=str(root / "no")
+    )
+    whole = trained(world, root, num_steps=6, max_bad_samples="12%")  # 2 of 18
+    text = (whole.folder / "bad_samples.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["sample"] for line in lines} == {3, 12} and len(lines) > 4
+    assert "zero bytes" in text and "cat/0.png cannot be decoded" in text
+    twice = {"run_dir": str(root / "twice"), "max_bad_samples": "2"}
+    trained(world, root, num_steps=2, **twice)
+    again = trained(world, root, num_steps=6, **twice)
+    same(whole.weights(), again.weights())
+    assert (again.folder / "bad_samples.jsonl").read_text() == text
+    few = {"run_dir": str(root / "few"), "max_bad_samples": "1", "num_steps": 6}
+    words = ("2 bad training samples, more than --max_bad_samples=1", "lists them")
+    for _ in range(2):  # it is no way out to start again
+        trained(world, root, *words, code=WRONG_USE, **few)
