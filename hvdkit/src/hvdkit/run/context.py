@@ -67,10 +67,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
-    named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
-    card = files.card_of(start or Path(named)) if world.is_chief else {}
-    names = world.broadcast_object(card.get("class_names", []), "card.classes")
-    with classes.known(names):
+    with classes.known(_classes(config, world, start)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
         config = tasks.counted(task, config, len(train_source))
@@ -107,6 +104,12 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     checkpoints = Checkpoints(folder, config.keep, world, **about, train_source=train_source)
     data = (train_source, val_source, train_reader)
     return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+
+
+def _classes(config: Settings, world: World, start: Path | None) -> list[str]:
+    named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
+    card = files.card_of(start or Path(named)) if world.is_chief else {}
+    return world.broadcast_object(card.get("class_names", []), "card.classes")
 
 
 def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
