@@ -235,7 +235,7 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], rates)
     assert [(s, n) for s, _, n in seen] == [(2, 4), (4, 4)]
     np.testing.assert_allclose([r for _, r, _ in seen], rates[[1, 3]], rtol=1e-6)
-    line = "5 steps of 12, the task's Lion, the task's schedule (sqrt scaling)\n"
+    line = "5 steps of 12 (1 epochs), the task's Lion, the task's schedule (sqrt scaling)\n"
     assert (line in ended.printed) == world.is_chief, ended.printed
 
 
