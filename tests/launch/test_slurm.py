@@ -135,8 +135,9 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     slurm: Slurm, tmp_path: Path, launch: str
 ):
     """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
-    show = "import os; e = os.environ.get; print(f'on {os.uname().nodename} {sorted(os.sched_getaffinity(0))}', "
-    show += "e('OMPI_MCA_btl_tcp_if_include'), e('NCCL_SOCKET_IFNAME'))"
+    show = "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
+    show += 'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
+    show += '{e("NCCL_SOCKET_IFNAME")}\\n\'.encode())'
     sbatch = "--ntasks-per-node=2 --cpus-per-task=1"
     command = (SBATCH, sys.executable, "-c", show)
     job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,INTERFACE=eth0,{launch}")

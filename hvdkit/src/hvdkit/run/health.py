@@ -74,6 +74,7 @@ class Health:
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
+        heartbeat.enter_step()
         self._saver.look()
         self._fault = self._found_fault()
         return agreement.votes(
@@ -94,6 +95,17 @@ class Health:
         if why := lease.lost(Path(self._config.run_dir)):
             return Ending(NOT_NOW, "taken over", why, save=False)
         return None
+
+    def after_step(
+        self, previous: Result | None, result: Result, *, at_once: bool
+    ) -> Ending | None:
+        """`verdict` one step late, so that a GPU already has the next step to work on, unless
+        `at_once` or the run ends."""
+        ending = self.verdict(previous)
+        if ending or at_once:
+            ending = self.verdict(previous, result)
+        heartbeat.leave_step()
+        return ending
 
     def verdict(self, *results: Result | None) -> Ending | None:
         """Why the run must end after these steps, the same on every rank; None: it goes on.

@@ -25,7 +25,6 @@ from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
-from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Result, evaluates_first
@@ -197,7 +196,6 @@ class Run:
             self.step = step
             batch = self.feed.next()
             self._waits_for_result, self._called = True, time.perf_counter()
-            heartbeat.enter_step()
             yield batch
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
@@ -210,12 +208,8 @@ class Run:
         self.seconds_in_steps += time.perf_counter() - self._called
         previous, self._result = self._result, result
         due = [action for action in self.actions if action.due(self.step)]
-        # Judged one step late, so that a GPU already has the next step to work on; at once where an
-        # action looks at the weights, or the run ends.
-        ending = self.health.verdict(previous)
-        if ending or any(action.settles for action in due):
-            ending = self.health.verdict(previous, result)
-        heartbeat.leave_step()
+        at_once = any(action.settles for action in due)  # an action looks at the weights
+        ending = self.health.after_step(previous, result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
             # A stop ends the run after this step, which is logged and saved like any other. A rerun
             # makes up for an evaluation.
