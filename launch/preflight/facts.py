@@ -127,9 +127,9 @@ def gpus_of_tensorflow() -> dict[str, Any]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    count = len(tf.config.list_physical_devices("GPU"))
     from hvdkit.ranks import placement
 
-    count = len(tf.config.list_physical_devices("GPU"))
     its = placement.gpus_of_driver(count)
     found = {"seen": count, "each": its, "cuda": tf.test.is_built_with_cuda()}
     return found | {"nccl": bool(hvd.nccl_built())}
