@@ -64,8 +64,10 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     words = inside[0](*words, sys.executable, HERE / "victim.py", end)
     try:
         with running(*words, LAUNCH_ID=run_id, LAUNCH_GUARD=str(guard)) as run:
-            output = run.stdout.readline() + run.stdout.readline()
-            assert output.count("ready") == 2, output + run.stdout.read()
+            output = ""
+            while output.count("ready") < 2:  # after the table of places
+                output += (line := run.stdout.readline())
+                assert line, output
             for words_on in inside:
                 look = words_on(sys.executable, "-c", LOOK, run_id)
                 ports, secret = json.loads(subprocess.check_output(look))
