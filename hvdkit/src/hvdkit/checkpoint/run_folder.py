@@ -109,7 +109,7 @@ def data_away(config: Settings) -> bool:
         known = [os.fsdecode(line).partition("--data_dir=")[2] for line in lines.splitlines()]
         read = folder in [Path(project.folder(), name) for name in known if name]
         return read and not (folder.is_dir() and any(folder.iterdir()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False  # it never began
     except OSError:
         return True

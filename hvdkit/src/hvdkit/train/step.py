@@ -321,7 +321,7 @@ class Step:
         model, near = self._state.model, objective.nearness(self._settings)
         varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
         divided = objective.divides(self._settings, self._world.size)
-        for losses in self._losses:
+        for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
             forward = partial(self._forward, losses=losses)
             self._combiner.try_out(lambda batch, f=forward: f(batch)[1], sample)
             if losses and divided and not varies:
