@@ -81,6 +81,9 @@ def test_the_final_exit_code_is_saved_and_that_of_a_stop_is_not(tmp_path: Path):
         script = f'trap "" TERM; kill -TERM $PPID; sleep 0.5; exit {code}'
         assert run([*FAST, "--ended", ended, "--", "sh", "-c", script], 20).code == code
         assert ended.exists() == kept
+    ended.write_text("soon")
+    refused = run([*FAST, "--ended", ended, "--", "true"], 20)
+    assert refused.code == 2 and "does not hold an exit code" in refused.output
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])

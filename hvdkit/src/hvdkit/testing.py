@@ -3,10 +3,10 @@
 from hvdkit import testing
 
 def test_same_weights_on_any_number_of_ranks():
-    testing.assert_same_weights("--flagfile=configs/mine.cfg", ranks=(1, 2))
+    testing.assert_same_weights("--flagfile=configs/demo.cfg", ranks=(1, 2))
 
 def test_it_learns_one_batch():
-    testing.assert_learns_one_batch("--flagfile=configs/mine.cfg")
+    testing.assert_learns_one_batch("--flagfile=configs/demo.cfg")
 """
 
 from __future__ import annotations

@@ -138,17 +138,32 @@ def test_auto_never_a_checkpoint_and_a_run(kept, tmp_path):
         kept.find(str(paths[1]), 9)
 
 
+def rewrite(file, number=files.FORMAT, **changes):
+    """A manifest with changes, and the checksum of that."""
+    record = json.loads(file.read_text()) | changes
+    del record["checksum"], record["format"]
+    record |= {"checksum": files.checksum_of(record, number), "format": number}
+    file.write_text(json.dumps(record))
+
+
 @pytest.mark.parametrize("number", [2, 4])
 def test_another_format_is_refused_by_name_not_passed_over(number, kept):
     save(kept, 1)
     file = save(kept, 2) / "manifest.json"
-    record = json.loads(file.read_text())
-    del record["checksum"], record["format"]
-    record |= {"checksum": files.checksum_of(record, number), "format": number}
-    file.write_text(json.dumps(record))
+    rewrite(file, number)
     for resume in ("auto", str(file.parent)):
         with pytest.raises(Stop, match=rf"step-00000002 is of checkpoint format {number}"):
             kept.find(resume, 9)
+
+
+@pytest.mark.parametrize(
+    "card", [{"train": 5}, {"train": {"fingerprint": ["a"], "samples": 1}}, {"class_names": [5]}]
+)
+def test_a_card_that_is_none_is_damage(card, kept, capsys):
+    """Of an author who knows the checksum: what reads it would end in a trace."""
+    save(kept, 1)
+    rewrite(save(kept, 2) / "manifest.json", card=card)
+    assert kept.find("auto", 9).step == 1 and "its card is" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

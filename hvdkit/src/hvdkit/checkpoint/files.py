@@ -253,9 +253,19 @@ def _parse(path: Path) -> Manifest:
     manifest = Manifest(**record)
     if odd := [n for n, kind in _TYPES.items() if not isinstance(getattr(manifest, n), kind)]:
         raise Damaged(f"{file} is damaged: its {odd[0]} is {getattr(manifest, odd[0])!r:.40}")
+    if not _is_card(manifest.card):
+        raise Damaged(f"{file} is damaged: its card is {manifest.card!r:.40}")
     if manifest.step < 0 or step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
     return manifest
+
+
+def _is_card(card: Mapping[str, Any]) -> bool:
+    """Whether what is read of a data card has the types that it needs; old ones have none."""
+    train, names = card.get("train", {"fingerprint": "", "samples": 0}), card.get("class_names", [])
+    sound = isinstance(train, dict) and isinstance(train.get("fingerprint"), str)
+    sound = sound and isinstance(train.get("samples"), int) and isinstance(names, list)
+    return sound and all(isinstance(name, str) for name in names)
 
 
 def checksum_of(record: Mapping[str, Any], number: Any) -> str:

@@ -56,7 +56,7 @@ def take(run_dir: Path) -> None:
 
 def lost(run_dir: Path) -> str:
     """Who has taken over the folder that this process trains in, as a sentence; "" for nobody."""
-    return _lost.get(run_dir.resolve(), "")
+    return _lost.get(run_dir.resolve(), "") if _lost else ""  # asked in each step
 
 
 def _lock(folder: Path) -> tuple[IO[str] | None] | None:

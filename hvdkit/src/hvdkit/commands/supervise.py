@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import of_command
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE
@@ -274,7 +274,10 @@ def main(argv: Sequence[str]) -> int:
     if not command:
         refuse("no command to run: hvdkit supervise [OPTIONS] -- COMMAND")
     if options.ended and options.ended.exists():
-        code = int(options.ended.read_text())
+        try:
+            code = int(options.ended.read_text())
+        except ValueError:
+            refuse(f"{options.ended} does not hold an exit code: remove it")
         _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
         return code
     with tempfile.TemporaryDirectory() as work:
@@ -283,12 +286,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="hvdkit supervise [OPTIONS] -- COMMAND",
-        description="Starts COMMAND again until it is done. On a signal the ranks save and end.",
-        epilog=table(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = logs.parser("Starts COMMAND again until it is done. On a signal the ranks save.")
+    parser.usage, parser.epilog = "hvdkit supervise [OPTIONS] -- COMMAND", table()
     add, count = parser.add_argument, {"type": int, "default": 0, "metavar": "N"}
     add("--hostfile", help="wait until these hosts answer ssh; hosts.sh starts on them")
     add("--hosts-from", help="the same with the hosts, node1:8 a line, that this command prints")

@@ -1,11 +1,12 @@
 """The data card: what a model's outputs mean and what it was trained on.
 
 It is in the manifest of each checkpoint, and beside an exported model. The names of the training
-samples are in RUN_DIR/samples-FINGERPRINT.z, so that a resume can say which ones changed.
+samples are in RUN_DIR/samples-HASH.z, so that a resume can say which ones changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Mapping
@@ -110,7 +111,9 @@ def _named(names: list[bytes]) -> str:
 
 
 def _file(run_dir: Path, card: Mapping[str, Any]) -> Path:
-    return run_dir / f"samples-{card['train']['fingerprint'][:16]}.z"
+    # A source's fingerprint may be any text.
+    name = hashlib.sha256(card["train"]["fingerprint"].encode()).hexdigest()[:16]
+    return run_dir / f"samples-{name}.z"
 
 
 def _kept(file: Path) -> list[bytes] | None:

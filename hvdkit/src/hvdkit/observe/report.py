@@ -155,7 +155,8 @@ def faults(run: Records) -> list[str]:
     head = ("started", "from step", "where", "lost: from the last record kept to this start")
     counts = {words: run.summary.get(key) for key, words in _COUNTS.items()}
     counted = [f"{count:,} {words}" for words, count in counts.items() if count]
-    bad = {line.get("sample"): line.get("why") for line in records.lines(run.folder / _BAD_SAMPLES)}
+    lines = records.lines(run.folder / _BAD_SAMPLES)
+    bad = {str(line.get("sample")): line.get("why") for line in lines}
     counted += [f"{len(bad):,} bad training samples replaced ({_BAD_SAMPLES})"] * bool(bad)
     counted += [records.text(why) for why in [*bad.values()][:_MOST_BAD]]
     notes = "".join(f"<p>{pages.escaped(text)}</p>" for text in counted)

@@ -132,7 +132,7 @@ class Telemetry:
         if abs(loss) > _HUGE:
             note = "inputs and targets should be of a scale around 1, losses one for each example"
             self._note_once("huge", f"the loss is {loss:.3g}: {note}")
-        elif self._logged > 2 and loss > _RISEN * abs(self._first_loss):
+        elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:  # near 0 it is noise
             told = f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}"
             self._note_once("risen", f"{told}: try a lower --base_lr (--find_lr suggests one)")
 

@@ -32,8 +32,11 @@ class BadSamples:
 
         Raises Stop, on all ranks, where they are too many.
         """
-        found = lines(self._file) if self._world.is_chief else []
-        pairs = [[int(one["sample"]), str(one["why"])] for one in found]
+        pairs = []
+        with self._world.fail_together("reading earlier bad samples"):
+            found = lines(self._file) if self._world.is_chief else []
+            sound = [one for one in found if isinstance(one.get("sample"), int)]
+            pairs = [[one["sample"], str(one.get("why"))] for one in sound]
         self._why = dict(self._world.broadcast_object(pairs, "bad_samples.begin"))
         if too_many := self._too_many():
             raise Stop(WRONG_USE, too_many)

@@ -107,8 +107,12 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
 
 
 def _classes(config: Settings, world: World, start: Path | None) -> list[str]:
+    """Names of the classes of the checkpoint that a run starts from, if it has any."""
     named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
-    card = files.card_of(start or Path(named)) if world.is_chief else {}
+    card = {}
+    with world.fail_together("reading the data card"):
+        if world.is_chief:
+            card = files.card_of(start or Path(named))
     return world.broadcast_object(card.get("class_names", []), "card.classes")
 
 

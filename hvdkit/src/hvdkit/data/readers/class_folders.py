@@ -80,9 +80,9 @@ class ClassFolders:
         return (b"%s/%s" % pair for pair in zip(folders.tolist(), self._files))
 
     def shared_with(self, other: ClassFolders) -> int:
-        """How many pictures, of at most 1,000 of one name and class, are equal byte by byte."""
+        """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
         both = sorted({*self.sample_names()}.intersection(other.sample_names()))
-        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in both[:1000]]
+        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in both[:100]]
         return sum(
             a.stat().st_size == b.stat().st_size and filecmp.cmp(a, b, False) for a, b in paths
         )
