@@ -23,6 +23,7 @@ from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
+from hvdkit.train import across
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")
@@ -77,7 +78,20 @@ class Ordinary(Small):
         return super().metrics(sums) | {"logits": float(sums["logits"])}
 
 
+class Gathers(Ordinary):
+    """Its loss compares each sample with all of the global batch."""
+
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, targets)
+        logits = outputs @ tf.transpose(across.gather(tf.math.l2_normalize(outputs, -1)))
+        alike = tf.cast(targets[:, None] == across.gather(targets)[None], logits.dtype)
+        labels = alike / tf.reduce_sum(alike, -1, keepdims=True)
+        apart = tf.nn.softmax_cross_entropy_with_logits(labels, logits)
+        return {"own": (losses, weights), "apart": (apart, tf.ones_like(apart))}
+
+
 RUNS = {
+    "gathers": {"precision": "float16", "optimizer": "adam", "num_steps": 3},
     "sgd": {"global_batch_size": 20, "accumulation_steps": 2, "clip_norm": 0.5, "ema_decay": 0.5},
     "adam": {"optimizer": "adam", "eval_every": 2},
     "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "global_batch_size": 8},
@@ -115,7 +129,8 @@ def leave(world, name, ended):
 
 def check_runs_of_every_kind(world):
     for name in json.loads(os.environ["VIRTUAL_NAMES"]):
-        ended = train(world, name, **RUNS[name])
+        task = Gathers if name == "gathers" else Ordinary
+        ended = train(world, name, task, **RUNS[name])
         assert all(np.isfinite(w).all() for w in ended.weights())
         leave(world, name, ended)
 

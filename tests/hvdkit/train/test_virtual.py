@@ -38,7 +38,7 @@ def launches(request, tmp_path_factory):
     }
     failures, left = {}, {}
     for name, (ranks, backend) in LAUNCHES.items():
-        runs = sorted({"sgd", "bfloat16"} & names if ranks == 3 else names - {None})
+        runs = sorted({"sgd", "bfloat16", "gathers"} & names if ranks == 3 else names - {None})
         env = {"VIRTUAL_RUNS": str(folder), "VIRTUAL_LAUNCH": name}
         env["VIRTUAL_NAMES"] = json.dumps(runs)
         failures[name] = run_checks([FILE], ranks, backend, timeout=500, env=env)
@@ -57,13 +57,13 @@ def test_on_ranks(place, name, launches):
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("run", ["sgd", "adam", "float16", *SLOW])
+@pytest.mark.parametrize("run", ["sgd", "adam", "float16", "gathers", *SLOW])
 def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launches):
     alone, two, three = launches[1].values()
     assert alone[run] == two[run] == three.get(run, alone[run])
     if run == "adam":  # handed on from 2 ranks to 3 it is the run that nobody interrupted
         assert three["handed on"] == alone[run]
-    assert (run in three) == (run in ("sgd", "bfloat16"))
+    assert (run in three) == (run in ("sgd", "bfloat16", "gathers"))
 
 
 # As train.py, but rank 1 gets a SIGTERM when step 4 is logged.

@@ -24,8 +24,8 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run.bad_samples import BadSamples
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
+from hvdkit.train import fixed_point
 from hvdkit.train import optimizer as optimizers
-from hvdkit.train import virtual
 from hvdkit.train.gradients import LossScale
 from hvdkit.train.state import State
 
@@ -133,11 +133,11 @@ class Health:
             step = int(result["step"])
             if why := self.bad_samples.add(step, self._feed.replaced_at(step)):
                 return Ending(WRONG_USE, "bad data", why, save=True)
-        note = virtual.too_small(result)
+        note = fixed_point.too_small(result)
         if note and not self._noted:
             say(self._world, note)
             self._noted = True
-        if fault := virtual.fault(result):
+        if fault := fixed_point.fault(result):
             return Ending(*fault, save=False)
         if not result["finite"] and (ending := self._not_finite(result)):
             return ending

@@ -10,7 +10,7 @@ def loss(self, outputs, targets):       # [n, d]: this rank's n samples
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -29,13 +29,42 @@ _BRANCH_OR_LOOP = (
 )
 
 
+class Turn:
+    """A virtual rank's turn, while its loss is traced: its rows are `size` from `first` on.
+
+    Attributes:
+      own: its rows, of each call of `gather`; the rows of all are given once they are known.
+    """
+
+    def __init__(self, first: tf.Tensor, size: int, everyone: Sequence[tf.Tensor] = ()) -> None:
+        self.first, self.size, self._everyone = first, size, everyone
+        self.own: list[tf.Tensor] = []
+        self._graph, self._unknown = tf.compat.v1.get_default_graph(), set()
+
+    def gather(self, x: tf.Tensor, rows: int) -> tf.Tensor:
+        x = tf.identity(x)
+        if x.graph is not self._graph or _above(x) & self._unknown:
+            raise ValueError(
+                "with --virtual_ranks gather (hvdkit.train.across) is called in the loss itself, "
+                "not in a tf.function in it, and not on what comes from gathered rows: leave out "
+                "--virtual_ranks"
+            )
+        self.own.append(x)
+        if self._everyone:
+            return self._everyone[len(self.own) - 1]
+        unknown = tf.zeros(tf.concat([[rows], tf.shape(x)[1:]], 0), x.dtype)
+        self._unknown.add(unknown.op)
+        return tf.ensure_shape(unknown, [rows, *x.shape[1:]])
+
+
 class Batch(NamedTuple):
-    """A global batch while its loss is traced on `rank` of `size`."""
+    """A global batch while its loss is traced on `rank` of `size`, or in a virtual rank's turn."""
 
     rows: int
     rank: int
     size: int
     refused: str = ""  # why its rows cannot be gathered, and what to do
+    turn: Turn | None = None
 
 
 used = False  # whether a training step gathers rows
@@ -61,9 +90,8 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 
     Raises:
       ValueError: in a training step, where x does not have a row for each sample; with
-        --accumulation_steps, and with --virtual_ranks on fewer ranks, where the parts of a batch
-        come one after the other;
-        in a loop or a branch of the graph, and outside of `run.loss`.
+        --accumulation_steps, where the parts of a batch come one after the other; in a loop or a
+        branch of the graph, and outside of `run.loss`.
     """
     x, batch = tf.convert_to_tensor(x), _batch.get()
     x = at_least_float32(x) if x.dtype.is_floating else x
@@ -71,6 +99,8 @@ def gather(x: tf.Tensor) -> tf.Tensor:
         return x
     global used
     sizes, used = _rows(x, batch), True
+    if batch.turn:
+        return batch.turn.gather(x, batch.rows)
     if batch.size == 1:
         return x
 
@@ -91,8 +121,20 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 def places(x: tf.Tensor) -> tf.Tensor:
     """int64 [n]: the places of x's n rows, a row a sample of this rank, in gather(x)."""
     x, batch = tf.convert_to_tensor(x), _batch.get()
-    first = share(batch.rows, batch.rank, batch.size)[0] if batch and _rows(x, batch) else 0
+    first = 0
+    if batch and _rows(x, batch):
+        turn, own = batch.turn, share(batch.rows, batch.rank, batch.size)
+        first = turn.first if turn else own[0]
     return tf.range(tf.shape(x, tf.int64)[0]) + first
+
+
+def _above(x: tf.Tensor) -> set[tf.Operation]:
+    """The operations of its graph that x comes from."""
+    seen, left = set(), [x.op]
+    while left:
+        seen.add(op := left.pop())
+        left += [each.op for each in op.inputs if each.op not in seen]
+    return seen
 
 
 def _rows(x: tf.Tensor, batch: Batch) -> list[int]:
@@ -106,10 +148,11 @@ def _rows(x: tf.Tensor, batch: Batch) -> list[int]:
         )
     ends = [share(batch.rows, rank, batch.size) for rank in range(batch.size)]
     sizes = [last - first for first, last in ends]
-    if not x.shape.rank or x.shape[0] != sizes[batch.rank]:
+    own = batch.turn.size if batch.turn else sizes[batch.rank]
+    if not x.shape.rank or x.shape[0] != own:
         raise ValueError(
             f"gather (hvdkit.train.across) of shape {x.shape}: it needs a row for each of this "
-            f"rank's {sizes[batch.rank]} samples"
+            f"rank's {own} samples"
         )
     return sizes
 

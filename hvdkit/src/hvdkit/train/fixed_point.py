@@ -9,9 +9,11 @@ would make a dozen passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
+
+from hvdkit.stop import DIVERGED
 
 # The finest bit of a gradient, and of state: a coarse part and what it leaves over.
 GRADIENT_BITS, STATE_BITS = 48, (20, 70)
@@ -101,3 +103,35 @@ def state_to_fixed(values: tf.Tensor, addends: int) -> tf.Tensor:
 def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
     high, low = tf.unstack(total)
     return from_fixed(high, STATE_BITS[0]) + from_fixed(low, STATE_BITS[1])
+
+
+def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
+    """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
+    if "faults" not in result:
+        return None
+    _, gradients_beyond, state_beyond, _ = map(int, result["faults"].numpy())
+    if not gradients_beyond and not state_beyond:
+        return None
+    limit = (
+        f"a gradient of their share larger than {int(LARGEST_GRADIENT)}"
+        if gradients_beyond
+        else f"a moving statistic larger than {LARGEST_STATE:.0e}"
+    )
+    return (
+        DIVERGED,
+        "overflow",
+        f"at step {int(result['step'])} {gradients_beyond or state_beyond} virtual rank(s) have "
+        f"{limit}: it does not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
+        "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
+    )
+
+
+def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
+    """A note about a step whose gradients lose their digits, or None."""
+    if "faults" not in result or not result["faults"][3]:
+        return None
+    return (
+        f"note: at step {int(result['step'])} all gradients of a virtual rank are smaller than "
+        f"{SMALLEST_GRADIENT:.0e}: the fixed point of --virtual_ranks keeps few of "
+        "their digits or none. Multiply the loss by a factor, or leave out --virtual_ranks"
+    )

@@ -25,7 +25,7 @@ class Reduced(NamedTuple):
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank's own sums were (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
-    faults: tf.Tensor | None = None  # see virtual.fault
+    faults: tf.Tensor | None = None  # see fixed_point.fault
 
 
 def means_of(sums: tf.Tensor) -> tf.Tensor:

@@ -105,13 +105,10 @@ class Step:
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         across.used = False
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
-        virtual = settings.virtual_ranks if settings.virtual_ranks != world.size else 0
-        more = {"accumulation_steps": "", "virtual_ranks": f", or start {virtual} ranks"}
-        parts_of = {"accumulation_steps": settings.accumulation_steps, "virtual_ranks": virtual}
-        for name, parts in parts_of.items():
-            if parts > 1:
-                why = f"--{name}={parts} computes a batch in parts, one after the other"
-                self._rows = self._rows._replace(refused=f"{why}: leave it out{more[name]}")
+        if settings.accumulation_steps > 1:
+            flag = f"--accumulation_steps={settings.accumulation_steps}"
+            why = f"{flag} computes a batch in parts, one after the other: leave it out"
+            self._rows = self._rows._replace(refused=why)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
@@ -267,14 +264,15 @@ class Step:
         return step
 
     def _forward(
-        self, micro: Example, losses: Losses | None = None
+        self, micro: Example, losses: Losses | None = None, turn: across.Turn | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         settings, model = self._settings, self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         graph = tf.compat.v1.get_default_graph()
         before = {op.name for op in graph.get_operations()}
-        with tf.GradientTape() as tape, across.training(self._traced and self._rows):
+        rows = self._traced and self._rows._replace(turn=turn)
+        with tf.GradientTape() as tape, across.training(rows):
             with losses_lib.mean_activity_losses(model, samples):
                 if losses:
                     found = losses(micro)

@@ -14,7 +14,7 @@ fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -25,8 +25,8 @@ from hvdkit.logs import join
 from hvdkit.ranks.stragglers import own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.stop import DIVERGED
-from hvdkit.train import fixed_point
+from hvdkit.train import fixed_point, gathered
+from hvdkit.train.across import Turn
 from hvdkit.train.combine import Changed, Rule, check_micro_batches, joined, parts, settled
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import (
@@ -102,7 +102,8 @@ class Passes:
         # that it only reads stays as it is, to the last bit.
         self._changed: list[Changed] = []
         self._rules, self._steps = rules, config.accumulation_steps
-        self._firsts = [share(micro, v, self._count)[0] for v in range(self._count)]
+        firsts = [share(micro, v, self._count)[0] for v in range(self._count)]
+        self._firsts = tf.constant(firsts, tf.int64)  # of each virtual rank's samples
         self._samples = micro
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
@@ -117,9 +118,15 @@ class Passes:
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         total = None
-        for size in sorted({part.size for part in self._own}):  # two at most, each traced once
+        sizes = sorted({part.size for part in self._own})  # two at most, each traced once
+        self._shared = gathered.Rows()
+        turn = self._turn(self._pass, batch, start, trace=sizes[:1])
+        if self._gathers:
+            self._shared = self._exchange(batch, start)
+            turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
+        for size in sizes:
             group = [part for part in self._own if part.size == size]
-            total = self._over(group, total, batch=batch, start=start)
+            total = self._over(group, total, turn)
         # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
         ready = own_part(total.table)
         parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
@@ -140,31 +147,62 @@ class Passes:
             faults=faults,
         )
 
-    def _over(
-        self, group: list[Share], total: _Sums | None, *, batch: Any, start: _Values
-    ) -> _Sums:
-        """Shares of one size, one after the other, added to `total`."""
-        size = group[0].size
-        numbers = tf.constant([part.number for part in group], tf.int64)
-        firsts = tf.constant([part.first for part in group], tf.int64)
+    def _turn(
+        self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
+    ) -> Callable[..., Any]:
+        """`body(part of the batch, number, ...)` of a virtual rank, from the step's start.
+
+        Its arguments: the rank's number, its first sample of this rank's, how many it has, ...
+        `trace`: numbers of samples to trace it for at once.
+        """
 
         # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def one(number: tf.Tensor, first: tf.Tensor) -> _Sums:
+        def one(number: tf.Tensor, first: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
             def cut(t: tf.Tensor) -> tf.Tensor:
                 shape = [t.shape[0], size, *t.shape[2:]]
                 return tf.ensure_shape(t[:, first : first + size], shape)
 
-            return self._pass(tf.nest.map_structure(cut, batch), start, number)
+            for variable, value in start:
+                variable.assign(value)
+            self._seeds.assign(self._state.step, number)
+            self._start = {id(variable): value for variable, value in start}
+            self._first = tf.gather(self._firsts, number)
+            return body(tf.nest.map_structure(cut, batch), number, *more)
 
+        for size in trace:
+            one.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2, size)
+        return one
+
+    def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
+        """Two passes more, where the loss gathers rows."""
+        scale, size = self._state.loss_scale.value, {"rows": self._samples, "addends": self._count}
+        passes = gathered.Passes(self._in_turn, scale, **size)
+        learn, pull = (self._turn(body, batch, start) for body in (passes.learn, passes.pull))
+        own = [tf.constant([part.number, part.first], tf.int64) for part in self._own]
+        own = [(*tf.unstack(numbers), part.size) for numbers, part in zip(own, self._own)]
+        everyone = passes.over_ranks([learn(*part) for part in own])
+        total = tf.add_n([pull(*part, *everyone) for part in own])
+        return passes.rows(everyone, self._sum(total, "virtual.pulls"))
+
+    def _in_turn(self, micro: Any, everyone: Sequence[tf.Tensor]) -> tuple[Turn, Any]:
+        """The forward pass, in which the loss may gather rows, those of all if they are known."""
+        turn = Turn(self._first, tf.nest.flatten(micro)[0].shape[0], everyone)
+        return turn, self._forward(micro, turn=turn)
+
+    def _over(self, group: list[Share], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
+        """Shares of one size, one after the other, added to `total`."""
+        numbers = tf.constant([part.number for part in group], tf.int64)
+        firsts = tf.constant([part.first for part in group], tf.int64)
+        size = group[0].size
         begun = 0
         if total is None:
-            total, begun = self._add(None, one(numbers[0], firsts[0])), 1
+            total, begun = self._add(None, one(numbers[0], firsts[0], size)), 1
         if begun == len(group):
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i]))),
+            lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i], size))),
             (tf.constant(begun), total),
             parallel_iterations=1,  # one share's memory; and they all set the same state
         )[1]
@@ -182,12 +220,8 @@ class Passes:
         rows = total.rows + found.rows
         return _Sums(total.table + found.table, grads, total.state + found.state, most, rows)
 
-    def _pass(self, part: Any, start: _Values, number: tf.Tensor) -> _Sums:
-        """Virtual rank `number`: forward and backward from the step's start."""
-        for variable, value in start:
-            variable.assign(value)
-        self._seeds.assign(self._state.step, number)
-        self._start = {id(variable): value for variable, value in start}
+    def _pass(self, part: Any, number: tf.Tensor) -> _Sums:
+        """Forward and backward of virtual rank `number`."""
         _, sums, grads = self._micro_batches.gradients(self._watched, part)
         self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
         packed = [fixed_point.pack(list(known.values())) for known in grads]
@@ -195,7 +229,7 @@ class Passes:
         most = [tf.cast(c.variable, tf.float64) for c in self._of(*_LARGEST)]
         most = [-v if c.rule.kind == "min" else v for v, c in zip(most, self._of(*_LARGEST))]
         size = tf.nest.flatten(part)[0].shape[1]
-        rows = [self._placed(c, number, size) for c in self._of("concatenate")]
+        rows = [self._placed(c, size) for c in self._of("concatenate")]
         scale = self._state.loss_scale.value
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
         finite, fits, precise = (tf.reduce_all(part) for part in zip(*judged))
@@ -213,18 +247,19 @@ class Passes:
     def _of(self, *kinds: str) -> list[Changed]:
         return [c for c in self._changed if c.rule.kind in kinds]
 
-    def _placed(self, changed: Changed, number: tf.Tensor, size: int) -> tf.Tensor:
-        """The rows that virtual rank `number` appended, at its place among those of all."""
+    def _placed(self, changed: Changed, size: int) -> tf.Tensor:
+        """The rows that a virtual rank appended, at its place among those of all."""
         each = int(changed.rule.number)
         rows = tf.cast(changed.variable.read_value()[-size * each :], tf.float64)
-        before = tf.gather(tf.constant(self._firsts), tf.cast(number, tf.int32)) * each
+        before = self._first * each
         after = (self._samples - size) * each - before
         rows = tf.pad(rows, [[before, after], *[[0, 0]] * (rows.shape.rank - 1)])
         return tf.ensure_shape(rows, [self._samples * each, *changed.variable.shape[1:]])
 
     def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The forward pass; keeps which variables it changes, if virtual ranks can combine them."""
-        found = self._forward(micro)
+        turn, (targets, sums) = self._in_turn(micro, self._shared.everyone)
+        self._gathers = bool(turn.own)
         changed = {id(v) for v in assigned_handles(tf.compat.v1.get_default_graph())}
         trained = [v.path for v in self._variables if id(raw(v).handle) in changed]
         if trained:
@@ -240,7 +275,10 @@ class Passes:
             if id(v.handle) in changed
         ]
         check_micro_batches(self._changed, self._steps)
-        return found
+        if self._shared.everyone:
+            pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
+            targets = [t + tf.cast(more, t.dtype) for t, more in zip(targets, pulled)]
+        return targets, sums
 
     def _means(
         self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
@@ -291,35 +329,3 @@ class Passes:
 
     def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, device_dense=self._device)
-
-
-def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
-    """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
-    if "faults" not in result:
-        return None
-    _, gradients_beyond, state_beyond, _ = map(int, result["faults"].numpy())
-    if not gradients_beyond and not state_beyond:
-        return None
-    limit = (
-        f"a gradient of their share larger than {int(fixed_point.LARGEST_GRADIENT)}"
-        if gradients_beyond
-        else f"a moving statistic larger than {fixed_point.LARGEST_STATE:.0e}"
-    )
-    return (
-        DIVERGED,
-        "overflow",
-        f"at step {int(result['step'])} {gradients_beyond or state_beyond} virtual rank(s) have "
-        f"{limit}: it does not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
-        "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
-    )
-
-
-def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
-    """A note about a step whose gradients lose their digits, or None."""
-    if "faults" not in result or not result["faults"][3]:
-        return None
-    return (
-        f"note: at step {int(result['step'])} all gradients of a virtual rank are smaller than "
-        f"{fixed_point.SMALLEST_GRADIENT:.0e}: the fixed point of --virtual_ranks keeps few of "
-        "their digits or none. Multiply the loss by a factor, or leave out --virtual_ranks"
-    )
