@@ -5,6 +5,8 @@ A step's batch is the whole training set, so that the reference needs no order o
 
 from __future__ import annotations
 
+from functools import partial
+
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -160,6 +162,12 @@ def check_padding_that_keras_masks_has_no_weight(world):
         same([ended.records[-1]["eval_loss"]], [scored], 1e-5, 1e-8)
 
 
+@tf.custom_gradient
+def shrunk(x):
+    """The gradient of a batch has norm 1: its samples' gradients depend on each other."""
+    return tf.identity(x), lambda up: tf.math.l2_normalize(up, epsilon=1e-9)
+
+
 def check_terms_that_are_none_are_refused(world):
     if world.size != 2:  # alike on any number of ranks
         return
@@ -174,6 +182,10 @@ def check_terms_that_are_none_are_refused(world):
             },
             ("loss/box of", "one by one", "across.gather"),
         ),
+        (
+            lambda terms: {"box": (shrunk(terms["box"][0]), *terms["box"][1:])},
+            ("gradient by the outputs", "one by one"),
+        ),
         (lambda terms: {f"box{world.rank}": terms["box"]}, ("step.totals.box0",)),
     ):
 
@@ -187,10 +199,10 @@ def check_terms_that_are_none_are_refused(world):
 def check_own_losses_that_mix_samples_are_refused(world):
     """The task's own loss does not; run.loss was given another."""
 
-    def own_train(run):
+    def own_train(run, change):
         def losses(micro):
             outputs = run.context.model(micro["inputs"], training=True)[:, 0]
-            return tf.square(outputs - tf.reduce_mean(outputs)), tf.ones_like(outputs)
+            return tf.square(change(outputs)), tf.ones_like(outputs)
 
         @run.function
         def step(batch):
@@ -202,8 +214,15 @@ def check_own_losses_that_mix_samples_are_refused(world):
         for batch in run.batches():
             run.after_step(step(batch))
 
-    words = ("run.loss(batch, losses)", "one by one") if world.size > 1 else ()
-    fit(world, Terms, *words, own_train=own_train, code=WRONG_USE if words else DONE, **EXACT)
+    for change, name in (
+        (lambda x: x - tf.reduce_mean(x), "losses"),
+        (shrunk, "gradient"),
+        (tf.identity, ""),
+    ):
+        refused = name and world.size > 1
+        words = (f"run.loss(batch, losses): {name} of", "one by one") if refused else ()
+        own = partial(own_train, change=change)
+        fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
 
 
 def contrast(outputs, gather, places):

@@ -108,8 +108,10 @@ class Evaluator:
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
             with unchanged(self._state), unoptimized():
-                found = self._step(whole)[1]
-            return {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
+                outputs, found, _ = self._step(whole)
+                grad = objective.gradient(self._task, outputs, whole["targets"])
+            parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
+            return parts | {"loss's gradient by the outputs": grad}
 
         found = [sums(*each), sums(*each[::-1]), *(sums(batch) for batch in each)]
         objective.check_sum("the task's ", found, self._near)

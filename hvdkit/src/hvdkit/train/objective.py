@@ -147,22 +147,56 @@ def check_sum(whose: str, found: Sequence[Mapping[str, float]], near: float) -> 
             )
 
 
+def gradient(task: Task, outputs: Any, targets: Any) -> float:
+    """Sum of the sizes of the loss's gradient by each of a batch's outputs."""
+    floats = [x for x in tf.nest.flatten(outputs) if x.dtype.is_floating]
+
+    def size() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            found = loss(task, outputs, targets).values()
+            total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
+        by_output = tape.gradient(total, floats, unconnected_gradients="zero")
+        return tf.add_n([tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in by_output])
+
+    return float(tf.function(size, autograph=False)()) if floats else 0.0
+
+
 def check_own(
     forward: Callable[[Any], Any],
     samples: list[Any],
+    weights: Sequence[tf.Variable],
     untrained: Sequence[tf.Variable],
     *,
+    whole: int,
     near: float,
 ) -> None:
-    """`check_sum` of the losses that run.loss was given; `forward` makes sums of a batch."""
+    """`check_sum` of the losses that run.loss was given, and of their gradient by the weights.
+
+    `forward` makes targets, means over `whole` samples, and sums of a batch.
+    """
+
+    def along(g: tf.Tensor) -> tf.Tensor:
+        """A fixed weighted sum: plain ones of a softmax's gradient are 0."""
+        flat = tf.cast(tf.reshape(g, [-1]), tf.float64)
+        return tf.reduce_sum(flat * tf.cos(tf.range(flat.shape[0], dtype=tf.float64)))
 
     def sums(*chosen: Any) -> dict[str, float]:
         batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
         before = [tf.identity(v) for v in untrained]
-        found = tf.function(lambda: forward(batch)[1], autograph=False)().numpy()
+
+        def tried() -> tuple[tf.Tensor, tf.Tensor]:
+            with tf.GradientTape() as tape:
+                targets, found = forward(batch)
+                mean = tf.add_n([tf.cast(target, tf.float64) for target in targets])
+            grads = tape.gradient(mean, weights, unconnected_gradients="zero")
+            return found, whole * tf.add_n([along(tf.convert_to_tensor(g)) for g in grads])
+
+        found, grad = tf.function(tried, autograph=False)()
         for variable, value in zip(untrained, before):
             variable.assign(value)
-        return {"losses": sum(found[0:-1:3]), "weights": sum(found[1:-1:3])}
+        losses, counts = (float(tf.reduce_sum(found[i:-1:3])) for i in range(2))
+        return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
     tried = [sums(*samples), sums(*samples[::-1]), *map(sums, samples)]
     check_sum("run.loss(batch, losses): ", tried, near)
