@@ -128,17 +128,21 @@ def divides(settings: Settings, ranks: int) -> bool:
     return ranks > 1 or settings.virtual_ranks > 0 or settings.accumulation_steps > 1
 
 
-def check_sum(whose: str, found: Sequence[Mapping[str, float]], near: float) -> None:
+def check_sum(
+    whose: str, sums: Callable[..., Mapping[str, float]], samples: Sequence[Any], *, near: float
+) -> None:
     """Raises ValueError where sums of a few samples are not those of each one added up.
 
-    `found`: sums by name of all samples together, of all in reversed order, and of each alone.
+    `sums`: of samples, by name.
     """
-    together, turned, *alone = found
+    together, alone = sums(*samples), list(map(sums, samples))
     for name, total in together.items():
-        parts = [sums[name] for sums in alone]
+        parts = [found[name] for found in alone]
         least = near * (1 + sum(map(abs, parts)))
-        drawn = abs(total - turned[name]) > least  # random numbers by the place in a batch
-        if not drawn and abs(total - sum(parts)) > least:
+        if not abs(total - sum(parts)) > least:
+            continue
+        # A loss may draw random numbers by a sample's place in its batch.
+        if not abs(total - sums(*samples[::-1])[name]) > least:
             raise ValueError(
                 f"{whose}{name} of {len(alone)} samples together is {total:.6g}, and "
                 f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
@@ -198,5 +202,4 @@ def check_own(
         losses, counts = (float(tf.reduce_sum(found[i:-1:3])) for i in range(2))
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
-    tried = [sums(*samples), sums(*samples[::-1]), *map(sums, samples)]
-    check_sum("run.loss(batch, losses): ", tried, near)
+    check_sum("run.loss(batch, losses): ", sums, samples, near=near)
