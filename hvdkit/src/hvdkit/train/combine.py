@@ -198,11 +198,12 @@ def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 
 
 def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> tf.Tensor:
-    """From a float64 total to the new value."""
+    """From a float64 total, in a row, to the new value."""
+    value = tf.reshape(value, before.shape)
     if rule.kind == "sum":
         value += rule.number**steps * tf.cast(before, tf.float64)
     value = -value if rule.kind == "min" else value
-    return tf.cast(tf.reshape(value, before.shape), before.dtype)
+    return tf.cast(value, before.dtype)
 
 
 def _reduced(values: Sequence[tf.Tensor], **how: Any) -> list[tf.Tensor]:
