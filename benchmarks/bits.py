@@ -8,8 +8,6 @@ metrics.jsonl that differ from the first column's. Exit code 1 if anything in a 
 49 minutes on two busy cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ virtual ranks are set against the plain step of as many samples: with as many mi
 rank holds several virtual ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -9,8 +9,6 @@ the one that differs from it by a flag. Exit code 1 if a float64 row with --bn_s
 1e-12, or a flag changes nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

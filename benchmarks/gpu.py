@@ -15,8 +15,6 @@ Without a GPU it runs a small form: ResNet-20, 64 pixels, 4 samples a rank, 1 an
 That shows that all of it runs; its figures say nothing about GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

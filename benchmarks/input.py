@@ -14,8 +14,6 @@ TensorFlow's model garden (draws depend on the order of threads, a shuffle buffe
 DataLoader with torchvision.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

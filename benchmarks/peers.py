@@ -15,8 +15,6 @@ come from this project's input pipeline (random pictures, cropped and mirrored);
 step gets the same batch. "bare" is `bare_step`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ part fails, the file holds what it printed, the others run, and the exit code is
 Python of an environment with requirements-peers.txt; without it PyTorch's rows are missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

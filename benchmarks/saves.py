@@ -9,8 +9,6 @@ every hundred steps. On two cores, two ranks leave no core to the thread that wr
 as on hosts with GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -16,8 +16,6 @@ sends itself: the times are what rank 0's own Python, memory and files cost, wit
 for 1,000 steps since the last row, resident memory, open files and bytes written.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

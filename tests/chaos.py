@@ -13,8 +13,6 @@ code, how many steps were made again, and the seconds from the event to the next
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The demo's layout with little data, for runs of a few steps; a folder of checkpoints."""
 
-from __future__ import annotations
-
 import signal
 import textwrap
 from pathlib import Path

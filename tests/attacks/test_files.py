@@ -1,7 +1,5 @@
 """Hostile files: links in a run's folder, records that lie, pictures and weights that claim much."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Parsers of foreign bytes, given what nobody wrote: make fuzz tries 200,000 inputs."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib

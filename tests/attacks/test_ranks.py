@@ -1,7 +1,5 @@
 """Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """What comes from others: packages, images, and the rights that these get."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

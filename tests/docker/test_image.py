@@ -1,7 +1,5 @@
 """The image's files: lint, secrets, build.sh, the entrypoint. image_build.py builds it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 """`make setup` and docker/install-horovod.sh: what they build, when again, and what they say when
 they cannot."""
 
-from __future__ import annotations
-
 import ast
 import fcntl
 import os

@@ -3,8 +3,6 @@
 The reference of each figure is scikit-learn, or Keras in this process, on what the export gives.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The commands of README and docs/first-hour.md, as written, in a fresh clone that is set up."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ Started on 1, 2, 3, ... ranks by test_equivalence.py and by benchmarks/equivalen
 code: sampler, reader, augmentation, step; only the loop around it is this file's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

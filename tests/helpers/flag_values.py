@@ -7,8 +7,6 @@ A value is what is typed: no word, one or more. In braces stands what checks_fla
   {threads}  those of this process, which cannot change in it
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 

@@ -5,8 +5,6 @@ ends, so do all others of the host, and its network. A command over ssh has no P
 and no variables; a host's home holds the user's key alone, and its umask keeps files private.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -88,7 +86,7 @@ def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **h
 class Host:
     """One of them; `pid` is its sshd's on this machine."""
 
-    def __init__(self, number: int, hosts: Hosts, count: int) -> None:
+    def __init__(self, number: int, hosts: "Hosts", count: int) -> None:
         self.name, self.address = f"node{number}", f"10.77.0.{number}"
         self._folder, self._switch = hosts.folder / self.name, hosts.switch
         self.home = self._folder / "home"
@@ -116,7 +114,7 @@ class Host:
         self._outer.stdin.write(b"\n")
         self._outer.stdin.flush()
 
-    def _write_settings(self, hosts: Hosts, count: int) -> None:
+    def _write_settings(self, hosts: "Hosts", count: int) -> None:
         names = "".join(f"10.77.0.{n} node{n}\n" for n in range(1, count + 1))
         self.hosts_file = self._folder / "hosts"
         self.hosts_file.write_text(f"127.0.0.1 localhost\n{names}")

@@ -6,8 +6,6 @@ Not collected by `make test`. Both bases are a Debian that debootstrap makes her
 namespaces (hosts.py) around the image's files.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

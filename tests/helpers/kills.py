@@ -1,7 +1,5 @@
 """Kills a process at each of its moments, to see what it leaves on disk."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

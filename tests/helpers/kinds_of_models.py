@@ -3,8 +3,6 @@
 Trained by checks_kinds_of_models.py on 1 and on 2 ranks; judged by test_kinds_of_models.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@
 embedding's is sparse and gathered, unless gradients are grouped.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

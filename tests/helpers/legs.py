@@ -1,7 +1,5 @@
 """A run started by launch/hosts.sh in a process of its own, watched step by step."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -5,8 +5,6 @@
 Exit code: 0 none, 1 some. A heading's anchor is made as GitHub makes it.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

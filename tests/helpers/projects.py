@@ -1,7 +1,5 @@
 """Projects made from the template, in repositories of their own, for tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Where things are; launches; checks_*.py files on real ranks, in one launch for many checks."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """Files of data sets in their own formats, and what tests of readers ask of an error."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

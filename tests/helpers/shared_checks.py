@@ -1,7 +1,5 @@
 """What the checks on real ranks share: settings, a step without a run around it."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A Slurm of two nodes, from Debian's packages, on two of the hosts of hosts.py."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Builders of the models that kinds_of_models.py lists."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

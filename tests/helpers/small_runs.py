@@ -3,8 +3,6 @@
 Used on real ranks by checks_*.py files (ranks.run_checks): every rank calls `fit` alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -4,8 +4,6 @@ The terminal sends SIGINT to every process of the foreground group: a shell's jo
 with all it started or one Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -43,7 +41,7 @@ class Terminal:
         os.close(screen)
         self.pid = self._process.pid
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ waits.py stop|hang|raise SECONDS sum|message: how it fails; --stall_shutdown_s; 
 wait in, a sum of Horovod's or a message.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Log lines and the rank in front of them; the status line of a terminal; progress."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

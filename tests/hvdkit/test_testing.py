@@ -1,7 +1,5 @@
 """hvdkit.testing in a fork: its own flags, its default.cfg, a train.py without make_step."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

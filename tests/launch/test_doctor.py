@@ -1,7 +1,5 @@
 """doctor.py: it finds nothing on sound hosts and names each fault with its host."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

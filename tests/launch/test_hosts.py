@@ -1,7 +1,5 @@
 """hosts.sh and stop.sh: on three hosts with their own sshd, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """mpijob.yaml: its pods against Kubernetes' own schemas, strictly; the rest by MPIJob's rules."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 Most jobs run stand_in/train.py, which starts at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

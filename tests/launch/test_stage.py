@@ -1,7 +1,5 @@
 """stage.py: one complete copy per host, with its modes; what must not be copied is refused."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

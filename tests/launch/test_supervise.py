@@ -1,7 +1,5 @@
 """hvdkit supervise: what it starts again, how often and where, and what a stop signal does."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

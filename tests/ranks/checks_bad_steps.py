@@ -1,7 +1,5 @@
 """Steps whose loss is no number: skipped, then once gone back before; on real ranks."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

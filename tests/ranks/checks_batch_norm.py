@@ -1,7 +1,5 @@
 """Batch norm on real ranks against plain references; run by test_reduction.py."""
 
-from __future__ import annotations
-
 import tempfile
 
 import keras

@@ -1,7 +1,5 @@
 """Run on 2 real ranks by test_commands.py: commands on runs that they trained, in $COMMANDS."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools

@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: data that changed since, and samples that are bad."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

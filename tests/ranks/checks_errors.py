@@ -1,7 +1,5 @@
 """Run on real ranks by test_errors.py: data and folders that cannot be used: one message."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

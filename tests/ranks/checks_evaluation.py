@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: evaluations, and stops in the middle of them."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Each run's flags are typed, and Horovod starts anew for it, as in a process of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -4,8 +4,6 @@ Rank 0 keeps what came of each kind in $KINDS_OF_MODELS/NAME.npz, which the test
 is a JSON list of their names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

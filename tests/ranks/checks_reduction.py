@@ -1,7 +1,5 @@
 """Reduced gradients on real ranks against plain references; run by test_reduction.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import horovod.tensorflow as hvd

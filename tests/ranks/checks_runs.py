@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: what a run promises when something is unusual."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """What becomes of a run whose disk, memory or devices fail; on real ranks, by run_checks."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

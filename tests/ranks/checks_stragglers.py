@@ -1,7 +1,5 @@
 """Which rank the others wait for; on two real ranks."""
 
-from __future__ import annotations
-
 import time
 
 import keras

@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: models that are wrong, told before the first step."""
 
-from __future__ import annotations
-
 import h5py
 import keras
 import numpy as np

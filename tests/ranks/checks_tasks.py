@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: a task's mistakes are told before the first step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import keras

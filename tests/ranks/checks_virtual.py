@@ -4,8 +4,6 @@ Each launch trains the runs that $VIRTUAL_NAMES lists and writes their results t
 $VIRTUAL_RUNS/LAUNCH.json; the test compares the launches.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Launched on 1 rank, then on 2, which go on with the runs of the first launch, in $WARM_RUNS.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

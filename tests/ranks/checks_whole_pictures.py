@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: scores of whole pictures against plain NumPy."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Run over Gloo, where Horovod carries what is sent, and under mpirun, where mpi4py does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

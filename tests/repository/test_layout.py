@@ -1,7 +1,5 @@
 """The shape of the code, links between pages, spelling, and what flagfiles say of themselves."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

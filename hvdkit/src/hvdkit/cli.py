@@ -1,7 +1,5 @@
 """`hvdkit COMMAND ...`: all commands besides training, by name."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import sys

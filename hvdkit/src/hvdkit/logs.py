@@ -4,8 +4,6 @@ Progress goes to standard output, because people pipe it; warnings and errors to
 Imports no TensorFlow.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging as python_logging

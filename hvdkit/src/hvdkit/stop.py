@@ -1,7 +1,5 @@
 """How a run ends: exit codes, and the one message about it. Imports no TensorFlow."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -9,8 +9,6 @@ def test_it_learns_one_batch():
     testing.assert_learns_one_batch("--flagfile=configs/demo.cfg")
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 A folder may belong to somebody hostile: no link in it is followed, unless the caller says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import errno

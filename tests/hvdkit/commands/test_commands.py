@@ -1,7 +1,5 @@
 """hvdkit evaluate, predict, export and browse, on a trained run and on the command line."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

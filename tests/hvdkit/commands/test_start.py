@@ -1,7 +1,5 @@
 """hvdkit start: folders as people have them become flagfiles, or are refused in a sentence."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Augmentation: drawn from the key alone, image and label stay on each other; by which settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """hvdkit check: everything that is wrong with a data set, by name."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Classes are matched by name, values of label pictures mapped; NumPy is the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

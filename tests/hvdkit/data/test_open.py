@@ -1,7 +1,5 @@
 """--data_format: which reader a run gets, what is refused, and that the configs are readable."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import subprocess

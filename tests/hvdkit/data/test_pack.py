@@ -1,7 +1,5 @@
 """Packed sets: same samples under the same ids, whole or not there, and how damage is reported."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

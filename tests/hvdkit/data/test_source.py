@@ -1,7 +1,5 @@
 """Arrays, and the scanned digits."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

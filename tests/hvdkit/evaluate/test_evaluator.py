@@ -1,7 +1,5 @@
 """An evaluation is of the model in evaluation mode, on every sample once."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """report.html and compare.py: of a real run, of made-up ones, and of what is no run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Records and trackers of a run: speeds are of training alone, by a clock that the test turns."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

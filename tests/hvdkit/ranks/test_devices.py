@@ -3,8 +3,6 @@
 No GPU here: a stand-in for nvidia-smi lists them, and this TensorFlow is the build for CPUs.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ctrl-C and other requests to stop: in a real terminal, alone and under horovodrun."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

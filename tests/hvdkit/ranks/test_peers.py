@@ -1,7 +1,5 @@
 """A rank that hangs or ends: the run ends by itself, and one line names the rank and its host."""
 
-from __future__ import annotations
-
 import os
 import re
 

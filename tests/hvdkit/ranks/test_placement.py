@@ -1,7 +1,5 @@
 """Places of ranks on hosts that are not here: their /sys and /proc are written into a folder."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Before the ranks know each other: who waits says for what and for whom, and ends by itself."""
 
-from __future__ import annotations
-
 import os
 import sys
 

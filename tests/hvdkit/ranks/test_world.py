@@ -1,7 +1,5 @@
 """The ranks' world: what starting it changes, and how often ranks wait for each other."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """At which steps what happens after a step happens."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from types import SimpleNamespace

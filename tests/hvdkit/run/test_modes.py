@@ -1,7 +1,5 @@
 """--dry_run and --find_lr: what they show is so, and they leave nothing else."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import re

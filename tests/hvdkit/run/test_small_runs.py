@@ -1,7 +1,5 @@
 """Whole small runs on real ranks: what a task or a run may do wrong, and what is promised of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from ranks import CHECKS, names_of_checks, run_checks

@@ -3,8 +3,6 @@
 `make test` tries few rows of random values; `make slow-test` many.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

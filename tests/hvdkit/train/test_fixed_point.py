@@ -1,7 +1,5 @@
 """Fixed point: exact sums in any order, where the grid ends, and what does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

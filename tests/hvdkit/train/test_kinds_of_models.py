@@ -3,8 +3,6 @@
 `make test` trains EVERY_CHANGE, those that have most in them; `make slow-test` the others.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

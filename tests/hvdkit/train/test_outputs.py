@@ -1,7 +1,5 @@
 """What a model's outputs mean: said by `decode`, proved by the loss, or refused."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Reductions, steps and batch norm on real ranks: numbers, and what Horovod's timeline shows."""
 
-from __future__ import annotations
-
 import collections
 import json
 import re

@@ -1,7 +1,5 @@
 """Virtual ranks: one run's bits on 1, 2 and 3 real ranks, and across interruptions."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

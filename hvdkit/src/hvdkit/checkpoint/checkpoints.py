@@ -5,8 +5,6 @@ method but those that write (hvdkit/checkpoint/saver.py calls them): results and
 broadcast.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ written under another name, flushed to disk and renamed (hvdkit/checkpoint/writi
 begin with a dot are checkpoints being written (.partial) or deleted (.deleted).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ time is renewed every few seconds, for disks that have no locks. A new start of 
 (LAUNCH_JOB, which `hvdkit supervise` sets) writes itself there: the old one ends at its next step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Nothing is deleted that a later run does not write again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

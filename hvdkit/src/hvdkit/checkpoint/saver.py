@@ -5,10 +5,9 @@ the next save tries again. The number of saves that failed in a row is a vote of
 (hvdkit/run/health.py), so that all ranks end together when there are too many.
 """
 
-from __future__ import annotations
-
 import threading
 import time
+from typing import Self
 
 from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
@@ -40,7 +39,7 @@ class Saver:
         self._skipped = 0  # of the newest save: see Copy
         self.failed, self.error = 0, None
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:

@@ -1,7 +1,5 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
-from __future__ import annotations
-
 import io
 import math
 import zipfile

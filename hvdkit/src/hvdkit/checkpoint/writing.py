@@ -3,8 +3,6 @@
 hvdkit/checkpoint/files.py says what they look like.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

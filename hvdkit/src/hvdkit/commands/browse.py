@@ -7,8 +7,6 @@ pixels in colours beside their picture, a class below it. The task's inputs must
 uint8 or float32 of 0 to 255.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ It writes to --out: evaluation.json, classes.csv, confusion.csv, and pictures of
 the largest loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import heapq
 from collections.abc import Sequence

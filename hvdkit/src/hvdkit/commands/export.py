@@ -14,8 +14,6 @@ code, and a note names them. OUT/card.json and the SavedModel's assets.extra/car
 checkpoint's data card: class names in the order of the outputs, colour order, sizes, training data.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

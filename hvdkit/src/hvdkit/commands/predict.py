@@ -11,8 +11,6 @@ are listed and skipped, and the exit code is 1. With horovodrun, the ranks share
 of train.py may follow (--eval_flip, ...).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -7,8 +7,6 @@ last evaluation. The interval is Student's, of 95 %: mean +- t * deviation / sqr
 again, the command resumes.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import statistics

@@ -4,8 +4,6 @@ Masks lie in a folder of their own (masks/, labels/, ...). Splits (train/, valid
 below all else, or are missing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@ It is in the manifest of each checkpoint, and beside an exported model. The name
 samples are in RUN_DIR/samples-HASH.z, so that a resume can say which ones changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zlib

@@ -10,8 +10,6 @@ no faults, also --class_weights that balance the classes. Exit code 0: all is we
 2: wrong flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +55,7 @@ def check(
     tell: Callable[[str], None],
     names: list[str],
     values: Mapping[int, int | None] | None = None,
-) -> Counts:
+) -> "Counts":
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     Args:

@@ -5,8 +5,6 @@ card keeps their names (hvdkit/data/card.py). Data that are opened for that mode
 to its numbers by the names of their classes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence

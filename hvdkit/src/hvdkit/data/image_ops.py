@@ -5,8 +5,6 @@ where there is one. TensorFlow does not compute unused outputs: if only a crop i
 is not decoded.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from hvdkit.data.readers import pictures

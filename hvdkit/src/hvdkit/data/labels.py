@@ -1,7 +1,5 @@
 """What labels mean, the same for readers, augmentation and tasks; colours to show them."""
 
-from __future__ import annotations
-
 import colorsys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Opens data_dir with the reader that --data_format names, or with the task's default."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

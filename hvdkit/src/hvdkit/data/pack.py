@@ -9,8 +9,6 @@ With --short_side=256, larger pictures are scaled down once, here: another data 
 If packing is killed, the next pack of that split into OUT removes the leftovers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -3,13 +3,11 @@
 It keeps no state: the batches of step k depend on k alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import tensorflow as tf
 
@@ -144,7 +142,7 @@ class TrainingFeed:
             batches = batches.prefetch(2)
         self._batches = iter(batches)
 
-    def __enter__(self) -> TrainingFeed:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -5,8 +5,6 @@ run, so the global batch at a step is the same for any number of ranks, and a ru
 at step k needs nothing but k.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import tensorflow as tf

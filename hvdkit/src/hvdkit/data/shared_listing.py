@@ -4,8 +4,6 @@ A reader calls `found`. Inside `run.context.open_sources`, rank 0 looks and the 
 it found. Elsewhere (tests, hvdkit.data.pack) the caller itself looks.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What the input pipeline needs of a data set, and sources without files."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A task's figures over its validation set, the same on any number of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator

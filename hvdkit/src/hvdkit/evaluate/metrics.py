@@ -5,8 +5,6 @@ one collective; figures come from the totals. A mean of per-rank means would be 
 have different numbers of samples. What is no sum (an exact AUC) needs `Rows`.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

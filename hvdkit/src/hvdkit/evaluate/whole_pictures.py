@@ -4,8 +4,6 @@ Pictures of different sizes are not padded to a common size: a network sees the 
 picture's score would depend on its neighbours in the batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ H and W are multiples of 16, and may differ between training and evaluation. Inp
 "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
-from __future__ import annotations
-
 import keras
 from keras import layers
 

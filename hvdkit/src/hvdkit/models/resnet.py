@@ -3,8 +3,6 @@
 Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
 """
 
-from __future__ import annotations
-
 import keras
 from keras import layers
 

@@ -11,8 +11,6 @@ different devices, or with different builds of TensorFlow, Keras or Horovod, can
 by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -3,8 +3,6 @@
 Plots have the page's text colour, for light and dark mode.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -1,7 +1,5 @@
 """Reads the records in a run's folder; imports no TensorFlow."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@
 train.py writes it at the end and when it is stopped. It is one file and needs no network.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ peak is the model FLOPs utilization. All else in a network is a few per cent and
 too.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ One progress line a logged step, metrics.jsonl (an object a line), starts.jsonl 
 confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -14,7 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
@@ -54,7 +52,7 @@ class Telemetry:
             settings = dataclasses.asdict(config)
             self._trackers = trackers.make(config.tracker_names, run_dir, settings)
 
-    def __enter__(self) -> Telemetry:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

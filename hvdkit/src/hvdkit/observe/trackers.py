@@ -3,8 +3,6 @@
 The caller reports a tracker's error once, and the run continues.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ shape fails in mid-step. Both are known once the step is traced, so the traced s
 before the first one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -235,12 +233,7 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
     for node in itertools.chain(graph.node, *inner):
         if node.op.startswith("Horovod"):
             name = node.attr["tensor_name"].s.decode() or node.name
-            shapes = [_shape(s) for s in node.attr["_output_shapes"].list.shape]
+            shapes = [str(tf.TensorShape(s)) for s in node.attr["_output_shapes"].list.shape]
             kind = node.attr["T"].type or 0
             dtype = tf.as_dtype(kind).name if kind else ""
             yield f"{name} ({node.op.removeprefix('Horovod')}, {dtype} {' '.join(shapes)})"
-
-
-def _shape(shape: tf.compat.v1.TensorShapeProto) -> str:
-    sizes = ["?" if d.size < 0 else str(d.size) for d in shape.dim]
-    return f"[{', '.join(sizes)}]"

@@ -1,7 +1,5 @@
 """The device of a rank: a GPU of its own, or its share of the cores, where CPUs are meant."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -11,8 +11,6 @@
 Any other type is a TypeError where it would be sent. Nothing that arrives is run as code.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

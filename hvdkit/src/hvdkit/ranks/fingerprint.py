@@ -3,8 +3,6 @@
 Two runs that differ here may round differently, so comparing their bits tells nothing.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

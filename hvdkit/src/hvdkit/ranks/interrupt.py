@@ -6,8 +6,6 @@ minutes: in `hvd.init`, a long step, or a collective that another rank never ent
 receives the signals here, and answers at once whatever the main thread is doing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -8,8 +8,6 @@ Horovod gives all collectives of a kind outside a graph one name, and MPI gives 
 `World` begins each exchange with the same call, `largest`, which shows that all are at one place.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import statistics

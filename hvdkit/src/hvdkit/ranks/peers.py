@@ -10,8 +10,6 @@ A rank listens on loopback where all ranks share a host, else on the run's netwo
 gets a nonce, and an answer only to a question that is signed (HMAC-SHA256) with the run's key.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import hmac
@@ -24,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import tensorflow as tf
 
@@ -89,7 +87,7 @@ class Peers:
             watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
             watch.start()
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -4,8 +4,6 @@ launch/hosts.sh and launch/slurm.sbatch make 32 random bytes at each start and p
 name, as LAUNCH_SECRET in the ranks' environment, which only their own user can read.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 

@@ -4,8 +4,6 @@ Before `peers` watches, a rank that waits says so after 30 s: what for, and for 
 a limit (--start_limit_s); then the process ends with NOT_NOW, which a supervisor tries again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

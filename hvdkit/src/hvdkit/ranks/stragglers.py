@@ -6,8 +6,6 @@ update, input, Python and forward pass. Where layers exchange numbers in the for
 (--bn_sync=full), ranks wait for each other in it, and only the time before it differs.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ rank and ends all with one message when any of them failed; `World.broadcast_obj
 decision of rank 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

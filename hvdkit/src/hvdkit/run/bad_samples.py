@@ -4,8 +4,6 @@ hvdkit/data/pipeline.py replaces them. RUN_DIR/bad_samples.jsonl has a line for 
 step, sample, by (the sample in its place) and why. A resume counts those up to its step.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a run is made of, for every command and every test, and where it begins."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

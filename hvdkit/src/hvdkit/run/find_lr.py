@@ -6,8 +6,6 @@ steeply over the rate's logarithm (fastai's "steep"), as lines through windows o
 if that is clear of the noise. It keeps a page beside --run_dir.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

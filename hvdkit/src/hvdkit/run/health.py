@@ -1,7 +1,5 @@
 """What can go wrong in mid-run: this rank's votes, and a verdict that is the same on all ranks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A run that was trained: its settings, and its model with the weights of a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Sequence

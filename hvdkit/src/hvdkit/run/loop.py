@@ -4,8 +4,6 @@
 `finish` at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -163,7 +161,7 @@ class Run:
 
         return step
 
-    def make_step(self, make: Callable[[Run], Callable]) -> Callable[[Any], Result]:
+    def make_step(self, make: Callable[["Run"], Callable]) -> Callable[[Any], Result]:
         """The step of `make`; with settings that reduce in messages of their own, the engine's.
 
         Raises:

@@ -1,7 +1,5 @@
 """`hvdkit.main`: from the command line to the exit code, on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import keras

@@ -5,8 +5,6 @@ Other flags may stand beside them: some of absl's own, and those that a fork def
 `num_steps=5` of a flagfile in silence; absl is handed what it found.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -4,8 +4,6 @@ A setting is added in one place, here or in a fork's settings.py: its name, type
 limits. The command-line flags, --help, flagfiles and RUN_DIR/config.cfg are made from that.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping

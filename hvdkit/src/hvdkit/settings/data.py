@@ -1,7 +1,5 @@
 """Settings of the task, its data and how it is scored."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

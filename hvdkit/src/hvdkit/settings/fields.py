@@ -1,7 +1,5 @@
 """A setting: a field of a dataclass that is a flag too. Its limits, its paths, its rooms."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -11,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from absl import flags
 
@@ -60,7 +58,7 @@ _ELSEWHERE = {
 class Epochs(int):
     """Steps that were given in epochs: more than any number, until the data are counted."""
 
-    def __new__(cls, count: float) -> Epochs:
+    def __new__(cls, count: float) -> Self:
         self = super().__new__(cls, 10**8 - 1)
         self.count = count
         return self

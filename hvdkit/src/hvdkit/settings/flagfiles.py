@@ -1,7 +1,5 @@
 """Flags as they were given, on the command line and in flagfiles, in order, each with its place."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -7,8 +7,6 @@ Paths in flagfiles and defaults are relative to the project (the folder with tra
 folder the run is started in; paths on the command line are relative to the working folder.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

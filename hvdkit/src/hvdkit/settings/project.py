@@ -1,7 +1,5 @@
 """Where the fork is: the folder with train.py and tasks/, to which its relative paths refer."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of a run: its folder and kind, checkpoints, logging, ranks."""
 
-from __future__ import annotations
-
 import re
 
 from hvdkit.settings.fields import Room, setting

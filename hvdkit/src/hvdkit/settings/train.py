@@ -1,7 +1,5 @@
 """Settings of a step: batch, optimizer, precision, batch norm, learning rate, reduction."""
 
-from __future__ import annotations
-
 import math
 
 from hvdkit.settings.fields import Room, numbers, setting

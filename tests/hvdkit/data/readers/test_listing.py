@@ -1,7 +1,5 @@
 """Names held once, what one rank looks for in place of all, and disks that differ."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pictures as viewers show them, turned by EXIF or not, and parts of their files."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

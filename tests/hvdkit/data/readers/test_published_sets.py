@@ -4,8 +4,6 @@ ImageNet's pictures are grey, CMYK and PNG here and there, all named .JPEG (its 
 others' lists of them: 22 CMYK files, and n02105855_2933.JPEG, a PNG).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

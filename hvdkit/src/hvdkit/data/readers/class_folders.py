@@ -6,8 +6,6 @@ ROOT/val/CLASS/*.jpg            the same classes
 Labels are the places of the classes in their sorted order. A class is a folder's name.
 """
 
-from __future__ import annotations
-
 import filecmp
 import os
 from collections.abc import Iterator
@@ -79,7 +77,7 @@ class ClassFolders:
         folders = np.repeat([os.fsencode(name) for name in self.class_names], self.class_counts())
         return (b"%s/%s" % pair for pair in zip(folders.tolist(), self._files))
 
-    def shared_with(self, other: ClassFolders) -> int:
+    def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
         both = sorted({*self.sample_names()}.intersection(other.sample_names()))
         paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in both[:100]]

@@ -1,7 +1,5 @@
 """Lists folders and finds the files of a split; errors say what is missing and where."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -11,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import tensorflow as tf
@@ -240,11 +239,11 @@ class Names:
             self._text, self._starts = tf.constant(text), tf.constant(starts)
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Names:
+    def of(cls, names: Iterable[str]) -> Self:
         return cls(*packed(names))
 
     @classmethod
-    def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Names, np.ndarray]:
+    def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Self, np.ndarray]:
         """The names of several `packed` parts, and where each part begins, int64 [parts + 1]."""
         text, lengths = bytearray(), []
         for some_text, some_lengths in parts:  # not all in memory at once
@@ -264,7 +263,7 @@ class Names:
         text, starts = self._text.numpy(), self._starts.numpy()
         return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
 
-    def shared(self, other: Names) -> int:
+    def shared(self, other: Self) -> int:
         """How many names both have; neither has a name twice."""
         few, many = sorted((self, other), key=len)
         return len(set(few).intersection(many))
@@ -290,7 +289,7 @@ class Names:
         return np.frombuffer(self._text.numpy(), np.uint8), np.diff(self._starts.numpy())
 
     @classmethod
-    def made_of(cls, text: np.ndarray, lengths: np.ndarray) -> Names:
+    def made_of(cls, text: np.ndarray, lengths: np.ndarray) -> Self:
         if text.dtype != np.uint8 or lengths.sum() != text.size:
             raise ValueError(f"{text.size} bytes of names are not the {lengths.sum()} of each")
         return cls(text.tobytes(), lengths)

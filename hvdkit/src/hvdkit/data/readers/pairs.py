@@ -4,8 +4,6 @@ A reader lists the files (ImageLabelFolder here, voc.py, cityscapes.py), `Pictur
 explains them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,7 +97,7 @@ class PicturePairs:
         """Each picture's path."""
         return iter(self._images)
 
-    def shared_with(self, other: PicturePairs) -> int:
+    def shared_with(self, other: "PicturePairs") -> int:
         """How many pictures are in both splits."""
         return self._images.shared(other._images) if self.root == other.root else 0
 

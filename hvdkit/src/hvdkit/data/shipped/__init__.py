@@ -10,8 +10,6 @@ china.png, flower.png: photographs by danielbuechele (https://www.flickr.com/pho
     scikit-learn's load_sample_images.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
