@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def _die_at(moment: int) -> None:
 
     def hook(event: str, _: tuple) -> None:
         nonlocal left
-        if event in _CHANGES:
+        # A lease's thread opens files too, at any moment.
+        if event in _CHANGES and threading.current_thread() is threading.main_thread():
             if left == 0:
                 os._exit(_KILLED)
             left -= 1
