@@ -165,7 +165,7 @@ def worker(out_dir: str, *names: str) -> None:
     out, world = Path(out_dir), world_lib.connect()
     world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
     if world.is_chief:
-        scenes.make(out / "data", scenes.Settings(train=60, val=12, size=64))
+        scenes.ensure_demo(out / "data", scenes.Settings(train=60, val=12, size=64))
     world.gather_objects(None, "bits.data")
     for name in names:
         _, flags, task = ROWS[name]

@@ -79,7 +79,7 @@ def main() -> None:
         if not chosen:
             parser.error(f"no row begins with {args.names}; there are {list(there)}")
         if any(str(data) in row.both for row in chosen.values()):
-            scenes.make(data, scenes.Settings(train=320, val=4))
+            scenes.ensure_demo(data, scenes.Settings(train=320, val=4))
         lines = list(dict.fromkeys(line for row in chosen.values() for line in _both_lines(row)))
         seconds: dict[str, list[float]] = {line: [] for line in lines}
         for _ in range(args.rounds):

@@ -36,7 +36,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
-        scenes.make(root / "data", settings)
+        scenes.ensure_demo(root / "data", settings)
         times = {n: _train(root, n, args.model, args.backend) for n in ranks}
         return _table(root, ranks, times)
 

@@ -94,7 +94,7 @@ def make(kind: str, root: Path) -> None:
     from hvdkit.data.pack import Smaller
 
     if kind == "demo":
-        scenes.make(root, scenes.Settings(train=320, val=4))
+        scenes.ensure_demo(root, scenes.Settings(train=320, val=4))
     else:
         {"photos": _photos, "pairs": _pairs}[kind](root)
     layout = "class_folders" if kind == "photos" else "folders"

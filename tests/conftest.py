@@ -31,7 +31,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """26 training and 10 validation scenes of 32 pixels; 10 is no multiple of 3 batches of 4."""
     root = tmp_path_factory.mktemp("tiny") / "data"
-    scenes.make(root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3)))
+    scenes.ensure_demo(
+        root, scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
+    )
     return root
 
 

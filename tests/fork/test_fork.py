@@ -26,6 +26,9 @@ ONLY["classification"] |= {f"configs/{name}.cfg" for name in ("digits", "cifar10
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
 LINKS = ("launch", "docker", "requirements.txt", "requirements-dev.txt")
 ENGINE = "vendor/hvdkit"
+# With the demo's usual size it would take longer.
+DEMO = f"{sys.executable} -c 'from pathlib import Path; from hvdkit.data import scenes; "
+DEMO += """scenes.ensure_demo(Path("datasets/demo"), scenes.Settings(64, 8))'"""
 LINES, FILES = 1500, 40  # of Python that is the owner's, tests included; of files that are
 
 
@@ -170,8 +173,8 @@ SLOW = pytest.param("classification", marks=pytest.mark.slow)
 def test_make_train_runs_on_two_ranks(task, forks):
     """The skeleton: test_your_model_in_15_minutes."""
     fork = forks[task]
-    if task == "segmentation":  # with the demo's usual size it would take longer
-        shell(f"{sys.executable} -m hvdkit demo-data datasets/demo --train 64 --val 8", fork)
+    if task == "segmentation":
+        shell(DEMO, fork)
     flags = "--num_steps=8 --warmup_steps=0" + " --model=tiny" * (task == "segmentation")
     output = shell(f"make -o setup train ARGS='{flags}'", fork)
     assert "2 ranks on 1 host(s)" in output and f"{task}/" in output
@@ -182,7 +185,7 @@ def test_make_train_runs_on_two_ranks(task, forks):
 @pytest.mark.parametrize("task", [pytest.param(t, marks=pytest.mark.slow) for t in TASKS])
 def test_a_projects_own_tests(task, forks):
     if task == "segmentation":
-        shell(f"{sys.executable} -m hvdkit demo-data datasets/demo --train 64 --val 8", forks[task])
+        shell(DEMO, forks[task])
     assert "2 passed" in shell("make -o setup test ARGS='-q -n 0'", forks[task], 500)
 
 

@@ -22,7 +22,7 @@ def made(world, spoil: Callable[[Path], None] = lambda data: None) -> Path:
     root = folder(world)
     if world.is_chief:
         settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
-        scenes.make(root / "data", settings)
+        scenes.ensure_demo(root / "data", settings)
         spoil(root / "data")
     world.gather_objects(None, "errors.data")
     return root

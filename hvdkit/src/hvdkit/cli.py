@@ -22,7 +22,6 @@ COMMANDS = {
     "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
     "supervise": ("hvdkit.commands.supervise", "starts a run again until it is done"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
-    "demo-data": ("hvdkit.data.scenes", "makes the demo's data set"),
 }
 _RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export"}
 _NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK

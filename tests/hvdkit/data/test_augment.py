@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image, ImageFilter
-from refusals import refused
 
 from hvdkit.data import augment, image_ops
 from hvdkit.data.scenes import MARKER
@@ -179,18 +178,6 @@ def test_evaluation_takes_the_centre(shape: tuple[int, int]):
     rows, columns = np.nonzero(inside)
     for places, size in ((rows, 32), (columns, 40)):
         assert abs(places.min() - (size - 1 - places.max())) <= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("size", (0, 4)), ("scale", (0, 1)), ("scale", (2, 1)), ("brightness", -0.1),
-        ("contrast", 1.1), ("saturation", 2), ("fill", 256), ("ignore_label", 256),
-    ],
-)  # fmt: skip
-def test_settings_out_of_range_are_named(name: str, value: object):
-    settings = {"size": (4, 4), name: value}
-    refused(lambda: augment.Augmentation(**settings), f"{name}={value}")
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

@@ -28,7 +28,7 @@ ORDER = np.array([7, 2, 10, 0, 5, 5, 9])
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("demo") / "demo"
-    scenes.make(root, scenes.Settings(train=11, val=1, size=32, box=(12, 16)))
+    scenes.ensure_demo(root, scenes.Settings(train=11, val=1, size=32, box=(12, 16)))
     return root
 
 

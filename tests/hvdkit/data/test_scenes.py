@@ -1,12 +1,10 @@
 """The demo set: reproducible, honest splits, whole or not there."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from refusals import refused
 
 from hvdkit.data import scenes, shipped
 
@@ -29,20 +27,20 @@ def touching(mask: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("demo") / "set"
-    scenes.make(root, SMALL)
+    scenes.ensure_demo(root, SMALL)
     return root
 
 
 def test_a_scene_depends_on_the_seed_alone(demo: Path, tmp_path: Path):
     """Not on how many there are."""
-    scenes.make(tmp_path / "again", SMALL)
+    scenes.ensure_demo(tmp_path / "again", SMALL)
     assert contents(tmp_path / "again") == contents(demo)
-    scenes.make(tmp_path / "other", scenes.Settings(train=12, val=6, seed=1))
+    scenes.ensure_demo(tmp_path / "other", scenes.Settings(train=12, val=6, seed=1))
     other = contents(tmp_path / "other")
     pictures = [name for name in other if name.endswith(".png")]
     assert len(pictures) == 2 * (12 + 6)
     assert not any(other[name] == contents(demo)[name] for name in pictures)
-    scenes.make(tmp_path / "fewer", scenes.Settings(train=3, val=2))
+    scenes.ensure_demo(tmp_path / "fewer", scenes.Settings(train=3, val=2))
     fewer = {n: pixels for n, pixels in contents(tmp_path / "fewer").items() if n in pictures}
     assert len(fewer) == 10 and fewer.items() <= contents(demo).items()
 
@@ -94,76 +92,42 @@ def test_a_ring_of_one_ignored_pixel_parts_a_digit_from_all_else():
             assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
 
 
-def test_a_finished_set_is_left_alone_and_other_settings_are_named(demo: Path, monkeypatch, capsys):
+def test_a_finished_set_is_left_alone(demo: Path, monkeypatch):
     stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
     monkeypatch.setattr(scenes, "scene", None)  # none is drawn
-    assert scenes.main(["", str(demo), "--train=12", "--val=6"]) == 0
-    with pytest.raises(ValueError, match=r"set.*'seed': \(0, 7\).*another folder"):
-        scenes.make(demo, scenes.Settings(train=12, val=6, seed=7))
-    with pytest.raises(SystemExit) as end:
-        scenes.main(["", str(demo)])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert str(demo) in error and "'train': (12, 6000)" in error
+    scenes.ensure_demo(demo)
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
 
 
-@pytest.mark.parametrize("marker", [None, "{", "[]", '{"train": 12, "unknown": 1}'])
-def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path, marker: str | None):
+def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
-    if marker is not None:
-        (tmp_path / scenes.MARKER).write_text(marker)
-    before = contents(tmp_path)
-    for call in (scenes.make, scenes.ensure_demo):
-        with pytest.raises(ValueError, match=f"{tmp_path} is not empty and not a finished"):
-            call(tmp_path, SMALL)
-    assert contents(tmp_path) == before
-
-
-def test_ensure_demo_makes_a_set_or_takes_the_one_there(demo: Path, tmp_path: Path):
-    settings = scenes.Settings(train=2, val=1)
-    (tmp_path / "empty").mkdir()
-    for root in (tmp_path / "new", tmp_path / "empty"):
-        scenes.ensure_demo(root, settings)
-        assert json.loads((root / scenes.MARKER).read_text())["train"] == 2
-    before = contents(demo)
-    scenes.ensure_demo(demo, settings)
-    assert contents(demo) == before
+    for root in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(ValueError, match=f"{root} is not empty and not a finished"):
+            scenes.ensure_demo(root, SMALL)
+    assert contents(tmp_path) == {"mine.txt": b"mine"}
 
 
 def test_an_interrupted_making_leaves_nothing(tmp_path: Path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(scenes.logs, "progress", interrupt)  # after the first scene
-        with pytest.raises(KeyboardInterrupt):
-            scenes.make(tmp_path / "demo", SMALL)
+    monkeypatch.setattr(scenes.logs, "progress", interrupt)  # after the first scene
+    with pytest.raises(KeyboardInterrupt):
+        scenes.ensure_demo(tmp_path / "demo", SMALL)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_losing_the_race_to_other_settings_is_an_error(tmp_path: Path, monkeypatch):
-    """The other set appears after this one has looked: the rename must not go over it."""
+def test_who_loses_the_race_takes_the_set_that_is_there(tmp_path: Path, monkeypatch):
+    """It appears after this one has looked: the rename must not go over it."""
     root, write = tmp_path / "demo", scenes._write_split
 
     def meanwhile(*made: object) -> None:
         monkeypatch.setattr(scenes, "_write_split", write)
-        scenes.make(root, scenes.Settings(train=1, val=1))
+        scenes.ensure_demo(root, scenes.Settings(train=1, val=1))
         write(*made)
 
+    root.mkdir()  # an empty folder is nothing
     monkeypatch.setattr(scenes, "_write_split", meanwhile)
-    with pytest.raises(ValueError, match=r"'train': \(1, 12\)"):
-        scenes.make(root, SMALL)
+    scenes.ensure_demo(root, SMALL)
     assert len(contents(root)) == 2 * 2 + 3
     assert list(tmp_path.iterdir()) == [root]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("train", 0), ("val", 0), ("size", 4), ("digits", (3, 2)), ("box", (18, 65)),
-        ("contrast", (0.0, 0.5)), ("overlap", 1.5), ("seed", -1),
-    ],
-)  # fmt: skip
-def test_impossible_settings_are_named(name: str, value: object):
-    refused(lambda: scenes.Settings(**{name: value}), f"{name}={value}")

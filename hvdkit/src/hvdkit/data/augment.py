@@ -25,7 +25,7 @@ _WIDEST = 4.0 / 3.0  # width over height of its part; its inverse at least
 
 @dataclasses.dataclass(frozen=True)
 class Augmentation:
-    """What may happen to a training pair. Raises ValueError for invalid ranges."""
+    """What may happen to a training pair; the flags that it is made of have limits of their own."""
 
     size: tuple[int, int]  # pixels, height and width of what comes out
     scale: tuple[float, float] = (0.5, 2.0)  # factor on the pixels, drawn log-uniformly
@@ -35,23 +35,6 @@ class Augmentation:
     saturation: float = 0.2  # factor of 1 +- this, about the pixel's grey
     fill: int = 128  # grey outside the image, 0..255
     ignore_label: int = IGNORE  # label outside the image
-
-    def __post_init__(self) -> None:
-        checks = {
-            "size": min(self.size) >= 1,
-            "scale": 0 < self.scale[0] <= self.scale[1],
-            "brightness": 0 <= self.brightness <= 1,
-            "contrast": 0 <= self.contrast <= 1,
-            "saturation": 0 <= self.saturation <= 1,
-            "fill": 0 <= self.fill <= 255,
-            "ignore_label": 0 <= self.ignore_label <= 255,
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise ValueError(
-                    f"augmentation: {name}={getattr(self, name)} is out of range: sizes are >= 1, "
-                    "scale is 0 < low <= high, shares are 0 to 1, fill and labels 0 to 255"
-                )
 
 
 class Cut(NamedTuple):
@@ -151,10 +134,7 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> tf.Tensor:
 
 
 def coloured(image: tf.Tensor, key: tf.Tensor, limits: tuple[float, float, float]) -> tf.Tensor:
-    """`jitter` of a uint8 picture [H, W, 3]: up to these brightness, contrast and saturation.
-
-    Its draws are other ones than those of a crop with the same key.
-    """
+    """`jitter` of a uint8 picture [H, W, 3], with other draws than a crop's with the same key."""
     if not any(limits):
         return image
     how = Augmentation((1, 1), brightness=limits[0], contrast=limits[1], saturation=limits[2])
@@ -163,10 +143,9 @@ def coloured(image: tf.Tensor, key: tf.Tensor, limits: tuple[float, float, float
 
 
 def shifted(sample: dict[str, tf.Tensor], key: tf.Tensor, *, size: int, mirror: bool) -> tf.Tensor:
-    """Shifted by up to an eighth of its size, and mirrored half of the time.
+    """Resized, shifted by up to an eighth of its size, and mirrored half of the time.
 
-    At size 32 this is the 4-pixel padding and random crop of He et al. 2015 (arXiv:1512.03385,
-    section 4.2). Pictures of another size are resized first.
+    At size 32: 4 pixels of padding and a random crop (He et al. 2015, arXiv:1512.03385, 4.2).
     """
     draws = image_ops.uniform(key, 3)
     pad = size // 8
@@ -182,10 +161,8 @@ def random_resized(
 ) -> tf.Tensor:
     """A part of random area and aspect ratio (3/4 to 4/3), scaled to size; mirrored half the time.
 
-    Szegedy et al. 2015 (arXiv:1409.4842, section 6), as is usual for ImageNet.
-
-    Args:
-      smallest: least share of the image's area.
+    Szegedy et al. 2015 (arXiv:1409.4842, section 6), as is usual for ImageNet. `smallest`: least
+    share of the image's area.
     """
     draws = image_ops.uniform(key, _TRIES * 4 + 1)
     tries = tf.reshape(draws[:-1], [_TRIES, 4])
@@ -228,10 +205,7 @@ def random_part(shape: tf.Tensor, draws: tf.Tensor, smallest: float) -> tf.Tenso
 
 
 def centred(sample: dict[str, tf.Tensor], size: int, share: float = 0.875) -> tf.Tensor:
-    """The middle square, `share` of the shorter side, scaled to size; nothing is random.
-
-    0.875 is 224 of 256, the usual evaluation on ImageNet.
-    """
+    """The middle square, `share` of the shorter side, scaled to size: on ImageNet 224 of 256."""
     shape = image_ops.size(sample)
     side = tf.cast(tf.round(tf.cast(tf.reduce_min(shape), tf.float32) * share), tf.int32)
     side = tf.maximum(side, 1)

@@ -61,10 +61,8 @@ def check(
 ) -> list[str]:
     """How the training data differ from those of a checkpoint, in words; [] where they do not.
 
-    Args:
-      before, now: the checkpoint's card and this run's.
-      source: the training samples now.
-      accepted: whether they may differ; else that raises ValueError.
+    `before`, `now`: the checkpoint's card and this run's; `source`: the training samples now;
+    `accepted`: whether they may differ, else ValueError.
     """
     was, there = before.get("train"), now.get("train")
     if not was or not there or was["fingerprint"] == there["fingerprint"]:

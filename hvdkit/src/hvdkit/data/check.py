@@ -58,11 +58,8 @@ def check(
 ) -> "Counts":
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
-    Args:
-      layout: a key of READERS.
-      classes: their number, 0: as the reader says.
-      names: of the training split's classes, filled by the first split that is read.
-      values: as --label_map.
+    `layout`: a key of READERS; `classes`: their number, 0: as the reader says; `names` of the
+    training split's classes, filled by the first split that is read; `values`: as --label_map.
     """
     try:
         source = _opened(reader_of(layout), (root, split, classes), values)
@@ -79,7 +76,10 @@ def check(
         tell(one_class(root / split))
     if not (known := classes or getattr(source, "num_classes", 0)):
         raise ValueError("--num_classes: this reader does not say how many classes there are")
-    where = getattr(source, "where", lambda index: _place(source, root / split, index))
+    unnamed = f"sample {{}} of {root / split}".format
+    file = getattr(source, "picture_file", None)
+    named = (lambda index: f"the label of {file(index)}") if file else unnamed
+    where = getattr(source, "where", named)
     highest, counted = -1, Counts(known, kind_of(source))
     for index, found in enumerate(_samples(source)):
         if isinstance(found, str):
@@ -93,7 +93,7 @@ def check(
     # A folder of label pictures does not say how many classes there are.
     if not classes and (values or isinstance(source, ImageLabelFolder)):
         counted.classes = highest + 1
-    if not values and (fault := counted.without_foreground()):
+    if not values and counted.unit == "pixels" and (fault := without_foreground(counted.of)):
         tell(fault)
     for line in counted.lines(names_of(source)):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
@@ -169,12 +169,12 @@ class Counts:
         self.classes, self.kind = classes, kind
         self.of = np.zeros(max(classes, _VALUES), np.int64)
         self.sizes: list[tuple[int, int]] = []
-        self._unit = "samples"
+        self.unit = "samples"
 
     def add(self, sample: _Sample) -> None:
         self.sizes.append(sample.size)
         if len(sample.values):
-            self._unit = "pixels"
+            self.unit = "pixels"
             self.of[:_VALUES] += sample.values
         else:
             self.of[sample.high] += 1
@@ -198,16 +198,12 @@ class Counts:
             name = names[number]
             shown = name if name == str(number) else f"{number} {name}"
             share = counts[number] / max(counts.sum(), 1)
-            lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self._unit}  {share:8.3%}")
-        if self._unit == "pixels" and (ignored := self.of[IGNORE]):
+            lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self.unit}  {share:8.3%}")
+        if self.unit == "pixels" and (ignored := self.of[IGNORE]):
             lines.append(f"  {'ignored':<24} {ignored:>16,} pixels")
         if missing := [names[number] for number in np.flatnonzero(counts == 0)]:
             lines.append(f"warning: {len(missing)} class(es) never occur: {join(missing)}")
         return lines
-
-    def without_foreground(self) -> str:
-        """What to do where label pictures hold nothing but 0 and 255, or ""."""
-        return without_foreground(self.of) if self._unit == "pixels" else ""
 
     def weights(self) -> str:
         """The flag that gives all classes the same total weight: n / (classes * count of each).
@@ -221,11 +217,6 @@ class Counts:
         every = counts.sum() / max(np.count_nonzero(counts), 1)
         weights = np.where(counts > 0, every / np.maximum(counts, 1), 1.0)
         return "--class_weights=" + ",".join(f"{weight:.4g}" for weight in weights)
-
-
-def _place(source: Source, folder: Path, index: int) -> str:
-    file = getattr(source, "picture_file", None)
-    return f"the label of {file(index)}" if file else f"sample {index} of {folder}"
 
 
 def layout_of(root: Path) -> str:

@@ -73,11 +73,8 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
 
 
 def without_foreground(values: np.ndarray) -> str:
-    """What to do where label pictures hold nothing but 0 and 255; "" for others.
-
-    Args:
-      values: pixels of each value, integer [256].
-    """
+    """What to do where label pictures, with so many pixels of each value, integer [256], hold
+    nothing but 0 and 255; "" for others."""
     if not values[IGNORE] or not values[0] or values[1:IGNORE].any():
         return ""
     return (
@@ -90,18 +87,12 @@ def without_foreground(values: np.ndarray) -> str:
 class Mapped:
     """Another source's samples, their labels looked up in a table.
 
-    Args:
-      table: the new label of each, integer [labels]; of label pictures, of the values 0 to 255.
-      classes: their number; label pictures may hold IGNORE too.
+    `table`: the new label of each, integer [labels]; of label pictures, of the values 0 to 255.
+    `classes`: their number; label pictures may hold IGNORE too.
     """
 
     def __init__(
-        self,
-        source: Source,
-        table: np.ndarray,
-        classes: int,
-        *,
-        class_names: Sequence[str] = (),
+        self, source: Source, table: np.ndarray, classes: int, *, class_names: Sequence[str] = ()
     ) -> None:
         self._source, self.num_classes, self.class_names = source, classes, list(class_names)
         if getattr(source, "kind", "class") == "map" and len(table) < 256:

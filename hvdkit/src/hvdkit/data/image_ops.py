@@ -14,8 +14,7 @@ from hvdkit.data.readers.pictures import seldom
 def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
     """Random numbers in [0, 1) that belong to a key (int32 [2]): float32 [count].
 
-    tf.random.stateless_uniform scrambles its seed first, because people pass 1, 2, 3. A sample's
-    key is random already (hvdkit/data/sampler.py), so this takes a few ops instead of twenty.
+    tf.random.stateless_uniform takes twenty ops to scramble its seed; a key is random already.
     """
     return tf.raw_ops.StatelessRandomUniformV2(
         shape=[count],

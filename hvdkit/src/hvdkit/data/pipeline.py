@@ -177,7 +177,7 @@ class TrainingFeed:
             raise ValueError(explain(self._source, good, error)) from None
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:
-        """What was replaced at a step; 0: in the newest batch."""
+        """At a step; 0: in the newest batch."""
         return [one for one in self.replaced if one.step == (step or self._step)]
 
     def _good(self, index: int, key: tf.Tensor) -> int:

@@ -1,13 +1,10 @@
 """The demo data set: scanned handwritten digits on photographs, to be segmented.
 
-    hvdkit demo-data datasets/demo [--train N] [--val N] [--size S] [--seed K]
-
-It is made once, without a network, from data/shipped: scans of handwritten digits and two
+It is made where it is first needed from data/shipped: scans of handwritten digits and two
 photographs. Training and validation share neither a scan nor a pixel of a photograph. The layout is
 that of readers/pairs.py. Pixels depend on the settings only; bytes also on the version of Pillow.
 """
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -43,24 +40,6 @@ class Settings:
     overlap: float = 0.1  # largest share of a digit that a later digit may cover
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        checks = {
-            "train": self.train >= 1,
-            "val": self.val >= 1,
-            "size": self.size >= 8,
-            "digits": 1 <= self.digits[0] <= self.digits[1],
-            "box": 8 <= self.box[0] <= self.box[1] <= self.size,
-            "contrast": 0 < self.contrast[0] <= self.contrast[1] <= 1,
-            "overlap": 0 <= self.overlap <= 1,
-            "seed": self.seed >= 0,
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise ValueError(
-                    f"demo scenes: {name}={getattr(self, name)} makes no scene of size {self.size};"
-                    " counts are at least 1, ranges (low, high), box from 8 to size, shares 0 to 1"
-                )
-
 
 class Scene(NamedTuple):
     """One sample, and what it was made from."""
@@ -92,13 +71,13 @@ def scene(settings: Settings, split: str, index: int) -> Scene:
     return Scene(np.rint(canvas * 255).astype(np.uint8), label, tuple(used), photo)
 
 
-def make(root: Path, settings: Settings) -> None:
-    """Makes the set in `root`, whole or not at all; does nothing when it is already there.
+def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
+    """Makes the set in `root`, whole or not at all, unless it holds a finished one.
 
     Several processes may call it at once: each writes its own folder, the first to finish renames
     its folder to `root`, and the others remove theirs. ValueError if `root` holds anything else.
     """
-    if _already_made(root, settings):
+    if _is_made(root):
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     # A sibling, as only a rename inside one file system is atomic.
@@ -112,16 +91,22 @@ def make(root: Path, settings: Settings) -> None:
         try:
             work.rename(root)  # onto nothing or an empty folder; fails on anything else
         except OSError:
-            if not _already_made(root, settings):
+            if not _is_made(root):
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
-    """Makes a set unless `root` holds a finished one, with these or other settings."""
-    if _made_with(root) is None:
-        make(root, settings)
+def _is_made(root: Path) -> bool:
+    """Whether there is a finished set; ValueError where there is something else."""
+    if (root / MARKER).is_file():
+        return True
+    if root.exists() and not (root.is_dir() and not any(root.iterdir())):
+        raise ValueError(
+            f"{root} is not empty and not a finished demo set: it has no {MARKER}; give another "
+            "folder, or remove this one"
+        )
+    return False
 
 
 def _background(
@@ -188,44 +173,3 @@ def _write_split(work: Path, split: str, settings: Settings) -> None:
             Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
         logs.progress(f"demo scenes, {split}", index + 1, len(names))
     (work / "splits" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
-
-
-def _made_with(root: Path) -> Settings | None:
-    """Settings of the finished set in `root`; None when nothing is there; else ValueError."""
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
-        return None
-    try:
-        found = json.loads((root / MARKER).read_text())
-        return Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{root} is not empty and not a finished demo set ({MARKER}: {error}); "
-            "give another folder, or remove this one"
-        ) from None
-
-
-def _already_made(root: Path, settings: Settings) -> bool:
-    made = _made_with(root)
-    if made is None or made == settings:
-        return made is not None
-    asked = dataclasses.asdict(settings)
-    differ = {k: (v, asked[k]) for k, v in dataclasses.asdict(made).items() if v != asked[k]}
-    raise ValueError(
-        f"{root} holds a demo set of other settings (there, asked for): {differ}; "
-        "give another folder, or remove this one"
-    )
-
-
-def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Makes the demo data set.")
-    parser.add_argument("root", type=Path)
-    for name in ("train", "val", "size", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
-    args = parser.parse_args(argv[1:])
-    try:
-        settings = Settings(train=args.train, val=args.val, size=args.size, seed=args.seed)
-        make(args.root, settings)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(f"{args.root}: {settings.train} training and {settings.val} validation scenes")
-    return 0

@@ -23,10 +23,9 @@ class Source(Protocol):
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         """Reads the sample `index` (int64 scalar) with TensorFlow ops only.
 
-        Return a picture that is decoded from a file as "image", and the file's bytes as "file":
-        then a crop (data/image_ops.py) decodes only its part of the file, and an unused image is
-        not decoded at all. Code that changes "image" must therefore remove "file" from the
-        sample.
+        Return a picture of a file as "image", and the file's bytes as "file": then a crop decodes
+        only its part, and an unused image is not decoded. Code that changes "image" must therefore
+        remove "file" from the sample.
 
         It is traced once and runs on several threads of `tf.data`: no Python state, no
         `tf.py_function`. A bad sample raises `tf.errors.OpError` when it runs.
@@ -54,10 +53,8 @@ class Arrays:
     """A Source of arrays of equal length: sample i is entry i of each.
 
     `Arrays(image=images, label=labels)` reads {"image": images[i], "label": labels[i]}. They
-    become constants of the input pipeline, so they should stay below some hundred MB.
-
-    Raises:
-      ValueError: there is no array, none has a sample, their lengths differ, or one is of objects.
+    become constants of the input pipeline, so they should stay below some hundred MB. ValueError:
+    there is no array, none has a sample, their lengths differ, or one is of objects.
     """
 
     def __init__(self, **arrays: np.ndarray) -> None:
