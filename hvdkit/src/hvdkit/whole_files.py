@@ -52,8 +52,7 @@ def read(path: Path, most: int, *, links: bool = False) -> bytes:
 def written(path: Path) -> Iterator[Path]:
     """Yields a path to write to; the file then replaces `path` and is flushed to disk.
 
-    Raises:
-      OSError: it cannot be written. After any exception the old file is unchanged.
+    Raises OSError: it cannot be written. After any exception the old file is unchanged.
     """
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -136,9 +135,8 @@ class NoLocks(OSError):
 def lock(path: Path) -> IO[str]:
     """Locks the file, which it makes if needed, until the result is closed or the process ends.
 
-    Raises:
-      BlockingIOError: another process has it.
-      NoLocks, OSError: the file cannot be locked, or cannot be made.
+    Raises BlockingIOError: another process has it. NoLocks, OSError: the file cannot be locked, or
+    cannot be made.
     """
     file = opened(path, append=True)  # NFS locks only what may be written
     try:

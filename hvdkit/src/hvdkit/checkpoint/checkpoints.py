@@ -42,8 +42,7 @@ _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "ev
 def measure(config: Settings, metric: str, data: str) -> dict[str, Any]:
     """What a run's scores measure, by name: only scores of one measure can be compared.
 
-    Args:
-      metric: the task's main metric; data: the fingerprint of the validation samples.
+    `metric`: the task's main metric; data: the fingerprint of the validation samples.
     """
     settings = {f"--{name}": getattr(config, name) for name in _MEASURE}
     return settings | {"main_metric": metric, "the validation data's fingerprint": data[:16]}
@@ -116,8 +115,7 @@ class Checkpoints:
     def write(self, copy: Copy) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept; on rank 0.
 
-        Raises:
-          OSError, ValueError: it cannot be written; older checkpoints are untouched.
+        Raises OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
         about = {"config": copy.config, "fingerprint": self.fingerprint}
         about |= {"ranks": self.world.size, "tensorflow": tf.__version__, "card": dict(self.card)}
@@ -129,12 +127,9 @@ class Checkpoints:
     def add_score(self, step: int, score: float, skipped: int = 0) -> None:
         """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept; rank 0.
 
-        Args:
-          score: the task's main metric. The checkpoint with the highest score is kept besides the
-            newest; a score that is no finite number is never the best.
-          skipped: as in Copy.
-        Raises:
-          OSError, ValueError: it cannot be written; the checkpoint is as it was.
+        `score`: the task's main metric. The checkpoint with the highest score is kept besides the
+        newest; a score that is no finite number is never the best. `skipped`: as in Copy. Raises
+        OSError, ValueError: it cannot be written; the checkpoint is as it was.
         """
         try:
             writing.set_score(self.folder / f"step-{step:08d}", score, self.measure)
@@ -171,12 +166,9 @@ class Checkpoints:
     def find(self, resume: str, num_steps: int) -> Found | None:
         """What to resume from, the same on every rank; None to start anew. Changes nothing on disk.
 
-        Args:
-          resume: auto, never, the path of a checkpoint, or that of a run's folder (its newest
-            sound checkpoint).
-        Raises:
-          Stop: `resume` is a path without a sound checkpoint, the checkpoint is of another format,
-            or its step lies past `num_steps`.
+        `resume`: auto, never, the path of a checkpoint, or that of a run's folder (its newest sound
+        checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, the checkpoint is
+        of another format, or its step lies past `num_steps`.
         """
         found = None
         with self.world.fail_together(f"--resume={resume}"):
@@ -231,8 +223,7 @@ class Checkpoints:
 
         It prints which settings make this another run than the one that saved the checkpoint.
 
-        Raises:
-          Stop: on all ranks, when names, shapes or types do not fit; names the first.
+        Raises Stop: on all ranks, when names, shapes or types do not fit; names the first.
         """
         changed = []
         with self.world.fail_together(f"restoring {found.path}"):
@@ -271,8 +262,7 @@ class Checkpoints:
 def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> list[str]:
     """What makes this another run than the one that saved `before`, in words.
 
-    Args:
-      normed: whether the model has batch norm.
+    `normed`: whether the model has batch norm.
     """
     found = []
     for field in dataclasses.fields(config):  # with a fork's own
@@ -294,8 +284,7 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
 def load(path: Path, variables: Variables) -> None:
     """Sets this rank's variables to those of a checkpoint.
 
-    Raises:
-      ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
+    Raises ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
     """
     state = files.read(path)
     other = "a checkpoint of this model, another --run_dir or --resume=never"

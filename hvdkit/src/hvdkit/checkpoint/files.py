@@ -75,8 +75,7 @@ _TYPES |= {"score": float | int | None}
 def read_manifest(path: Path) -> Manifest:
     """The verified manifest of the checkpoint at `path`; its arrays are not looked at.
 
-    Raises:
-      Damaged, OtherFormat: naming the file and what is wrong with it.
+    Raises Damaged, OtherFormat: naming the file and what is wrong with it.
     """
     return _guarded(path / MANIFEST, lambda: _parse(path))
 
@@ -84,8 +83,7 @@ def read_manifest(path: Path) -> Manifest:
 def verify(path: Path) -> Manifest:
     """The manifest of a checkpoint that is as it was written.
 
-    Raises:
-      Damaged, OtherFormat: it is not; the message names the file.
+    Raises Damaged, OtherFormat: it is not; the message names the file.
     """
     try:
         if not path.is_dir():
@@ -112,8 +110,7 @@ def fault(path: Path) -> str | None:
 def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
     """The arrays whose names begin with one of `prefixes`, as they were written.
 
-    Raises:
-      Damaged, OtherFormat: they cannot be read.
+    Raises Damaged, OtherFormat: they cannot be read.
     """
     dtypes = read_manifest(path).dtypes
 
@@ -154,11 +151,8 @@ def candidates(folder: Path) -> list[Path]:
 def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint in `folder`, and what is wrong with each newer one.
 
-    Args:
-      before: only those of earlier steps count.
-    Raises:
-      OtherFormat: a newer one than any that is sound is of another format: passing it over could
-        mean to begin a long run again.
+    `before`: only those of earlier steps count. Raises OtherFormat: a newer one than any that is
+    sound is of another format: passing it over could mean to begin a long run again.
     """
     passed_over = []
     for path in reversed([p for p in candidates(folder) if step_of(p) < before]):
@@ -191,9 +185,8 @@ def card_of(path: Path) -> dict[str, Any]:
 def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
     """The checkpoint with the highest score of this measure, the oldest of equals, if any.
 
-    Args:
-      there: what `scored` returns for checkpoints by step.
-      measure: None stands for that of the newest score.
+    `there`: what `scored` returns for checkpoints by step. `measure`: None stands for that of the
+    newest score.
     """
     if measure is None:
         measure = [about.measure for about in there.values()][-1] if there else {}

@@ -29,8 +29,7 @@ def take(run_dir: Path) -> None:
     Called before a run looks for its checkpoint: another run that is about to end may still save
     one, and delete the one that would be found.
 
-    Raises:
-      OSError: its files cannot be written. NotNow: another run is in it.
+    Raises OSError: its files cannot be written. NotNow: another run is in it.
     """
     folder, start = run_dir.resolve(), secrets.token_hex(8)
     if not run_dir.is_dir() or folder in _held:

@@ -49,16 +49,11 @@ def begin(
     - From the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
       after it are dropped, because the same run logs them again.
 
-    Args:
-      found: what `Checkpoints.find` chose.
-      config: the settings as this number of ranks made them.
-      evaluates_first: the run first evaluates `found` itself, so an earlier evaluation of that
-        step is dropped from the records too.
-    Returns:
-      A line that says what was set aside; empty when nothing was.
-    Raises:
-      OSError: a file cannot be written or moved, or another run is in the folder (NotNow).
-      ValueError: a speed is measured where a run was trained.
+    `found`: what `Checkpoints.find` chose. `config`: the settings as this number of ranks made
+    them. `evaluates_first`: the run first evaluates `found` itself, so an earlier evaluation of
+    that step is dropped from the records too. Returns a line that says what was set aside; empty
+    when nothing was. Raises OSError: a file cannot be written or moved, or another run is in the
+    folder (NotNow). ValueError: a speed is measured where a run was trained.
     """
     folder = run_dir / "checkpoints"
     for inner in (folder, run_dir / _BOARD):
@@ -114,11 +109,7 @@ def data_away(config: Settings) -> bool:
 
 
 def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) -> str:
-    """Moves the checkpoints to RUN_DIR/aside-N/checkpoints and copies the records to aside-N.
-
-    Returns:
-      A line that says so.
-    """
+    """Moves checkpoints to RUN_DIR/aside-N/checkpoints, copies records to aside-N; says so."""
     free = (run_dir / f"aside-{number}" for number in itertools.count(1))
     aside = next(path for path in free if not path.exists())
     aside.mkdir()

@@ -92,8 +92,7 @@ class Saver:
 
         Every rank must call it, with the variables as they were saved.
 
-        Raises:
-          Stop: on all ranks, when it cannot be written.
+        Raises Stop: on all ranks, when it cannot be written.
         """
         for tries in range(MOST_FAILED):
             if tries:

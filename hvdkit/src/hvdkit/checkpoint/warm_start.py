@@ -41,17 +41,13 @@ def load(
     Random layers keep their own state. Names are those of hvdkit/train/state.py, which do not
     depend on Keras's counters.
 
-    Args:
-      path: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
-        newest where none has a score), or a .keras file.
-      skip_mismatched: leave a variable as it is where there is none of its name and shape.
-      averages: take the moving averages of the weights; variables without one (batch norm's moving
-        statistics) are taken as they are.
-    Returns:
-      The variables that were left as they were, by name, and why.
-    Raises:
-      ValueError: the path holds no weights, or no averages; none of them fit, or some do not and
-        `skip_mismatched` is off; the kind of pictures is not known. The message names them.
+    `path`: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
+    newest where none has a score), or a .keras file. `skip_mismatched`: leave a variable as it is
+    where there is none of its name and shape. `averages`: take the moving averages of the weights;
+    variables without one (batch norm's moving statistics) are taken as they are. Returns the
+    variables that were left as they were, by name, and why. Raises ValueError: the path holds no
+    weights, or no averages; none of them fit, or some do not and `skip_mismatched` is off; the kind
+    of pictures is not known. The message names them.
     """
     there = _unique(_read(path, averages))
     named = _unique(zip(names_of_model(model), model.variables))
@@ -189,11 +185,8 @@ def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
     The file must have exactly these layers, in their order (Keras checks it): with the top where
     `model.backbone` is the network's last layer. Rank 0 alone needs to call it.
 
-    Args:
-      path: a .h5 file as keras.applications publishes them.
-      mode: of preprocessing.MODES.
-    Raises:
-      ValueError: the model names no backbone, or the file does not fit it.
+    `path`: a .h5 file as keras.applications publishes them. `mode`: of preprocessing.MODES. Raises
+    ValueError: the model names no backbone, or the file does not fit it.
     """
     here = f"--backbone_weights={path}"
     pixels, last = preprocessing.find(model), getattr(model, "backbone", "")

@@ -29,10 +29,8 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     One of the same step and the same arrays stays as it is, another one is replaced. (A run that
     begins sets later checkpoints aside, so only a save that is tried again meets one.)
 
-    Args:
-      about: `config`, `ranks`, `tensorflow` and `fingerprint` of its Manifest.
-    Raises:
-      OSError, ValueError: it cannot be written; nothing is left of it and nothing else changed.
+    `about`: `config`, `ranks`, `tensorflow` and `fingerprint` of its Manifest. Raises OSError,
+    ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with whole_files.held(folder) as there:

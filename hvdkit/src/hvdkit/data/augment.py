@@ -180,9 +180,8 @@ def random_part(shape: tf.Tensor, draws: tf.Tensor, smallest: float) -> tf.Tenso
     RandomResizedCrop; fb.resnet.torch, whose augmentation Goyal et al. 2017 use, draws the ratio
     uniformly and falls back to the middle square.
 
-    Args:
-      shape: int32 [2], height and width.
-      draws: float32 [10, 4] in [0, 1): places (row, column), area and ratio of each try.
+    `shape`: int32 [2], height and width. `draws`: float32 [10, 4] in [0, 1): places (row, column),
+    area and ratio of each try.
 
     Returns: int32 [4]: top, left, height, width.
     """

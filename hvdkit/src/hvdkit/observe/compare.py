@@ -68,9 +68,8 @@ def figures(run: Records) -> list[dict[str, Any]]:
 def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
     """Rows of a table: a name, then its value in each run; first results, then settings.
 
-    Args:
-      score: one row has the time to reach it; None: the lowest of the runs' best scores, if all
-        measure the same.
+    `score`: one row has the time to reach it; None: the lowest of the runs' best scores, if all
+    measure the same.
     """
     measures = [run.last_start().get("score", "") for run in runs]
     found = [_scored(run, measure) for run, measure in zip(runs, measures)]

@@ -149,9 +149,7 @@ def curves(
 ) -> str:
     """Lines over one axis, as SVG; long ones are drawn as means of neighbouring points.
 
-    Args:
-      lines: by the name in the legend.
-      marks: places on the x axis with a vertical line.
+    `lines`: by the name in the legend. `marks`: places on the x axis with a vertical line.
     """
     with matplotlib.rc_context(_LOOK):
         figure = Figure(SIZE, layout="constrained")

@@ -45,8 +45,8 @@ class Benchmark:
     def __init__(self, run: Run) -> None:
         """Every rank must call it.
 
-        Raises:
-          Stop: on all ranks, when the model's operations cannot be counted for a mistake in it.
+        Raises Stop: on all ranks, when the model's operations cannot be counted for a mistake in
+        it.
         """
         self._loop, self._run = run, run.context
         first_step, num_steps = run.start.step, run.settings.num_steps
@@ -155,8 +155,7 @@ def reduction_alone(
     It sums zeros in the gradients' shapes, grouped, compressed and carried as in a step, where a
     part of this is hidden behind the backward pass. Every rank must call it.
 
-    Returns:
-      None with one rank, and where gradients are sparse: the data decide their sizes.
+    Returns: None with one rank, and where gradients are sparse: the data decide their sizes.
     """
     config, model = run.config, run.model
     graph = train_step.get_concrete_function().graph

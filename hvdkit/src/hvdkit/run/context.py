@@ -49,10 +49,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
 
     Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
-    Args:
-      start: the checkpoint whose classes the data must have; None: what --resume names, if any.
-    Raises:
-      Stop: on all ranks, when a part cannot be made, or their data or devices differ.
+    `start`: the checkpoint whose classes the data must have; None: what --resume names, if any.
+    Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
     """
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
@@ -120,8 +118,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     Rank 0 lists files and broadcasts the lists: a thousand ranks that list a network disk would
     keep each other waiting. Of another host's disk, one rank looks at some files.
 
-    Raises:
-      Stop: on all ranks, when the data cannot be opened, or differ.
+    Raises Stop: on all ranks, when the data cannot be opened, or differ.
     """
     sources, found = None, {}
     listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
@@ -225,11 +222,9 @@ class Start(NamedTuple):
 def begin(context: RunContext, back: GoBack | None = None) -> Start:
     """Finds the start, and gives all variables on every rank its values.
 
-    Args:
-      back: the run goes back to an earlier checkpoint of its own.
-    Raises:
-      Stop: on all ranks, when the folder is in use, or what --resume, --init_from or
-        --backbone_weights names cannot be read or does not fit the model.
+    `back`: the run goes back to an earlier checkpoint of its own. Raises Stop: on all ranks, when
+    the folder is in use, or what --resume, --init_from or --backbone_weights names cannot be read
+    or does not fit the model.
     """
     config, world, state = context.config, context.world, context.state
     with world.fail_together("locking the run folder"):

@@ -69,8 +69,7 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
 def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
     """Does the work on the ranks that were launched; returns the exit code.
 
-    Args:
-      own: what `parser` found, the same on every rank but for paths.
+    `own`: what `parser` found, the same on every rank but for paths.
     """
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
@@ -86,8 +85,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
 def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Path]:
     """The run with the weights of one of its checkpoints, on all ranks, and its path.
 
-    Raises:
-      Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
+    Raises Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
     found = ""
     with world.fail_together(f"--checkpoint={which}"):
@@ -115,9 +113,8 @@ class Trained(NamedTuple):
 def model_of(config: Settings, which: str, averaged: bool) -> Trained:
     """What was trained, on this rank; opens data only where the task has no `decode`.
 
-    Raises:
-      ValueError: there is no such checkpoint, it is damaged, or it does not fit the model; nothing
-        says what the model's outputs mean.
+    Raises ValueError: there is no such checkpoint, it is damaged, or it does not fit the model;
+    nothing says what the model's outputs mean.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
@@ -146,8 +143,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> Trained:
 def chosen(folder: Path, which: str) -> Path:
     """A sound checkpoint of a run; "best" is of the scores by its newest score's measure.
 
-    Raises:
-      ValueError: there is no such checkpoint, or it is damaged.
+    Raises ValueError: there is no such checkpoint, or it is damaged.
     """
     there = files.candidates(folder)
     names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"

@@ -143,8 +143,8 @@ class Run:
 
         Returns the function of a batch that runs it; votes and checks travel with it unseen.
 
-        Raises:
-          Stop: on all ranks, where the settings need the engine's step, which `make_step` brings.
+        Raises Stop: on all ranks, where the settings need the engine's step, which `make_step`
+        brings.
         """
         if why := self.parts.special:
             raise Stop(WRONG_USE, f"{why} needs run.make_step in train.py")
@@ -164,9 +164,8 @@ class Run:
     def make_step(self, make: Callable[["Run"], Callable]) -> Callable[[Any], Result]:
         """The step of `make`; with settings that reduce in messages of their own, the engine's.
 
-        Raises:
-          Stop: on all ranks, when `make` is not the template's step and the settings (virtual
-            ranks, packed gradients, bfloat16 on the wire) would leave it out.
+        Raises Stop: on all ranks, when `make` is not the template's step and the settings (virtual
+        ranks, packed gradients, bfloat16 on the wire) would leave it out.
         """
         own = self.parts.own_step()
         if own is None:
@@ -281,8 +280,7 @@ class Run:
     def _summarize(self, ending: Ending | None) -> None:
         """The run's last records, after proof that all ranks hold the same weights.
 
-        Raises:
-          Stop: on all ranks, when the weights differ.
+        Raises Stop: on all ranks, when the weights differ.
         """
         world, state = self.world, self.state
         sha = shared = world_lib.weights_sha256(self.model.variables)

@@ -54,9 +54,8 @@ FORMATS = ["", *READERS]  # the choices of --data_format, to which add_reader ap
 def add_reader(name: str, reader: str) -> None:
     """Adds a value of --data_format; for a fork's settings.py.
 
-    Args:
-      reader: "module.name" of a class or function, imported when it is used, that takes
-        data_dir, a split and the number of classes, and returns a `hvdkit.data.source.Source`.
+    `reader`: "module.name" of a class or function, imported when it is used, that takes data_dir, a
+    split and the number of classes, and returns a `hvdkit.data.source.Source`.
 
     A name that is taken, or a reader that is no "module.name", ends the program with one sentence.
     """

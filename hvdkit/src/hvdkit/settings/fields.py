@@ -85,10 +85,9 @@ def setting(
 ) -> Any:
     """A field with its help and limits.
 
-    Args:
-      steps: it counts steps, and takes epochs too: 2epochs.
-      choices, low, above, below: one of `choices`; low <= value, above < value < below.
-      path: it names a file or folder, unless it is one of `words`.
+    `steps`: it counts steps, and takes epochs too: 2epochs. `choices`, `low`, `above`, `below`: one
+    of `choices`; low <= value, above < value < below. `path`: it names a file or folder, unless it
+    is one of `words`.
     """
     if type(default) is int:
         below = min(below, INT_LIMIT)

@@ -113,8 +113,7 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
 def check_there(root: Path, paths: Sequence[str], lines: Iterable[int], *, where: Path) -> None:
     """Raises ValueError for paths relative to root that are not files.
 
-    Args:
-      lines, where: the line of each path in the list that names them, and that list.
+    `lines`, `where`: the line of each path in the list that names them, and that list.
     """
     there = dict(_beside(root, paths))
     for path, line in zip(paths, lines, strict=True):
@@ -166,8 +165,7 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
     One rank of each other host compares them with its own disk, which may be a stale copy. Other
     ranks do not look. Raises ValueError for a file that is missing, or has another size.
 
-    Args:
-      key: names the lookup, the same on all ranks.
+    `key`: names the lookup, the same on all ranks.
     """
 
     def compare(expected: np.ndarray) -> None:

@@ -29,12 +29,11 @@ class PicturePairs:
     Label values are below `num_classes`, or IGNORE. No file is opened here. Pictures are turned by
     their EXIF orientation; labels belong to the turned picture, as viewers show it.
 
-    Args:
-      files: paths of the pictures and of their labels, relative to root; labels are 8-bit grey or
-        palette PNGs. A reader lists them in `shared_listing.found`, on rank 0.
-      table: uint8 [256], the class of each value in the files; None if the values are classes.
-        An invalid value maps to a class that is neither below `num_classes` nor IGNORE.
-      way_out: how to fix a value that is no class.
+    `files`: paths of the pictures and of their labels, relative to root; labels are 8-bit grey or
+    palette PNGs. A reader lists them in `shared_listing.found`, on rank 0. `table`: uint8 [256],
+    the class of each value in the files; None if the values are classes. An invalid value maps to a
+    class that is neither below `num_classes` nor IGNORE. `way_out`: how to fix a value that is no
+    class.
     """
 
     kind = "map"

@@ -248,8 +248,7 @@ def _header_crc(colour_type: int) -> int:
 def load(path: Path, deep: bool = False) -> Image.Image:
     """The decoded picture as it is stored; ValueError names the file and what is wrong.
 
-    Args:
-      deep: whether 16 bits a channel are accepted.
+    `deep`: whether 16 bits a channel are accepted.
     """
     try:
         data = whole_files.read(path, _MOST_BYTES, links=True)

@@ -136,10 +136,9 @@ def mark(content: str, shard: int, shards: int) -> bytes:
 def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
     """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
 
-    Args:
-      meta: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-        shards (a list of {name, records, bytes}); class_names (a list) and is_demo (True) where
-        the source has them.
+    `meta`: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
+    shards (a list of {name, records, bytes}); class_names (a list) and is_demo (True) where the
+    source has them.
     """
     data = np.array(index, "<u8").tobytes()
     (folder / INDEX).write_bytes(data)
