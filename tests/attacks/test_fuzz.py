@@ -111,7 +111,7 @@ PARSERS = {
     "jpeg": (image, picture("JPEG")),
     "manifest": (manifest, MANIFEST),
     "confusion": (metrics.read_confusion, b"label,a,b\na,1,2\nb,3,4\n"),
-    "message": (message, encoding.pack([np.ones(2), listing.Names.of(["b"])], "x").tobytes()),
+    "message": (message, encoding.pack([np.ones(2), listing.packed(["b"])], "x").tobytes()),
     **{name: (of_a_run(name), content) for name, content in RUN.items()},
 }
 FOUND = [b"", b"[" * 100_000, b'{"step": 1e999, "time": NaN}', b"9" * 5000, b"\xff\xfe\0"]

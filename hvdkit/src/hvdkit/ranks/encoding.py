@@ -6,7 +6,6 @@
 | tuple, NamedTuple | a list, and it arrives as one |
 | dict with str keys | `{"dict": {...}}` |
 | NumPy array of a type in DTYPES | `{"array": [type, shape]}`; its bytes follow the JSON |
-| a class marked `sendable` | `{name: [arrays]}` |
 
 Any other type is a TypeError where it would be sent. Nothing that arrives is run as code.
 """
@@ -14,7 +13,7 @@ Any other type is a TypeError where it would be sent. Nothing that arrives is ru
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,20 +22,6 @@ DTYPES = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 _LENGTH = 8  # bytes of a number before the JSON
-
-T = TypeVar("T", bound=type)
-
-_SENDABLE: dict[str, Any] = {}  # classes by name
-
-
-def sendable(name: str) -> Callable[[T], T]:
-    """Marks a class: x.arrays() gives a few arrays, and kind.made_of(*arrays) makes x again."""
-
-    def mark(kind: T) -> T:
-        _SENDABLE[name] = kind
-        return kind
-
-    return mark
 
 
 def pack(value: Any, name: str) -> np.ndarray:
@@ -84,9 +69,6 @@ def _plain(value: Any, arrays: list[np.ndarray]) -> Any:
             raise TypeError(f"an array of {value.dtype.name}")
         arrays.append(np.ascontiguousarray(value, value.dtype.newbyteorder("=")))
         return {"array": [value.dtype.name, list(value.shape)]}
-    for name, kind in _SENDABLE.items():
-        if type(value) is kind:
-            return {name: [_plain(array, arrays) for array in value.arrays()]}
     raise TypeError(f"{type(value)} is neither JSON nor an array")
 
 
@@ -103,14 +85,7 @@ def _built(item: Any, array: Callable[[Any], np.ndarray]) -> Any:
         return {key: _built(part, array) for key, part in content.items()}
     if name == "array":
         return array(content)
-    if name not in _SENDABLE or not isinstance(content, list):
-        raise ValueError(f"unknown object {name!r:.100}")
-    if not all(isinstance(part, dict) and [*part] == ["array"] for part in content):
-        raise ValueError(f"{name!r} is not made of arrays")
-    try:
-        return _SENDABLE[name].made_of(*(array(part["array"]) for part in content))
-    except TypeError as error:
-        raise ValueError(f"{name!r}: {error}") from None
+    raise ValueError(f"unknown object {name!r:.100}")
 
 
 def _form(content: Any) -> tuple[np.dtype, list[int]]:

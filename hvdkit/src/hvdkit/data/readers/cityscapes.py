@@ -15,7 +15,7 @@ import numpy as np
 from hvdkit.data import shared_listing
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing
-from hvdkit.data.readers.listing import Names
+from hvdkit.data.readers.listing import Packed, packed
 from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.logs import join
 
@@ -65,7 +65,7 @@ def train_ids() -> np.ndarray:
     return table
 
 
-def _list(root: Path, split: str) -> tuple[Names, Names]:
+def _list(root: Path, split: str) -> tuple[Packed, Packed]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one with leftImg8bit/ and gtFine/")
     if split not in SPLITS:
@@ -87,8 +87,8 @@ def _list(root: Path, split: str) -> tuple[Names, Names]:
             )
     names = sorted(images)
     return (
-        Names.of(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names),
-        Names.of(f"{kind}/{split}/{name}{ending}" for name in names),
+        packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names),
+        packed(f"{kind}/{split}/{name}{ending}" for name in names),
     )
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdkit.data import shared_listing, source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
-from hvdkit.data.readers.listing import Names, packed
+from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
 
@@ -40,7 +40,8 @@ class ClassFolders:
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
         listed = shared_listing.found(key, lambda: _list(self.root, split))
-        self.class_names, self._files, self._starts = listed
+        self.class_names, counts, *names = listed
+        self._files, self._starts = Names(*names), np.cumsum([0, *counts], dtype=np.int64)
         self.num_classes = len(self.class_names)
         self._folders = [self.root / split / name for name in self.class_names]
         with tf.device("CPU:0"):  # where files are read
@@ -103,8 +104,8 @@ class ClassFolders:
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
-def _list(root: Path, split: str) -> tuple[list[str], Names, np.ndarray]:
-    """Classes, pictures without folders, and where those of each begin, int64 [classes + 1]."""
+def _list(root: Path, split: str) -> tuple[list[str], np.ndarray, *Packed]:
+    """Classes, how many pictures each has, and the pictures without their folders."""
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
@@ -127,10 +128,12 @@ def _list(root: Path, split: str) -> tuple[list[str], Names, np.ndarray]:
         )
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
-        return classes, *Names.joined(pool.map(_pictures, folders))
+        parts = [*pool.map(_pictures, folders)]
+    counts = np.array([len(lengths) for _, lengths in parts], np.int64)
+    return classes, counts, *map(np.concatenate, zip(*parts))
 
 
-def _pictures(folder: Path) -> tuple[bytes, np.ndarray]:
+def _pictures(folder: Path) -> Packed:
     """The `packed` names of a class's pictures; ValueError if something would be left out."""
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
     inner = {entry.name for entry in rest if entry.is_dir()}

@@ -17,7 +17,6 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.data import shared_listing
 from hvdkit.logs import join
-from hvdkit.ranks import encoding
 
 _LIST_BYTES = 2**30  # of a split, at most
 THREADS = 16  # they wait for a file server
@@ -219,9 +218,9 @@ def _dead_link(path: str | Path) -> str:
 
 
 _NARROW = 2**32  # bytes of text that 32-bit places reach
+Packed = tuple[np.ndarray, np.ndarray]  # names' bytes, uint8, and the length of each, uint16
 
 
-@encoding.sendable("names")
 class Names:
     """File names or paths, in order; any bytes that a file system accepts.
 
@@ -229,26 +228,12 @@ class Names:
     graphs and Python read them. In a list of Python strings it takes about 100 bytes more.
     """
 
-    def __init__(self, text: bytes, lengths: np.ndarray):
-        """Args: text: all names, one after the other; lengths: bytes of each, integer [n]."""
+    def __init__(self, text: np.ndarray, lengths: np.ndarray):
+        """Of names that are `packed`: ranks send each other those."""
         starts = np.zeros(len(lengths) + 1, np.uint32 if len(text) < _NARROW else np.int64)
         np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
         with tf.device("CPU:0"):  # where files are read
-            self._text, self._starts = tf.constant(text), tf.constant(starts)
-
-    @classmethod
-    def of(cls, names: Iterable[str]) -> Self:
-        return cls(*packed(names))
-
-    @classmethod
-    def joined(cls, parts: Iterable[tuple[bytes, np.ndarray]]) -> tuple[Self, np.ndarray]:
-        """The names of several `packed` parts, and where each part begins, int64 [parts + 1]."""
-        text, lengths = bytearray(), []
-        for some_text, some_lengths in parts:  # not all in memory at once
-            text += some_text
-            lengths.append(some_lengths)
-        starts = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
-        return cls(bytes(text), np.concatenate(lengths)), starts
+            self._text, self._starts = tf.constant(text.tobytes()), tf.constant(starts)
 
     def __len__(self) -> int:
         return int(self._starts.shape[0]) - 1
@@ -282,18 +267,9 @@ class Names:
         sha.update(self._starts.numpy().tobytes())
         return sha.hexdigest()
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """What `made_of` takes: bytes, uint8, and the length of each name, integer [n]."""
-        return np.frombuffer(self._text.numpy(), np.uint8), np.diff(self._starts.numpy())
 
-    @classmethod
-    def made_of(cls, text: np.ndarray, lengths: np.ndarray) -> Self:
-        if text.dtype != np.uint8 or lengths.sum() != text.size:
-            raise ValueError(f"{text.size} bytes of names are not the {lengths.sum()} of each")
-        return cls(text.tobytes(), lengths)
-
-
-def packed(names: Iterable[str]) -> tuple[bytes, np.ndarray]:
+def packed(names: Iterable[str]) -> Packed:
     """The names' bytes as in the file system, concatenated, and the length of each."""
     as_bytes = list(map(os.fsencode, names))
-    return b"".join(as_bytes), np.fromiter(map(len, as_bytes), np.uint16, len(as_bytes))
+    lengths = np.fromiter(map(len, as_bytes), np.uint16, len(as_bytes))
+    return np.frombuffer(b"".join(as_bytes), np.uint8), lengths

@@ -16,7 +16,7 @@ from hvdkit.data import shared_listing, source
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
-from hvdkit.data.readers.listing import Names
+from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 from hvdkit.data.scenes import MARKER
 from hvdkit.logs import join
@@ -41,14 +41,14 @@ class PicturePairs:
     def __init__(
         self,
         root: Path,
-        files: Sequence[Names],
+        files: Sequence[Packed],
         num_classes: int,
         *,
         table: np.ndarray | None = None,
         way_out: str = "map the values, or raise num_classes",
     ):
         self.root, self.num_classes = root, num_classes
-        self._images, self._labels = files
+        self._images, self._labels = (Names(*names) for names in files)
         self._table, self._way_out = table, way_out
         self._folder = os.fsencode(os.path.join(root, ""))
         names = str(root), self._images.digest(), self._labels.digest()
@@ -170,11 +170,11 @@ class ImageLabelFolder(PicturePairs):
         return source.digest([(files, 0), (MARKER, 0)]) if self.is_demo else files
 
 
-def _list(root: Path, split: str) -> tuple[Names, Names]:
+def _list(root: Path, split: str) -> tuple[Packed, Packed]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one that holds images/ and labels/")
     for name, content in (("images", "pictures"), ("labels", "label PNGs"), ("splits", "lists")):
         listing.check_folder(root / name, content)
     names = listing.read_names(root / "splits" / f"{split}.txt")
     images = listing.find(root / "images", names, IMAGE_SUFFIXES)
-    return Names.of(images), Names.of(listing.find(root / "labels", names, (".png",)))
+    return packed(images), packed(listing.find(root / "labels", names, (".png",)))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdkit.data import shared_listing
 from hvdkit.data.readers import listing
-from hvdkit.data.readers.listing import Names
+from hvdkit.data.readers.listing import Packed, packed
 from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 
@@ -45,7 +45,7 @@ class Voc(PicturePairs):
         )
 
 
-def _list(root: Path, split: str) -> tuple[str, Names, Names]:
+def _list(root: Path, split: str) -> tuple[str, Packed, Packed]:
     """The year's folder, pictures and labels."""
     if (root / "VOC2012").is_dir():
         root = root / "VOC2012"
@@ -58,12 +58,12 @@ def _list(root: Path, split: str) -> tuple[str, Names, Names]:
     names = listing.read_names(path)
     first = next(iter(names))
     if first.startswith("/") or len(first.split()) > 1:
-        return str(root), *map(Names.of, _pairs(root, path, names))
+        return str(root), *map(packed, _pairs(root, path, names))
     folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
     listing.check_folder(root / folder, "label PNGs")
     images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
     labels = listing.find(root / folder, names, (".png",))
-    return str(root), Names.of(images), Names.of(labels)
+    return str(root), packed(images), packed(labels)
 
 
 def _pairs(root: Path, path: Path, lines: dict[str, int]) -> tuple[list[str], list[str]]:
