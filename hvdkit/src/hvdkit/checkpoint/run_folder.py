@@ -31,13 +31,7 @@ _BOARD = "tensorboard"
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 
 
-def begin(
-    run_dir: Path,
-    found: Found | None,
-    config: Settings,
-    *,
-    evaluates_first: bool,
-) -> str:
+def begin(run_dir: Path, found: Found | None, config: Settings, *, evaluates_first: bool) -> str:
     """Prepares the folder for a run that resumes from `found`, or starts anew where it is None.
 
     For rank 0, right before the first step: a start that is refused must change nothing. A kill

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
+from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
@@ -52,7 +53,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
             size = sampler.micro_batches * sampler.local_micro_size
             flat = [t.numpy().reshape([size, *t.shape[2:]]) for t in tf.nest.flatten(batch)]
             found += [tf.nest.pack_sequence_as(batch, parts) for parts in zip(*flat)]
-    return found[:count], list(map(str, getattr(source, "class_names", None) or []))
+    return found[:count], classes.of(source)
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:

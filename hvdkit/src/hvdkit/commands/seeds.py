@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
         scores.append(value)
         print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)
-    print(
-        f"{name} of {own.count} seeds: mean {mean:.6g}, standard deviation {deviation:.3g},", end=""
-    )
-    print(f" 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}")
+    spread = f"standard deviation {deviation:.3g}"
+    spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"
+    print(f"{name} of {own.count} seeds: mean {mean:.6g}, {spread}")
     return DONE

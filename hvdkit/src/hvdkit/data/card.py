@@ -19,6 +19,7 @@ from hvdkit.data.source import Source
 from hvdkit.logs import join, printable
 from hvdkit.settings import Settings
 
+Card = Mapping[str, Any]
 _MOST_NAMES, _MOST_BYTES = 5_000_000, 2**31  # that are kept; of more, their number only
 
 
@@ -41,7 +42,7 @@ def made(
     }
 
 
-def keep_names(run_dir: Path, card: Mapping[str, Any], source: Source) -> None:
+def keep_names(run_dir: Path, card: Card, source: Source) -> None:
     """Writes the names of the training samples into a run's folder, where they have names."""
     file = _file(run_dir, card)
     names = getattr(source, "sample_names", None)
@@ -52,12 +53,7 @@ def keep_names(run_dir: Path, card: Mapping[str, Any], source: Source) -> None:
 
 
 def check(
-    checkpoint: Path,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    source: Source | None,
-    accepted: bool,
+    checkpoint: Path, before: Card, now: Card, *, source: Source | None, accepted: bool
 ) -> list[str]:
     """How the training data differ from those of a checkpoint, in words; [] where they do not.
 
@@ -76,9 +72,7 @@ def check(
     return [f"the training data changed: {what}"]
 
 
-def _changed(
-    old: list[bytes] | None, before: Mapping[str, Any], now: Mapping[str, Any], source: Source
-) -> str:
+def _changed(old: list[bytes] | None, before: Card, now: Card, source: Source) -> str:
     """What changed; `old`: the names of the samples of `before`, if they are known."""
     was, there = before["train"], now["train"]
     counts = f"{was['samples']:,} samples then, {there['samples']:,} now"
@@ -106,7 +100,7 @@ def _named(names: list[bytes]) -> str:
     return f" ({join([printable(os.fsdecode(name)) for name in names], 3)})" if names else ""
 
 
-def _file(run_dir: Path, card: Mapping[str, Any]) -> Path:
+def _file(run_dir: Path, card: Card) -> Path:
     # A source's fingerprint may be any text.
     name = hashlib.sha256(card["train"]["fingerprint"].encode()).hexdigest()[:16]
     return run_dir / f"samples-{name}.z"

@@ -62,7 +62,10 @@ def check(
     training split's classes, filled by the first split that is read; `values`: as --label_map.
     """
     try:
-        source = _opened(reader_of(layout), (root, split, classes), values)
+        source = reader_of(layout)(root, split, 0 if values else classes)
+        if isinstance(source, records.Records):
+            source.check_lengths()
+        source = relabelled(source, values, classes or IGNORE) if values else source
     except (ValueError, OSError) as error:
         tell(str(error))
         return Counts()
@@ -100,17 +103,6 @@ def check(
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
-
-
-def _opened(
-    reader: Callable[..., Source],
-    about: tuple[Path, str, int],
-    values: Mapping[int, int | None] | None,
-) -> Source:
-    source = reader(*about[:2], 0 if values else about[2])
-    if isinstance(source, records.Records):
-        source.check_lengths()
-    return relabelled(source, values, about[2] or IGNORE) if values else source
 
 
 class _Sample(NamedTuple):
@@ -262,15 +254,8 @@ def main(argv: list[str]) -> int:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             names = []
         try:
-            read = check(
-                args.data_dir,
-                split,
-                layout,
-                classes=args.num_classes,
-                tell=tell,
-                names=names,
-                values=values,
-            )
+            how = {"classes": args.num_classes, "tell": tell, "names": names, "values": values}
+            read = check(args.data_dir, split, layout, **how)
         except ValueError as error:
             parser.error(str(error))
         wrong = faults.count(split)

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.pipeline import EvaluationFeed, reason_of
-from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
-from hvdkit.ranks.world import World, say, unoptimized
+from hvdkit.ranks.world import say, unoptimized
 from hvdkit.settings import Settings
 from hvdkit.train import across, graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
@@ -40,21 +39,10 @@ class Evaluation(NamedTuple):
         return counts.astype(np.int64) if square else None
 
 
-class Context(Protocol):
-    """What an evaluation needs of a run."""
-
-    config: Settings
-    world: World
-    task: Task
-    val_source: Source
-    model: keras.Model
-    state: State
-
-
 class Evaluator:
-    """Runs evaluations, which share one traced step."""
+    """Runs evaluations of a hvdkit.run.context.RunContext, which share one traced step."""
 
-    def __init__(self, run: Context, feed: EvaluationFeed) -> None:
+    def __init__(self, run: Any, feed: EvaluationFeed) -> None:
         self._world, self._task = run.world, run.task
         self._source, self._feed = run.val_source, feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
@@ -278,11 +266,8 @@ def make_step(task: Task, model: keras.Model, spec: Any):
             sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         graph = tf.compat.v1.get_default_graph()
         graph_checks.check_collectives(graph, "the task, in evaluation,")
-        return (
-            outputs,
-            sums,
-            task_checks.per_sample(task, outputs, batch["targets"], taken=set(sums)),
-        )
+        rows = task_checks.per_sample(task, outputs, batch["targets"], taken=set(sums))
+        return outputs, sums, rows
 
     return eval_step
 

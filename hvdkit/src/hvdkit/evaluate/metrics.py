@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
+from hvdkit.data import classes
 from hvdkit.ranks.world import World
 
 _FINEST = 1074  # 2**-1074 is the smallest float64; all others are multiples of it
@@ -202,9 +203,9 @@ def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
     Among equal scores the class with the higher number comes first, as in scikit-learn's
     top_k_accuracy_score. A sample with a NaN score is no hit.
     """
-    classes = tf.range(scores.shape[-1], dtype=labels.dtype)
+    numbers = tf.range(scores.shape[-1], dtype=labels.dtype)
     own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]
-    before = (scores > own) | ((scores == own) & (classes > labels[:, None]))
+    before = (scores > own) | ((scores == own) & (numbers > labels[:, None]))
     places = tf.math.count_nonzero(before, axis=-1)
     return (places < k) & ~tf.reduce_any(tf.math.is_nan(scores), axis=-1)
 
@@ -223,7 +224,7 @@ def accuracy(confusion: np.ndarray) -> float:
 
 def class_names(source: Any, count: int) -> list[str]:
     """The data's class names, or the numbers of the classes if their count does not match."""
-    names = [str(name) for name in getattr(source, "class_names", None) or []]
+    names = classes.of(source)
     return names if len(names) == count else [str(number) for number in range(count)]
 
 

@@ -35,13 +35,7 @@ NUM_VOTES = 4
 _MIX = -7046029254386353131
 
 
-def votes(
-    *,
-    data_failed: bool = False,
-    stop_asked: bool = False,
-    failed_saves: int = 0,
-    replaced: int = 0,
-) -> tf.Tensor:
+def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
     own = [float(data_failed), float(stop_asked), failed_saves, replaced]
     return tf.constant(own, tf.float64)

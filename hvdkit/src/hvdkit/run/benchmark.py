@@ -60,10 +60,8 @@ class Benchmark:
             )
             return
         self._warm_up = self._ends[0] - first_step
-        with (
-            run.world.fail_together("counting the model's operations"),
-            task_checks.user_code_errors("the model"),
-        ):
+        what = "counting the model's operations"
+        with run.world.fail_together(what), task_checks.user_code_errors("the model"):
             self._flops = count_operations(run.context, run.feed.spec) if run.world.is_chief else {}
 
     def due(self, step: int) -> bool:
@@ -111,15 +109,14 @@ class Benchmark:
         alone = [own["seconds_of_reduction"] for own in everyone]
         reduced = None if None in alone else float(np.mean(alone))
         shares = {n: float(np.mean([o[n] for o in everyone])) for n in ("input", "bookkeeping")}
+        trained = self._run.model.trainable_variables
         return {
             "task": config.task,
             "model": self._run.model.name,
             "ranks": size,
             "device": everyone[0]["device"],
             "precision": config.precision,
-            "trained_parameters": sum(
-                v.shape.num_elements() for v in self._run.model.trainable_variables
-            ),
+            "trained_parameters": sum(v.shape.num_elements() for v in trained),
             "global_batch_size": config.global_batch_size,
             "warm_up_steps": self._warm_up,
             "windows": speed.WINDOWS,
@@ -147,15 +144,11 @@ class Benchmark:
         return dict(zip(names, (done, *known, done / known[0])))
 
 
-def reduction_alone(
-    run: RunContext, train_step: tf.types.experimental.PolymorphicFunction
-) -> float | None:
+def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     """Seconds (a median) of the sum of all gradients over ranks with nothing else running.
 
-    It sums zeros in the gradients' shapes, grouped, compressed and carried as in a step, where a
-    part of this is hidden behind the backward pass. Every rank must call it.
-
-    Returns: None with one rank, and where gradients are sparse: the data decide their sizes.
+    It sums zeros in the gradients' shapes, grouped, compressed and carried as in the traced step.
+    Every rank must call it. None with one rank, and where gradients are sparse, of any size.
     """
     config, model = run.config, run.model
     graph = train_step.get_concrete_function().graph
@@ -170,11 +163,9 @@ def reduction_alone(
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         if virtual:
-            device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
-            sums = [
-                hvd.allreduce(part, op=hvd.Sum, name=op.name, device_dense=device)
-                for op, part in zip(virtual, zeros)
-            ]
+            how = {"device_dense": "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""}
+            named = zip(virtual, zeros)
+            sums = [hvd.allreduce(x, op=hvd.Sum, name=op.name, **how) for op, x in named]
         else:
             sums = reduction.rank_sums(zeros, config, model.trainable_variables)
         # One number of each: reading their sum waits for all of them.

@@ -54,10 +54,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     """
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
-    with (
-        world.fail_together("preparing the data"),
-        task_checks.user_code_errors("preparing the data"),
-    ):
+    what = "preparing the data"
+    with world.fail_together(what), task_checks.user_code_errors(what):
         if run_folder.data_away(config):
             raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
         task = tasks.load(config)

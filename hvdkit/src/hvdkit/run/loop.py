@@ -49,12 +49,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        given: Settings,
-        world: World,
-        *,
-        stop_signal: StopSignal,
-        back: GoBack | None = None,
+        self, given: Settings, world: World, *, stop_signal: StopSignal, back: GoBack | None = None
     ) -> None:
         """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
         self.given, self.world = given, world
@@ -103,12 +98,8 @@ class Run:
                 settings.virtual_ranks,
                 int(self.state.passed_over),
             )
-            self.sync = batch_norm.make_sync(
-                self.model,
-                settings.bn_sync,
-                weight=self.sampler.weight,
-                virtual_ranks=settings.virtual_ranks,
-            )
+            how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
+            self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
         workers = world_lib.data_workers(world, settings)
         self.feed = TrainingFeed(
             context.train_source,
@@ -123,9 +114,8 @@ class Run:
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
             share = {"rank": world.rank, "size": world.size, "workers": workers}
-            val_feed = EvaluationFeed(
-                modes.scored(context), reader, settings.eval_batch_size, **share
-            )
+            scored = modes.scored(context)
+            val_feed = EvaluationFeed(scored, reader, settings.eval_batch_size, **share)
         self.evaluator = Evaluator(context, val_feed)
 
     # ---- the step ---------------------------------------------------------------------------

@@ -72,10 +72,8 @@ def actions_of_task(context: RunContext) -> list[Action]:
     make = tasks.optional(context.task, "actions")
     if not make:
         return []
-    with (
-        context.world.fail_together("making the task's actions"),
-        task_checks.user_code_errors("actions"),
-    ):
+    what = "making the task's actions"
+    with context.world.fail_together(what), task_checks.user_code_errors("actions"):
         seen = dataclasses.replace(context, config=tasks.settings_of(context.task, context.config))
         return [Own(context.world, action) for action in task_checks.actions(make(seen))]
 

@@ -65,11 +65,9 @@ class Settings(
         """The settings with steps for what was given in epochs of `samples` training samples."""
         given = {n: v for n, v in vars(self).items() if isinstance(v, fields.Epochs)}
         batch = self.global_batch_size
-        steps = {name: str(v.steps(samples, batch)) for name, v in given.items()}
-        known = fields.of(self)
-        return dataclasses.replace(
-            self, **{name: fields.value(known[name], v) for name, v in steps.items()}
-        )
+        steps, known = {n: str(v.steps(samples, batch)) for n, v in given.items()}, fields.of(self)
+        checked = {name: fields.value(known[name], v) for name, v in steps.items()}
+        return dataclasses.replace(self, **checked)
 
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""

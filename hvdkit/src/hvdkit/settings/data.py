@@ -147,14 +147,10 @@ class DataSettings(Room):
         if not self.colour_range:
             return None
         what = "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged"
-        return tuple(
-            numbers(
-                self,
-                "colour_range",
-                what,
-                fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1,
-            )
+        found = numbers(
+            self, "colour_range", what, fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1
         )
+        return tuple(found)
 
     def notes(self) -> list[str]:
         both = f"--train_split and --val_split are both {self.train_split}"

@@ -133,10 +133,8 @@ def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
         if flag.name in _BATCH:
             chosen = flag.name
             if both.setdefault(flag.file, flag.name) != flag.name:
-                raise flag.error(
-                    "--global_batch_size and --batch_per_rank both say how large a batch is: "
-                    "leave one out"
-                )
+                names = " and ".join(f"--{name}" for name in _BATCH)
+                raise flag.error(f"{names} both say how large a batch is: leave one out")
     return _BATCH[0] if chosen == _BATCH[1] and batch_per_rank else _BATCH[1]
 
 
