@@ -60,8 +60,7 @@ MASK = np.repeat([[0, 255, 255, 7]], 4, 0).astype(np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"),
-    [("255:1,7:ignore", [0, 1, 1, 255]), ("255:ignore,7:1", [0, 255, 255, 1])],
+    ("flag", "expected"), [("255:1,7:ignore", [0, 1, 1, 255]), ("255:ignore,7:1", [0, 255, 255, 1])]
 )
 def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(tmp_path: Path, flag, expected):
     readers.write_pairs(tmp_path, {"a": (readers.noise(0, 4, 4), MASK)}, "train", "val")

@@ -18,10 +18,7 @@ def of(loss, decode=None, base=Small):
 
 
 def by_label(function, **how):
-    return lambda task, out, targets: (
-        found := function(targets, out, **how),
-        tf.ones_like(found),
-    )
+    return lambda task, out, targets: (found := function(targets, out, **how), tf.ones_like(found))
 
 
 OfProbabilities = of(by_label(keras.losses.sparse_categorical_crossentropy))

@@ -213,9 +213,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     require(fine, "a label must be an 8-bit grey or a palette PNG", path)
     data = fit(data)
     label = tf.cond(
-        is_palette,
-        lambda: _decode_palette(data, depth),
-        lambda: tf.io.decode_png(data, channels=1),
+        is_palette, lambda: _decode_palette(data, depth), lambda: tf.io.decode_png(data, channels=1)
     )
     return _upright(tf.ensure_shape(label, [None, None, 1]), data)
 
