@@ -11,7 +11,7 @@ import keras
 import small_models as models
 import tensorflow as tf
 from keras import layers
-from keras.src.applications import densenet, efficientnet_v2
+from keras.src.applications import efficientnet_v2
 from small_models import IDS, Block, Called, Cell, Net, Step, between, bn, dense, of_ids, weight
 
 EQUAL = "the same weights on 1 and 2 ranks"
@@ -58,7 +58,6 @@ def named_halves(x, key):
 
 
 # Of keras.applications, with fewer blocks than the models that have names.
-APPLICATION = {"weights": None, "input_shape": (32, 32, 3), "classes": 3}
 # Shifts that the next batch norm takes away again: they move by rounding alone.
 ZERO_GRADIENT = (
     *(f"block{i}a_project_bn/beta" for i in range(3, 7)),
@@ -99,9 +98,6 @@ KINDS = {
     ),
     "inputs a dict": Kind(
         lambda: models.two_inputs(lambda a, b: {"left": a, "right": b}), inputs=named_halves
-    ),
-    "inputs a dict, model of a list": Kind(
-        lambda: models.two_inputs(lambda a, b: [a, b]), inputs=named_halves
     ),
     "inputs a dict, subclassed": Kind(
         lambda: Called(
@@ -150,7 +146,6 @@ KINDS = {
         still=("unused",),
     ),
     "frozen model inside": Kind(models.frozen_inside, still=("fixed",)),
-    "low-rank adaptation": Kind(models.adapts_low_rank, still=("base/kernel",)),
     "regularizers": Kind(models.regularized, settings=MICRO),
     "losses added by the model": Kind(
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2)),
@@ -174,9 +169,6 @@ KINDS = {
         ids,
     ),
     # Layers of Keras
-    "convolution over time": Kind(
-        lambda: between(layers.Conv1D(4, 3, activation="tanh"), bn(), shape=(5, 3)), (5, 3)
-    ),
     "convolution of volumes": Kind(
         lambda: between(layers.Conv3D(4, 2, activation="tanh"), bn(), shape=(3, 3, 3, 2)),
         (3, 3, 3, 2),
@@ -192,9 +184,6 @@ KINDS = {
         ),
         (5, 5, 3),
     ),
-    "dense over time": Kind(
-        lambda: between(layers.TimeDistributed(dense()), shape=(5, 3)), (5, 3), settings=MICRO
-    ),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),
@@ -203,9 +192,6 @@ KINDS = {
             layers.SimpleRNN(3, return_sequences=True), layers.GRU(3), bn(), shape=(5, 3)
         ),
         (5, 3),
-    ),
-    "recurrent both ways": Kind(
-        lambda: between(layers.Bidirectional(layers.LSTM(3)), shape=(5, 3)), (5, 3), settings=MICRO
     ),
     "attention": Kind(models.transformer, (4, 4), still=("key/bias",), settings=MICRO),
     "layer norms": Kind(
@@ -217,20 +203,11 @@ KINDS = {
             layers.UnitNormalization(),
         )
     ),
-    "group norm": Kind(
-        lambda: between(layers.Conv2D(4, 2), layers.GroupNormalization(2), shape=(5, 5, 3)),
-        (5, 5, 3),
-    ),
     "spectral norm": Kind(
         lambda: between(layers.SpectralNormalization(dense()), bn()), settings=MICRO
     ),
     "dropout by sample": Kind(
         models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}, settings=MICRO
-    ),
-    "DenseNet": Kind(
-        lambda: densenet.DenseNet([1, 1, 1, 1], **APPLICATION),
-        (32, 32, 3),
-        settings={"num_steps": 1},
     ),
     "EfficientNetV2": Kind(
         lambda: efficientnet_v2.EfficientNetV2(
@@ -241,7 +218,9 @@ KINDS = {
             drop_connect_rate=0.0,
             include_preprocessing=False,
             name="efficientnetv2-b0",
-            **APPLICATION,
+            weights=None,
+            input_shape=(32, 32, 3),
+            classes=3,
         ),
         (32, 32, 3),
         still=ZERO_GRADIENT,

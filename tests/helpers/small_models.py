@@ -173,13 +173,6 @@ def frozen_inside():
     return functional(inner, dense(), bn(), layers.Dense(2), shape=(6,))
 
 
-def adapts_low_rank():
-    layer = layers.Dense(4, name="base")
-    model = functional(layer, dense(), layers.Dense(2), shape=(6,))
-    layer.enable_lora(2)
-    return model
-
-
 def loaded():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.keras"

@@ -24,8 +24,8 @@ from hvdkit.settings import Settings, project
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _LOGS = ("metrics.jsonl", "gradients.jsonl", BAD_SAMPLES)
-# A start that made no step leaves these too, and no run that is worth keeping.
-_STARTS = ("starts.jsonl", "trackers.json")
+# A start that made no step leaves this too, and no run that is worth keeping.
+_STARTS = ("starts.jsonl",)
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")
 _BOARD = "tensorboard"
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)

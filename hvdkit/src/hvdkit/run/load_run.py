@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -101,17 +101,10 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     return run, path
 
 
-class Trained(NamedTuple):
-    """A task, its model with a checkpoint's weights, that checkpoint, what outputs mean."""
-
-    task: Task
-    model: keras.Model
-    path: Path
-    decode: Decode
-
-
-def model_of(config: Settings, which: str, averaged: bool) -> Trained:
-    """What was trained, on this rank; opens data only where the task has no `decode`.
+def model_of(
+    config: Settings, which: str, averaged: bool
+) -> tuple[Task, keras.Model, Path, Decode]:
+    """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
 
     Raises ValueError: there is no such checkpoint, it is damaged, or it does not fit the model;
     nothing says what the model's outputs mean.
@@ -137,7 +130,7 @@ def model_of(config: Settings, which: str, averaged: bool) -> Trained:
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
     warm_start.load(model, path, skip_mismatched=False, averages=averaged)
     warm_start.load_held(Held(task, model), path)
-    return Trained(task, model, path, decode)
+    return task, model, path, decode
 
 
 def chosen(folder: Path, which: str) -> Path:
