@@ -48,11 +48,8 @@ class Saver:
         elif self._thread:
             self._thread.join(_AFTER_FAILURE)
             if self._thread.is_alive():
-                say(
-                    self._world,
-                    f"note: the checkpoint of step {self._step} was still being written when the "
-                    "run ended: a rerun resumes from the one before it",
-                )
+                late = f"the checkpoint of step {self._step} was still being written when the run"
+                say(self._world, f"note: {late} ended: a rerun resumes from the one before it")
 
     def save(self, step: int, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
@@ -140,8 +137,7 @@ class Saver:
         there = ", ".join(path.name for path in files.candidates(folder)) or "none"
         free = "Free some space, or use another --run_dir"
         self.error = f"{self._why(error)}. Kept in {folder}: {there}. {free}"
-        note = f"note: the checkpoint of step {self._step} was not written: {self.error}"
-        say(self._world, note)
+        say(self._world, f"note: the checkpoint of step {self._step} was not written: {self.error}")
 
     def _why(self, error: Exception) -> str:
         if isinstance(error, OSError):

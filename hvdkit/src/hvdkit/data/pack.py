@@ -285,8 +285,6 @@ def _main(argv: list[str]) -> int:
         parser.exit(2, f"\n{logs.printable(error)}\n")
     packed = records.Records(args.out, name)
     ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
-    print(
-        f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, read back "
-        "and found the same"
-    )
+    what = f"{len(source)} samples, labels below {packed.num_classes}{ignored}"
+    print(f"{folder}: {what}, read back and found the same")
     return 0

@@ -148,9 +148,8 @@ class Evaluator:
             for name in ("weight" + loss.removeprefix("loss") for loss in _losses(sums)):
                 if not sums[name]:
                     of = f" ({name.removeprefix('weight/')})" if "/" in name else ""
-                    raise ValueError(
-                        f"all weights of the validation set{of} are 0: nothing to score"
-                    )
+                    why = f"all weights of the validation set{of} are 0: nothing to score"
+                    raise ValueError(why)
             figures = self._figures(sums | rows)
             with task_checks.user_code_errors("notes"):
                 notes = task_checks.notes(self._notes(sums)) if self._notes else []

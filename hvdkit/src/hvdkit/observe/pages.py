@@ -127,10 +127,8 @@ def picture(file: Path, caption: str) -> str:
         return ""
     data = base64.b64encode(whole_files.read(file, whole_files.TABLE_BYTES)).decode()
     alt = escaped(caption)
-    return (
-        f"<figure><figcaption>{alt}</figcaption>"
-        f'<img alt="{alt}" src="data:image/png;base64,{data}"></figure>'
-    )
+    image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+    return f"<figure><figcaption>{alt}</figcaption>{image}</figure>"
 
 
 def write(file: Path, text: str) -> None:

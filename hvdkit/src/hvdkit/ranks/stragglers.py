@@ -91,9 +91,6 @@ def _middle(values: Sequence[float] | np.ndarray) -> float:
 
 
 def _spread(values: np.ndarray) -> Mapping[str, float]:
-    return {
-        "least": round(float(values.min()), 6),
-        "median": round(_middle(values), 6),
-        "most": round(float(values.max()), 6),
-        "slowest_rank": int(values.argmax()),
-    }
+    found = {"least": values.min(), "median": _middle(values), "most": values.max()}
+    rounded = {name: round(float(value), 6) for name, value in found.items()}
+    return rounded | {"slowest_rank": int(values.argmax())}

@@ -49,9 +49,8 @@ class BadSamples:
             everyone = self._world.gather_objects([list(one) for one in own], "bad_samples.add")
             found = sorted(Replaced(*one) for theirs in everyone for one in theirs)
             self._why |= {one.sample: one.why for one in found}
-            say(
-                self._world, f"note: step {step}: {len(found)} bad samples replaced: {found[0].why}"
-            )
+            what = f"{len(found)} bad samples replaced: {found[0].why}"
+            say(self._world, f"note: step {step}: {what}")
             try:
                 if self._world.is_chief:
                     with whole_files.opened(self._file, append=True) as file:

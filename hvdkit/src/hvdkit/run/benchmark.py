@@ -53,11 +53,9 @@ class Benchmark:
         self._ends = speed.window_ends(first_step, num_steps)
         self._clocks: list[_Clocks] = []
         if not self._ends:
-            say(
-                run.world,
-                f"note: --benchmark measures no speed in {num_steps - first_step} step(s): "
-                f"{speed.WINDOWS} windows need --num_steps={speed.FEWEST + first_step} or more",
-            )
+            few = f"note: --benchmark measures no speed in {num_steps - first_step} step(s)"
+            more = f"--num_steps={speed.FEWEST + first_step} or more"
+            say(run.world, f"{few}: {speed.WINDOWS} windows need {more}")
             return
         self._warm_up = self._ends[0] - first_step
         what = "counting the model's operations"

@@ -121,11 +121,8 @@ class DryRun:
         memory = self._run.world.gather_numbers(list(map(float, peak_bytes())), "dry_run.memory")
         on_host, on_gpu = (_size(most) for most in memory.max(0))
         gpu = f", {on_gpu} on its GPU" if memory[:, 1].any() else ""
-        say(
-            self._run.world,
-            f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s; the "
-            f"rank with most used {on_host} of memory{gpu}",
-        )
+        took = f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s"
+        say(self._run.world, f"{took}; the rank with most used {on_host} of memory{gpu}")
         return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
 
 

@@ -80,13 +80,9 @@ class FindLr:
         lines = {"loss": (self._rates, self._losses)}
         if all(map(math.isfinite, self._losses)):
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
-        drawn = pages.curves(
-            "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else ""),
-            lines,
-            xlabel="learning rate",
-            log_x=True,
-            marks=list(found or []),
-        )
+        title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
+        how = {"xlabel": "learning rate", "log_x": True, "marks": list(found or [])}
+        drawn = pages.curves(title, lines, **how)
         pages.write(self._page, pages.page("Learning rate", [pages.cards([drawn])]))
 
 

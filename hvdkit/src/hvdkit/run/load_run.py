@@ -39,17 +39,11 @@ def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
     made = logs.parser(about)
     made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
-    made.add_argument(
-        "--checkpoint",
-        default="best",
-        help="best (highest score), last, a step, or the path of a checkpoint",
-    )
-    made.add_argument(
-        "--ema",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the averaged weights, if the run has them (--ema_decay), as its scores do",
-    )
+    which = "best (highest score), last, a step, or the path of a checkpoint"
+    made.add_argument("--checkpoint", default="best", help=which)
+    why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
+    on_or_off = argparse.BooleanOptionalAction
+    made.add_argument("--ema", action=on_or_off, default=True, help=why)
     return made
 
 

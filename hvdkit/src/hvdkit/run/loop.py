@@ -88,29 +88,16 @@ class Run:
         """This rank's share of the data, and the evaluation."""
         context, settings, world = self.context, self.settings, self.world
         with world.fail_together("sharing out the data"):
-            self.sampler = Sampler(
-                len(context.train_source),
-                settings.global_batch_size,
-                settings.accumulation_steps,
-                settings.seed,
-                world.rank,
-                world.size,
-                settings.virtual_ranks,
-                int(self.state.passed_over),
-            )
+            batch = settings.global_batch_size, settings.accumulation_steps, settings.seed
+            share = world.rank, world.size, settings.virtual_ranks, int(self.state.passed_over)
+            self.sampler = Sampler(len(context.train_source), *batch, *share)
             how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
             self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
         workers = world_lib.data_workers(world, settings)
-        self.feed = TrainingFeed(
-            context.train_source,
-            self.sampler,
-            train_reader(context),
-            first_step=self.start.step,
-            num_steps=settings.num_steps,
-            workers=workers,
-            device=world_lib.gpu(),
-            replaces=settings.most_bad_samples(len(context.train_source)) > 0,
-        )
+        how = {"first_step": self.start.step, "num_steps": settings.num_steps, "workers": workers}
+        how["replaces"] = settings.most_bad_samples(len(context.train_source)) > 0
+        parts = context.train_source, self.sampler, train_reader(context)
+        self.feed = TrainingFeed(*parts, device=world_lib.gpu(), **how)
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
             share = {"rank": world.rank, "size": world.size, "workers": workers}

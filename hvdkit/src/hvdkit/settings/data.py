@@ -192,9 +192,5 @@ class EvaluationSettings(Room):
         """Factors on a picture's size at which it is evaluated."""
         # A scale of 8 takes 64 times the pixels.
         what = "different numbers above 0, 8 at most, with commas between them: 0.5,1,1.5"
-        return numbers(
-            self,
-            "eval_scales",
-            what,
-            fits=lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s),
-        )
+        fits = lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s)  # noqa: E731
+        return numbers(self, "eval_scales", what, fits=fits)

@@ -47,14 +47,9 @@ class Cityscapes(PicturePairs):
     def __init__(self, root: Path, split: str, _: int = 0):
         root = Path(root)
         files = shared_listing.found(("cityscapes", str(root), split), lambda: _list(root, split))
-        super().__init__(
-            root,
-            files,
-            NUM_CLASSES,
-            table=train_ids(),
-            way_out=f"these files hold ids 0..{LAST_ID}; take the original labelIds (a 255 in "
-            "them says that they were made train ids already)",
-        )
+        way_out = f"these files hold ids 0..{LAST_ID}; take the original labelIds (a 255 in them "
+        way_out += "says that they were made train ids already)"
+        super().__init__(root, files, NUM_CLASSES, table=train_ids(), way_out=way_out)
 
 
 def train_ids() -> np.ndarray:

@@ -114,12 +114,8 @@ class Records:
         read, both CRC32C of the record checked, no Python. See `check_lengths` for what crashes it.
         """
         shard, offset, length = tf.unstack(self._places[index])
-        records = tf.raw_ops.TFRecordDatasetV2(
-            filenames=[self._files[shard]],
-            compression_type="",
-            buffer_size=length + FRAMING,
-            byte_offsets=[offset],
-        )
+        how = {"compression_type": "", "buffer_size": length + FRAMING, "byte_offsets": [offset]}
+        records = tf.raw_ops.TFRecordDatasetV2(filenames=[self._files[shard]], **how)
         one = {"output_types": [tf.string], "output_shapes": [[]]}
         first = tf.raw_ops.TakeDataset(input_dataset=records, count=1, **one)
         record = tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]

@@ -37,12 +37,9 @@ class Voc(PicturePairs):
     class_names = CLASS_NAMES
 
     def __init__(self, root: Path, split: str, _: int = 0):
-        year, *files = shared_listing.found(
-            ("voc", str(root), split), lambda: _list(Path(root), split)
-        )
-        super().__init__(
-            Path(year), files, NUM_CLASSES, way_out="take VOC's own label PNG, not a changed one"
-        )
+        key, way_out = ("voc", str(root), split), "take VOC's own label PNG, not a changed one"
+        year, *files = shared_listing.found(key, lambda: _list(Path(root), split))
+        super().__init__(Path(year), files, NUM_CLASSES, way_out=way_out)
 
 
 def _list(root: Path, split: str) -> tuple[str, Packed, Packed]:
