@@ -80,20 +80,11 @@ VALUES: dict[str, list[str]] = {
     "benchmark": ["", "--benchmark"],
 }
 
-LEFT_OUT = {
-    "data_dir": "names files: test_open.py",
-    "data_format": "names files: test_open.py",
-    "train_split": "names files: test_open.py",
-    "val_split": "names files: test_open.py",
-    "max_pixels": "of files: test_files.py",
-    "max_bad_samples": "of files: checks_data.py",
-    "accept_changed_data": "of files: checks_data.py",
-    "run_dir": "every run here has one of its own",
-    "dry_run": "keeps nothing: test_modes.py",
-    "find_lr": "keeps nothing: test_modes.py",
-    "backbone_weights": "names a file: test_backbone.py",
-    "backbone_preprocessing": "of such a file: test_backbone.py",
-}
+# Of files: test_open.py, test_files.py, checks_data.py, test_backbone.py; of kinds of runs that keep
+# nothing: test_modes.py; and each run here has a folder of its own.
+LEFT_OUT = ("data_dir", "data_format", "train_split", "val_split", "max_pixels", "max_bad_samples")
+LEFT_OUT += ("accept_changed_data", "run_dir", "dry_run", "find_lr", "backbone_weights")
+LEFT_OUT += ("backbone_preprocessing",)
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
 ALONE = """

@@ -86,24 +86,17 @@ def test_products_of_layers(name):
     assert speed.forward_flops(model, tf.TensorSpec(X)) == 2 * products
 
 
-def test_attention():
+def test_attention_and_functions_are_counted_and_loops_are_not():
     x = keras.Input((16, 8))
     model = keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x))
     projections, scores = 4 * 16 * 8 * 8, 2 * 2 * 16 * 16 * 4
     assert speed.forward_flops(model, tf.TensorSpec([3, 16, 8])) == 2 * 3 * (projections + scores)
-
-
-def test_a_function_that_is_called_twice_counts_twice():
     product = tf.function(lambda x: x @ x)
-    traced = tf.function(lambda x: product(x) + product(x))
-    graph = traced.get_concrete_function(tf.TensorSpec([7, 7])).graph
+    twice = tf.function(lambda x: product(x) + product(x))
+    graph = twice.get_concrete_function(tf.TensorSpec([7, 7])).graph
     assert speed.graph_flops(graph) == 2 * 2 * 7**3
-
-
-def test_a_loop_is_not_counted():
-    model = keras.Sequential([keras.Input((16, 8)), layers.LSTM(4)])
     with pytest.raises(speed.NotCounted, match="While"):
-        speed.forward_flops(model, tf.TensorSpec([3, 16, 8]))
+        speed.forward_flops(keras.Model(x, layers.LSTM(4)(x)), tf.TensorSpec([3, 16, 8]))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +105,6 @@ def test_a_loop_is_not_counted():
         ("NVIDIA A100-SXM4-80GB", "float32", (156e12, "TF32")),
         ("NVIDIA A100-PCIE-40GB", "bfloat16", (312e12, "bfloat16")),
         ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
-        ("NVIDIA H100 PCIe", "float32", (378e12, "TF32")),
         ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
         ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
@@ -122,11 +114,8 @@ def test_a_loop_is_not_counted():
         ("CPU", "float32", None),
     ],
 )
-def test_peaks_of_devices(device, precision, expected):
+def test_peaks_of_devices(device, precision, expected, monkeypatch):
     assert speed.peak(device, precision) == expected
-
-
-def test_without_tf32_the_peak_is_that_of_float32(monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert speed.peak("NVIDIA A100-SXM4-80GB", "float32") == (19.5e12, "float32")
 

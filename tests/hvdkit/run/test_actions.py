@@ -36,17 +36,16 @@ def test_moving_statistics_are_brought_together_as_often_as_asked(settings, step
     assert done == [1]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, [10]), (4, [4, 8, 10]), (5, [5, 10])])
-def test_an_evaluation_comes_every_so_often_and_at_the_end(every, steps):
-    settings = config(eval_every=every)
-    assert [step for step in range(1, 11) if evaluation_due(settings, step)] == steps
-
-
-@pytest.mark.parametrize(("every", "steps"), [(0, [4, 8, 10]), (3, [3, 4, 6, 8, 9, 10])])
-def test_a_checkpoint_comes_as_often_as_asked_and_with_each_evaluation(every, steps):
-    context = SimpleNamespace(config=config(eval_every=4, checkpoint_every=every))
+@pytest.mark.parametrize(
+    ("score", "save", "scored", "saved"),
+    [(0, 0, [10], [10]), (5, 0, [5, 10], [5, 10]), (4, 3, [4, 8, 10], [3, 4, 6, 8, 9, 10])],
+)
+def test_evaluations_and_checkpoints_come_as_asked_and_at_the_end(score, save, scored, saved):
+    settings = config(eval_every=score, checkpoint_every=save)
+    assert [step for step in range(1, 11) if evaluation_due(settings, step)] == scored
+    context = SimpleNamespace(config=settings)
     run = SimpleNamespace(context=context, saver=None, sync=None, telemetry=None)
-    assert due(Save(run, None)) == steps
+    assert due(Save(run, None)) == saved  # one with each evaluation
 
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():

@@ -136,11 +136,8 @@ def suggested(tmp_path_factory):
     return found
 
 
-def test_any_number_of_ranks_suggests_the_same(suggested):
+def test_any_number_of_ranks_suggests_the_same_of_rates_that_rise_by_one_factor(suggested):
     assert suggested[1] == suggested[2] and 1e-5 < suggested[1] < 5
-
-
-def test_rates_rise_by_one_factor(suggested):
     rows = re.findall(r"^\s*(\d\.\d\de[-+]\d\d)  ", suggested["1 output"], re.M)
     rates = [float(row) for row in rows]
     assert rates[0] == 1e-7 and rates == sorted(rates) and len(rates) > 8
