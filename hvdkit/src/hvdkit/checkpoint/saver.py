@@ -23,11 +23,8 @@ _AFTER_FAILURE = 5.0  # seconds to wait for a save when the run ends by an error
 class Saver:
     """The saves of one run; every rank makes one, and rank 0's writes.
 
-    For `with`: leaving it waits for the save that is being written.
-
-    Attributes:
-      failed: saves in a row that are known to have failed; on rank 0.
-      error: why the last save failed; None where it did not.
+    Leaving its `with` waits for the save that is being written. `failed`: saves in a row that are
+    known to have failed, on rank 0; `error`: why the last one did, or None.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:

@@ -4,10 +4,9 @@ Every draw comes from a key (int32 [2], of seed and position in the run): equal 
 samples on any machine, in any thread and order. A sample has an "image", uint8 [H, W, 3]; if it was
 read from a file, it also has the "file", and only the crop is decoded.
 
-For segmentation: `training_pair` and `evaluation_pair`. The "label" is uint8 [H, W, 1]; it is
-resized to the nearest pixel, never interpolated. For classification: `shifted`, `random_resized`
-and `centred`, uint8 [size, size, 3], a quarter of the bytes of floats; a model's first layer scales
-them (hvdkit/train/preprocessing.py).
+For segmentation: `training_pair` and `evaluation_pair`; the "label" is uint8 [H, W, 1]. For
+classification: `shifted`, `random_resized` and `centred`, uint8 [size, size, 3]; a model's first
+layer scales them (hvdkit/train/preprocessing.py).
 """
 
 import dataclasses
@@ -79,8 +78,7 @@ def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf
 def _drawn(shape: tf.Tensor, draws: tf.Tensor, how: Augmentation) -> Cut:
     """The part of an image (shape int32 [2]) that fills the output at a random scale.
 
-    Cutting before scaling gives the same pixels as scaling first, at a cost that depends on the
-    output's size, not on the image's.
+    Cut before it is scaled, at a cost that does not depend on the image's size.
     """
     low, high = how.scale
     scale = low * (high / low) ** draws[0]
@@ -175,8 +173,7 @@ def random_part(shape: tf.Tensor, draws: tf.Tensor, smallest: float) -> tf.Tenso
     """The first of ten random parts that fits into an image, or else its middle.
 
     The area is uniform from `smallest` to 1 of the image's, the logarithm of the ratio is uniform.
-    If the part would cross an edge, both are drawn again. The middle is the whole image, cut to
-    3/4 or 4/3 if it is narrower or wider. This is the rule of torchvision's
+    The middle is the whole image, cut to 3/4 or 4/3 if it is narrower or wider. So torchvision's
     RandomResizedCrop; fb.resnet.torch, whose augmentation Goyal et al. 2017 use, draws the ratio
     uniformly and falls back to the middle square.
 

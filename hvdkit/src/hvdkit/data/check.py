@@ -1,13 +1,8 @@
 """Reads all of a data set and lists what is wrong with it.
 
-    hvdkit check --data_dir=VOCdevkit/VOC2012 --data_format=voc
-    hvdkit check --data_dir=datasets/voc                             a packed one
-
-Every sample goes through the reader that training uses. Its label must be a class, and a label
-picture must have the size of its picture. Each fault is one line that names the file. Then it
-prints how often each class occurs and how large the pictures are; for the training split, if it has
-no faults, also --class_weights that balance the classes. Exit code 0: all is well; 1: faults found;
-2: wrong flags.
+Every sample goes through the reader that training uses. Each fault is a line that names the file;
+then come sizes, how often each class occurs, and --class_weights that balance the classes. Exit
+code 0: all is well; 1: faults found; 2: wrong flags.
 """
 
 import argparse

@@ -1,12 +1,8 @@
 """Packs a data set into a few large files (TFRecord shards), which records.py reads.
 
-    hvdkit pack --from=voc --root=VOCdevkit/VOC2012 --split=train --out=datasets/voc
-    python train.py --data_format=records --data_dir=datasets/voc ...
-
 Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
-files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers.
-With --short_side=256, larger pictures are scaled down once, here: another data set, faster to read.
-If packing is killed, the next pack of that split into OUT removes the leftovers.
+files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers. With
+--short_side larger pictures are scaled down once, here: another data set, faster to read.
 """
 
 import argparse

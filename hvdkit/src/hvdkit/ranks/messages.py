@@ -33,8 +33,7 @@ _LEAST_PATIENCE = 60.0  # seconds
 class Heartbeat:
     """When this rank last finished a message, a step or a batch of evaluation.
 
-    Attributes:
-      parts: how often this rank was done with its own part of a step, before it waits for others.
+    `parts`: how often it was done with its own part of a step, before it waits for others.
     """
 
     parts = 0

@@ -1,10 +1,9 @@
 """Names the rank that hangs, and its host, when ranks wait for each other in vain.
 
-Horovod's message is the same, that it was shut down, whether another rank has ended, was stopped
-or hangs elsewhere. So each rank has a thread that reports where its main thread is, and the ranks
-that are left ask all others. They also ask while the run goes on: each rank its neighbour, because
-MPI waits for a stopped process for ever; and rank 0 all others when nothing moves, because Horovod
-0.28.1's own check did not end a run over Gloo.
+Horovod says that it was shut down, whether another rank has ended, was stopped or hangs elsewhere.
+So each rank has a thread that reports where its main thread is, and the ranks that are left ask all
+others. While the run goes on each rank asks its neighbour, because MPI waits for a stopped process
+for ever; and rank 0 all others when nothing moves, as Horovod 0.28.1's own check ended no run.
 
 A rank listens on loopback where all ranks share a host, else on the run's network. Who connects
 gets a nonce, and an answer only to a question that is signed (HMAC-SHA256) with the run's key.

@@ -1,7 +1,4 @@
-"""From the command line to `Settings`, and back to a flagfile.
-
-`--flagfile=FILE` reads flags from a file (one a line, `#` starts a comment), later flags win. The
-resolved settings are written to RUN_DIR/config.cfg, a flagfile, so that a run can be run again.
+"""From the command line to `Settings`, and back to a flagfile, RUN_DIR/config.cfg.
 
 Paths in flagfiles and defaults are relative to the project (the folder with train.py), whatever
 folder the run is started in; paths on the command line are relative to the working folder.
