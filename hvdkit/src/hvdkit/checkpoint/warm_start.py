@@ -60,11 +60,9 @@ def load(
         elif there[name].shape != tuple(variable.shape):
             faults[name] = f"{list(there[name].shape)} there, {list(variable.shape)} here"
     if len(faults) == len(pairs) or (faults and not skip_mismatched):
-        way_out = (
-            "--init_skip_mismatched leaves such variables as they are made"
-            if len(faults) < len(pairs)
-            else "it is of another model altogether"
-        )
+        way_out = "--init_skip_mismatched leaves such variables as they are made"
+        if len(faults) == len(pairs):
+            way_out = "it is of another model altogether"
         raise ValueError(
             f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
             f"{_listed(faults)}. {way_out}"

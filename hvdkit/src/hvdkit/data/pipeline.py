@@ -125,12 +125,10 @@ class TrainingFeed:
             return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
         read = as_written(self._reader.read)
-        return (
-            samples.map(read, num_parallel_calls=self._workers, deterministic=True)
-            .batch(order.micro_batches * order.local_micro_size, drop_remainder=True)
-            .map(fold)
-            .with_options(_on_own_threads(self._workers))
-        )
+        examples = samples.map(read, num_parallel_calls=self._workers, deterministic=True)
+        size = order.micro_batches * order.local_micro_size
+        batches = examples.batch(size, drop_remainder=True).map(fold)
+        return batches.with_options(_on_own_threads(self._workers))
 
     def _open(self) -> None:
         batches, parts = self._read(self._samples(self._step)), tf.nest.flatten(self.spec)
@@ -241,13 +239,10 @@ class EvaluationFeed:
     def _batches(self, first: int) -> tf.data.Dataset:
         """This rank's batches from number `first` on."""
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
-        return (
-            tf.data.Dataset.from_tensor_slices(ids)
-            .map(as_written(self.reader.read), self._workers)
-            .batch(self.batch_size)
-            .prefetch(2)
-            .with_options(_on_own_threads(self._workers))
-        )
+        samples = tf.data.Dataset.from_tensor_slices(ids)
+        examples = samples.map(as_written(self.reader.read), self._workers)
+        batches = examples.batch(self.batch_size).prefetch(2)
+        return batches.with_options(_on_own_threads(self._workers))
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read; tries a disk again."""

@@ -53,11 +53,10 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     everyone = world.gather_alike(own | dict(others or {}), "agreement.settings")
     for name, first in everyone[0].items():
         if ranks := [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]:
-            raise Stop(
-                WRONG_USE,
-                f"--{name} is {everyone[ranks[0]][name]} on rank {join(ranks)}, {first} on rank 0: "
-                "give every rank the same flags and flagfiles",
+            differ = (
+                f"--{name} is {everyone[ranks[0]][name]} on rank {join(ranks)}, {first} on rank 0"
             )
+            raise Stop(WRONG_USE, f"{differ}: give every rank the same flags and flagfiles")
 
 
 def check_optimizer(world: World, own: Mapping[str, str]) -> None:
@@ -65,11 +64,9 @@ def check_optimizer(world: World, own: Mapping[str, str]) -> None:
     everyone, ranks = world.compare(dict(own), "agreement.optimizer")
     if ranks:
         different = fingerprints.differences(everyone[0], everyone[ranks[0]])
-        raise Stop(
-            WRONG_USE,
-            f"the task's optimizer differs on rank {join(ranks)} from rank 0's in "
-            f"{join(different, 3)}: make it from the settings alone, the same on every rank",
-        )
+        differs = f"the task's optimizer differs on rank {join(ranks)} from rank 0's in"
+        way_out = "make it from the settings alone, the same on every rank"
+        raise Stop(WRONG_USE, f"{differs} {join(different, 3)}: {way_out}")
 
 
 def fingerprint(world: World, config: Settings) -> dict[str, str]:
@@ -88,11 +85,9 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
         if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
             raise Stop(WRONG_USE, f"{what}: install the same packages on all hosts")
         if config.virtual_ranks:
-            raise Stop(
-                WRONG_USE,
-                f"--virtual_ranks needs ranks that compute alike, and {what}: use hosts of one "
-                "kind, set up alike, or leave out --virtual_ranks",
-            )
+            why = f"--virtual_ranks needs ranks that compute alike, and {what}"
+            way_out = "use hosts of one kind, set up alike, or leave out --virtual_ranks"
+            raise Stop(WRONG_USE, f"{why}: {way_out}")
         say(world, f"note: {what}")
     return fingerprints.of_all(everyone)
 
@@ -113,11 +108,9 @@ def check_code(world: World) -> None:
         names = sorted({*first, *theirs})
         different = [name for name in names if theirs and theirs.get(name) != first.get(name)]
         if different:
-            raise Stop(
-                WRONG_USE,
-                f"{join(different, 3)} on {host} (rank {rank}) differ from rank 0's: copy the same "
-                "code to all hosts, or keep it on a disk that they share",
-            )
+            what = f"{join(different, 3)} on {host} (rank {rank}) differ from rank 0's"
+            way_out = "copy the same code to all hosts, or keep it on a disk that they share"
+            raise Stop(WRONG_USE, f"{what}: {way_out}")
 
 
 def check_gradients(

@@ -32,11 +32,8 @@ def prove(carrier: messages.Carrier, rank: int, size: int, *, secret: bytes) -> 
     key = hmac.digest(secret, b"".join(nonce.tobytes() for nonce in nonces), "sha256")
     signed = np.frombuffer(sign(key, rank), np.uint8)
     everyone = carrier.gather(signed, size) if size > 1 else [signed]
-    strangers = [
-        other
-        for other, theirs in enumerate(everyone)
-        if not hmac.compare_digest(theirs.tobytes(), sign(key, other))
-    ]
+    true = [hmac.compare_digest(x.tobytes(), sign(key, n)) for n, x in enumerate(everyone)]
+    strangers = [other for other, is_true in enumerate(true) if not is_true]
     if strangers:
         if rank == min(set(range(size)) - set(strangers)):
             complain(

@@ -184,11 +184,9 @@ def connect(knobs: Mapping[str, str] | None = None, limit: int = 0) -> World:
     started, variable = launched_ranks()
     if not any(name in os.environ for name in LAUNCHED):
         if started > 1:
-            raise Stop(
-                WRONG_USE,
-                f"srun started {started} tasks that know nothing of each other: use srun "
-                "--mpi=pmix (srun --mpi=list names what there is)",
-            )
+            alone = f"srun started {started} tasks that know nothing of each other"
+            way_out = "use srun --mpi=pmix (srun --mpi=list names what there is)"
+            raise Stop(WRONG_USE, f"{alone}: {way_out}")
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     elif messages.in_mpi_world():

@@ -75,12 +75,9 @@ class Health:
         heartbeat.enter_step()
         self._saver.look()
         self._fault = self._found_fault()
-        return agreement.votes(
-            data_failed=self._fault is not None,
-            stop_asked=self.stop_signal.asked,
-            failed_saves=self._saver.failed,
-            replaced=len(self._feed.replaced_at()),
-        )
+        own = {"data_failed": self._fault is not None, "stop_asked": self.stop_signal.asked}
+        own |= {"failed_saves": self._saver.failed, "replaced": len(self._feed.replaced_at())}
+        return agreement.votes(**own)
 
     def _found_fault(self) -> Ending | None:
         if error := self._feed.error:

@@ -1,5 +1,6 @@
 """`hvdkit.main`: from the command line to the exit code, on every rank."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -36,11 +37,8 @@ def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int
         return with_ranks(settings, work)
 
     try:
-        app.run(
-            whole,
-            list(argv),
-            flags_parser=lambda words: settings_lib.from_command_line(words, kind),
-        )
+        parser = functools.partial(settings_lib.from_command_line, kind=kind)
+        app.run(whole, list(argv), flags_parser=parser)
     except SystemExit as end:
         return end.code or DONE
 

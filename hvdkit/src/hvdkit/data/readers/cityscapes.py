@@ -64,12 +64,9 @@ def _list(root: Path, split: str) -> tuple[Packed, Packed]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the one with leftImg8bit/ and gtFine/")
     if split not in SPLITS:
-        why = (
-            "labels of test were never published (its files hold regions to ignore), so it can "
-            "neither train nor score"
-            if split == "test"
-            else f"there is no split {split!r}"
-        )
+        why = f"there is no split {split!r}"
+        if split == "test":
+            why = "labels of test were never published, so it can neither train nor score"
         raise ValueError(f"Cityscapes, {root}: {why}; choose one of {', '.join(SPLITS)}")
     kind = "gtCoarse" if split == "train_extra" else "gtFine"
     ending = f"_{kind}_labelIds.png"
