@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import tensorflow as tf
@@ -245,11 +244,6 @@ class Names:
         """Many names at once, which is faster than one by one."""
         text, starts = self._text.numpy(), self._starts.numpy()
         return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
-
-    def shared(self, other: Self) -> int:
-        """How many names both have; neither has a name twice."""
-        few, many = sorted((self, other), key=len)
-        return len(set(few).intersection(many))
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
         """`names[index]` in a graph: string scalar from int64 scalar; only this name is copied."""
