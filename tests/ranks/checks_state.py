@@ -301,7 +301,7 @@ class Keeping(Whole):
 
 
 def check_state_combines_as_one_process_has_it(world):
-    """Resumed once; virtual ranks weigh shares alike."""
+    """Resumed once on real ranks; virtual ones weigh shares alike."""
     virtual = {"virtual_ranks": 3, "global_batch_size": 12}
     for layer in (Keeps, Moco, Codebook, Quantized):
         for name, more in (("real", {}), ("virtual", virtual)):
@@ -310,7 +310,8 @@ def check_state_combines_as_one_process_has_it(world):
             task = type("Task", (Keeping,), {"sources": data, "layer": layer})
             run_dir = str(folder(world) / f"{name}-{layer.__name__}")
             how = WHOLE | {"seed": 1, "run_dir": run_dir} | more
-            fit(world, task, num_steps=2, **how)
+            if name == "real":
+                fit(world, task, num_steps=2, **how)
             ended = fit(world, task, num_steps=3, **how)
             keras.utils.set_random_seed(1)
             model = task(None).build_model()
