@@ -14,7 +14,7 @@ from hosts import ENVIRONMENT, ROOT, Hosts, run
 from terminal import CTRL_C, Terminal
 
 from hvdkit.commands import supervise
-from ranks import TINY_FLAGS
+from ranks import PROJECT, TINY_FLAGS
 
 SUPERVISE = [sys.executable, "-m", "hvdkit", "supervise"]
 FAST = [*SUPERVISE, "--pause", "0"]
@@ -113,6 +113,8 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["true"], "unrecognized arguments: true"),
         (["--crash", "3", "--", "true"], "unrecognized arguments: --crash 3"),
         (["--max-np", "many", "--", "true"], "invalid int value: 'many'"),
+        (["--pause", "-1", "--", "true"], "--pause: seconds, 0 or more"),
+        (["--", "python", f"{PROJECT}/train.py", "--resume=never"], "begin anew at each start"),
         (["--hostfile", "x", "--hosts-from", "y", "--", "true"], "choose one"),
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
         (["--hostfile", "{tmp}/hosts", "--", "true"], "is no host: a host is letters"),
@@ -132,6 +134,26 @@ def test_a_command_that_prints_no_host_is_named(command: str, code: int):
     said = f"no host from '{command}', which ended with exit code {code}"
     assert ended.code == 76 and f"waiting for hosts: {said}\n" in ended.output, ended.output
     assert f"error: {said} for 2 s; start the job again" in ended.output
+
+
+@pytest.mark.parametrize("ends", [[], ["--stop-ends"]])
+def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_job(
+    tmp_path: Path, ends: list[str]
+):
+    """The command prints a warning the second time, and another host from the third on."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o755)
+    count = f"echo >> {tmp_path}/asked; n=$(wc -l < {tmp_path}/asked); echo node1:1; "
+    asked = f'{count} [ $n = 2 ] && echo "-bash: warning"; [ $n -lt 3 ] || echo node2:1'
+    saves = (
+        f'echo start; test -e {tmp_path}/done && exit; touch {tmp_path}/done; trap "exit 75" USR1; '
+    )
+    words = [*FAST, *ends, "--rejoin", "0.2", "--hosts-from", asked, "--", "bash", "-c"]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = run([*words, saves + "while :; do sleep 0.1; done"], 30, env=path)
+    assert ended.code == 0 and ended.output.splitlines().count("start") == 2, ended.output
+    assert "hosts are not asked: '-bash: warning' of" in ended.output, ended.output
+    assert "node2 answers: starting again on all hosts" in ended.output, ended.output
 
 
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 
 from hvdkit import settings as settings_lib
 from hvdkit.commands import start
+from hvdkit.data import arrangement
 from hvdkit.data.open import open_sources
 from hvdkit.settings import project
 from ranks import PROJECT
@@ -106,6 +108,7 @@ CAT = "archive/cat/IMG_0002."
         ("classes", 1, {"archive/x.JPG": f"{CAT}JPG"}, "what its 20 pictures are: class folders"),
         ("classes", 1, {f"{CAT}webp": f"{CAT}JPG"}, "0002.webp .* must be PNG or JPEG"),
         ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is neither(.|\n)*1 fault"),
+        ("classes", 1, {f"{CAT[:-1]}_mask.JPG": "archive/dog/IMG_0001.JPG"}, "looks like the mask"),
     ],
 )
 def test_what_cannot_be_told_is_refused_and_leaves_nothing(
@@ -125,3 +128,50 @@ def test_what_cannot_be_told_is_refused_and_leaves_nothing(
     assert re.search(words, printed.out + printed.err), printed
     assert printed.err.count("error: ") == 1 and "Traceback" not in printed.err
     assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("my*")]
+
+
+def held_back(names: list[str]) -> dict[str, int]:
+    """By class how many of these CLASS/NAME are kept to score; no group is in both splits."""
+    items = [
+        arrangement.Item("", name.split("/")[1], Path(name), name.split("/")[0]) for name in names
+    ]
+    found, _ = arrangement.with_splits(items)
+    return dict(Counter(item.label for item in found if item.split == "val"))
+
+
+@pytest.mark.parametrize(
+    ("names", "held"),
+    [
+        ([f"{c}/{n:03}" for c, k in {"cat": 100, "rare": 8}.items() for n in range(k)], (20, 1)),
+        ([f"all/s{g}_{n}" for g in range(5) for n in range(60 if g == 3 else 1)], (4,)),
+        ([f"{c}/n02{c}5_{n}" for c in "123456" for n in range(10)], (2,) * 6),
+    ],
+)
+def test_of_each_class_a_fifth_is_held_back(names: list[str], held: tuple[int, ...]):
+    """Same names in classes are no groups; a large group is trained on; a group that is a class."""
+    assert tuple(held_back(names).values()) == held
+
+
+def test_too_few_pictures_are_refused():
+    with pytest.raises(ValueError, match="2 pictures are too few"):
+        held_back(["cat/1", "dog/1"])
+
+
+def test_values_that_one_split_alone_calls_white_are_classes_of_the_other(fork, tmp_path, capfd):
+    write(tmp_path / "set", "above")
+    for name, high in (("train", 1), ("valid", 255)):
+        for mask in (tmp_path / "set" / name / "masks").glob("*"):
+            pixels = np.full((40, 48), high, np.uint8)
+            pixels[0], pixels[1] = 0, 255
+            Image.fromarray(pixels).save(mask)
+    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes"]) == 2
+    assert "fault(s), listed above" in capfd.readouterr().err
+
+
+def test_a_folder_of_the_project_itself_stays_as_it_is(fork):
+    pets = fork / "datasets" / "pets"
+    write(pets, "classes")
+    before = sorted(pets.rglob("*"))
+    assert start.main(["hvdkit start", str(pets), "--yes"]) == 0
+    assert sorted(pets.rglob("*")) == before and (fork / "datasets/pets-links").is_dir()
+    assert start.main(["hvdkit start", str(fork / "datasets"), "--yes"]) == 2

@@ -61,8 +61,9 @@ def _understood(root: Path, links: Path) -> _Data:
     faults: list[str] = []
     how = {"classes": 0, "tell": faults.append, "names": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
-    values = {IGNORE: 1} if faults and all("--label_map=255:1" in fault for fault in faults) else {}
-    if values:  # masks of 0 and 255
+    white = faults and all("--label_map=255:1" in fault for fault in faults)
+    values = {IGNORE: 1} if white and check.without_foreground(train.of + val.of) else {}
+    if values:  # masks of 0 and 255, in both splits
         faults.clear()
         how |= {"values": values}
         train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
@@ -73,9 +74,12 @@ def _understood(root: Path, links: Path) -> _Data:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
     if (task := _TASKS[train.kind]) not in tasks.available():
         raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
-    used = np.flatnonzero((train.of + val.of)[:IGNORE]).tolist()
-    if layout == "folders" and (len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1]):
-        seen = logs.join(np.flatnonzero(train.of + val.of), 8)
+    of = train.of + val.of
+    used = np.flatnonzero(of[:IGNORE]).tolist()
+    blurred = len(used) > 20 and of[1:IGNORE].sum() < of[IGNORE]  # what resizing leaves at edges
+    odd = len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1] or blurred
+    if layout == "folders" and odd:
+        seen = logs.join(np.flatnonzero(of), 8)
         raise ValueError(
             f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
             f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
@@ -124,14 +128,16 @@ def start(root: Path, name: str, *, ask: bool) -> str:
     """
     here, flagfile = project.folder(), f"--flagfile=configs/{name}.cfg"
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
+    links = links.with_name(f"{name}-links") if links == root else links
     sheet = here / "runs" / f"{name}-sheet.png"
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the one with the pictures")
-    if there := [path for path in (cfg, links) if path.exists() and path != root]:
+    if links.is_relative_to(root):
+        raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
+    if there := [path for path in (cfg, links) if path.exists()]:
         raise ValueError(f"{there[0]} exists: give another --name, or remove it")
     with contextlib.ExitStack() as undone:
-        if links != root:
-            undone.callback(shutil.rmtree, links, ignore_errors=True)
+        undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links)
         print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
         print(_QUESTION * ask, end="", flush=True)

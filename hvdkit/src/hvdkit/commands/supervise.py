@@ -77,6 +77,8 @@ class Supervisor:
         self._options, self._command = options, command
         self._told, self._starting, self._child, self._died = 0, False, None, None
         given = of_command(command)
+        if given and given.resume == "never":
+            refuse("--resume=never would begin anew at each start: leave it out, or start it once")
         self._folder = Path(given.run_dir).absolute() if given else None
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
         self._restarts = self._crashes = self._tries = 0  # since the newest step
@@ -101,7 +103,8 @@ class Supervisor:
             self._ended = time.monotonic()
             what, then = next(row for codes, *row in RULES if code in codes or not codes)
             self._count(then, self._ended - begun)
-            if self._told or (self._options.stop_ends and then == _STOPPED):
+            ends = self._options.stop_ends and not self._rejoins
+            if self._told or (ends and then == _STOPPED):
                 return self._after_stop(code)
             if then == _ENDS:
                 return self._end(code)
@@ -166,7 +169,12 @@ class Supervisor:
         """Until they answer; writes those to start on into LAUNCH_HOSTFILE."""
         options, said = self._options, ""
         while True:
-            listed, lack = self._listed()
+            try:
+                listed, lack = self._listed()
+            except ValueError as error:
+                if not self._used:  # it may be the command's mistake
+                    refuse(str(error))
+                listed, lack = {}, str(error)
             there = self._answering(listed)
             missing = ", ".join(name for name in listed if name not in there)
             waited = time.monotonic() - self._ended
@@ -188,20 +196,28 @@ class Supervisor:
 
     def _rejoin(self) -> None:
         """Where hosts answer that the run lacks, it saves, and starts again on all."""
-        there = self._capped(self._answering(self._listed()[0]))
+        try:
+            there = self._capped(self._answering(self._listed()[0]))
+        except ValueError as error:
+            _say(f"hosts are not asked: {error}")
+            return
         if sum(there.values()) > sum(self._used.values()) and not (self._told or self._rejoins):
             _say(f"{', '.join(there.keys() - self._used)} answers: starting again on all hosts")
             self._rejoins = True
             self._child.send_signal(signal.SIGUSR1)
 
     def _listed(self) -> tuple[dict[str, int], str]:
-        """Ranks by host, and why there is none."""
+        """Ranks by host, and why there is none; ValueError for a line that is no host."""
         command, found = self._options.hosts_from, {}
-        asked = subprocess.run(["bash", "-c", command], check=False, **_READ)
+        try:
+            asked = subprocess.run(["bash", "-c", command], check=False, timeout=30, **_READ)
+        except subprocess.TimeoutExpired:
+            return {}, f"no host from '{command}' within 30 s"
         lines = (line.partition("#")[0].strip() for line in asked.stdout.splitlines())
         for line in filter(None, lines):
             if not (host := _HOST.fullmatch(line)):  # it becomes a word of ssh's command line
-                refuse(f"'{line}' is no host: a host is letters, digits, . _ and -, not - first")
+                rule = "a host is letters, digits, . _ and -, not - first"
+                raise ValueError(f"'{line}' of '{command}' is no host: {rule}")
             found.setdefault(host[1], int(host[2] or host[3] or 1))
         if found and not asked.returncode:
             return found, ""
@@ -222,8 +238,9 @@ class Supervisor:
     # ---- what follows an end ------------------------------------------------------------------
 
     def _count(self, then: str, seconds: float) -> None:
-        """Without a run's folder, a start that lasted a minute counts as a new step."""
-        newest = newest_step(self._folder) if self._folder else self._newest + (seconds >= 60)
+        """Without a run's folder, a minute that does not end in a crash counts as a new step."""
+        lasted = seconds >= 60 and then != _CRASH
+        newest = newest_step(self._folder) if self._folder else self._newest + lasted
         if newest > self._newest:
             self._newest, self._since = newest, time.monotonic()
             self._restarts = self._crashes = self._tries = 0
@@ -300,6 +317,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--ended", type=Path, help="keep the final exit code here; a later start returns it")
     add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
     options = parser.parse_args(words)
+    if options.pause < 0:
+        parser.error("--pause: seconds, 0 or more")
     if options.hostfile and options.hosts_from:
         parser.error("--hostfile and --hosts-from: choose one")
     if options.hostfile:

@@ -24,6 +24,7 @@ _WORDS = {**_SPLITS, "image": _IMAGE, "mask": _MASK}
 _ROLE = {word: role for role, words in _WORDS.items() for word in words.split()}
 _KINDS = "|".join(f"{_IMAGE} {_MASK}".split())
 _AFFIX = re.compile(rf"^({_KINDS})[_\-. ]|[_\-. ]({_KINDS}|l)$", re.I)
+_OF_MASK = re.compile(rf"[_\-. ]({'|'.join(_MASK.split())})$", re.I)
 _LEAST_GROUPS = 5
 _Found = dict[tuple[str, ...], Path]  # by split, folders, name
 
@@ -61,6 +62,13 @@ def recognized(root: Path) -> list[Item]:
         )
     if masks and pictures:
         return _pairs(root, pictures, masks)
+    for key, path in pictures.items():
+        of = pictures.get((*key[:-1], _OF_MASK.sub("", key[-1])), path)
+        if of != path:
+            raise ValueError(
+                f"{path} looks like the mask of {of}: put all masks into a folder masks/ beside a "
+                "folder images/, with a folder of each class in both or in none"
+            )
     pictures = {k: path for k, path in pictures.items() if k[0] != "test" or len(k) > 2}
     folders = [key[1:-1] for key in pictures]
     above = 1 + len([*takewhile(lambda names: len({*names}) == 1, zip(*folders))])
@@ -107,7 +115,7 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
     """All with split "train" or "val", and how that came about; ValueError for other splits.
 
     Where there are no splits a fifth of each class is held back: whole groups where names have
-    them, else by a hash of names, the same on every machine.
+    them and a class has several, else by a hash of names, the same on every machine.
     """
     there = {item.split for item in items}
     if "train" in there and (val := "val" if "val" in there else "test") in there:
@@ -116,23 +124,44 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
     if len(there) > 1:
         raise ValueError(f"pictures lie in {sorted(there)}, not in train and val: rename folders")
     groups = [_group(item) for item in items]
-    grouped = _LEAST_GROUPS <= len({*groups}) < len(items)
-    units, seen, found = defaultdict(list), Counter(), []
+    grouped = _LEAST_GROUPS <= len({*groups} - {""}) < len(items)
+    of_label, units = defaultdict(set), defaultdict(list)
     for item, group in zip(items, groups):
-        units[group if grouped else f"{item.label}/{item.name}"].append(item)
-    for key in sorted(units, key=lambda key: hashlib.sha256(os.fsencode(key)).digest()):
-        label = units[key][0].label
-        split = "val" if seen[label] % 5 == 1 else "train"
-        found += [item._replace(split=split) for item in units[key]]
-        seen[label] += 1
-    how = f"whole groups as {groups[0]}" if grouped else "a hash of names"
-    return found, f"scored on a fifth that is held back, by {how}"
+        of_label[item.label].add(group)
+    for item, group in zip(items, groups):
+        whole = grouped and group and len(of_label[item.label]) > 1
+        units[group if whole else f"{item.label}/{item.name}"].append(item)
+    held = _held_back([units[k] for k in sorted(units, key=_digest)])
+    if not held:
+        raise ValueError(f"{len(items)} pictures are too few to hold any back to score: add more")
+    names = {item.picture for item in held}
+    found = [i._replace(split="val" if i.picture in names else "train") for i in items]
+    how = f"whole groups as {next(filter(None, groups))}" if grouped else "a hash of names"
+    return found, f"scored on {len(held):,} of {len(items):,} that are held back, by {how}"
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(os.fsencode(name)).digest()
+
+
+def _held_back(units: list[list[Item]]) -> list[Item]:
+    """Of each class a fifth of its pictures or nearly so, and its smallest unit at least."""
+    counts, held = Counter(item.label for unit in units for item in unit), defaultdict(list)
+    for unit in units:
+        label = unit[0].label
+        if len(held[label]) + len(unit) <= counts[label] // 5:
+            held[label] += unit
+    for label in counts:
+        own = [unit for unit in units if unit[0].label == label]
+        if not held[label] and len(own) > 1:
+            held[label] = min(own, key=len)
+    return [item for some in held.values() for item in some]
 
 
 def _group(item: Item) -> str:
-    """A name up to its first number where another follows: patient01 of patient01_03."""
+    """A name up to its first number where another follows, patient01 of patient01_03; or ""."""
     found = re.match(r"([^\d]*\d[^_\-. ]*)[_\-. ].*\d", item.name.split("/")[-1])
-    return found[1] if found else item.name
+    return found[1] if found else ""
 
 
 def link(items: list[Item], folder: Path) -> None:

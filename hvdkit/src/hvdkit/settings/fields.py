@@ -231,6 +231,8 @@ def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     """The flag under its own name and with a value; `switches`: whether each flag needs none."""
     name, value = flag.name, flag.value
     if name == "epochs" and name not in switches and value:
+        if not re.fullmatch(r"[\d.]+", value):
+            raise flag.error(f"--epochs={value}: give a number of epochs, as --epochs=30 or 0.5")
         name, value = "num_steps", f"{value}epochs"
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):
