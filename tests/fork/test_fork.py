@@ -104,11 +104,7 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
             assert (page.parent / target).exists(), f"{page}: {target}"
     for page in (p for p in fork.rglob("*") if p.suffix in (".md", ".sh", ".yaml", ".cfg")):
         for flagfile in re.findall(r"flagfile=(configs/\w+\.cfg)", page.read_text()):
-            made = (
-                "configs/tumours.cfg",
-                "configs/pets.cfg",
-                "configs/mine.cfg",
-            )  # by who reads the page
+            made = ("configs/tumours.cfg", "configs/pets.cfg", "configs/mine.cfg")  # by who reads
             assert (fork / flagfile).exists() or flagfile in made, page
     dockerfile = (fork / "Dockerfile").read_text()
     (folder,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)

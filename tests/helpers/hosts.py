@@ -60,17 +60,9 @@ class Ended:
 def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Ended:
     """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
     start = time.monotonic()
-    process = subprocess.Popen(
-        list(map(str, words)),
-        env=os.environ | ENVIRONMENT | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        **how,
-    )
+    how |= {"env": os.environ | ENVIRONMENT | (env or {}), "stdin": subprocess.DEVNULL}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    process = subprocess.Popen(list(map(str, words)), text=True, errors="replace", **how)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -102,13 +94,10 @@ class Host:
             exec env --ignore-environment /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
         """
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc"]
-        self._outer = subprocess.Popen(
-            ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        words = ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script]
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        how |= {"stdin": subprocess.PIPE, "start_new_session": True}
+        self._outer = subprocess.Popen(words, **how)
         self.pid = _only_child(self._outer.pid)
         self._connect(f"port{number}")
         self._outer.stdin.write(b"\n")

@@ -54,12 +54,9 @@ class Varied(Small):
         return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(y), name="varied")
 
     def loss(self, outputs, targets):
-        return losses.cross_entropy(
-            outputs,
-            targets,
-            smoothing=self.config.label_smoothing,
-            class_weights=self.config.class_weight_list,
-        )
+        config = self.config
+        how = {"smoothing": config.label_smoothing, "class_weights": config.class_weight_list}
+        return losses.cross_entropy(outputs, targets, **how)
 
 
 class Sweep:

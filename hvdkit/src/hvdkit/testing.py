@@ -84,14 +84,9 @@ def launch(
     }[backend]
     words = [*prefix, sys.executable, *map(str, command)]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            words,
-            cwd=project.folder(),
-            env=os.environ | ENVIRONMENT | (env or {}),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        how = {"cwd": project.folder(), "env": os.environ | ENVIRONMENT | (env or {})}
+        how |= {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(words, **how)
         try:
             code = _wait(process, timeout, kill_when)
         except subprocess.TimeoutExpired:

@@ -42,13 +42,8 @@ class Busy:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_examples_at_once_as_there_are_workers(workers: int):
     busy = Busy()
-    feed = TrainingFeed(
-        SOURCE,
-        Sampler(40, 20, 1, 1, 0, 1),
-        reader(SOURCE, busy, True),
-        num_steps=2,
-        workers=workers,
-    )
+    made = reader(SOURCE, busy, keyed=True)
+    feed = TrainingFeed(SOURCE, Sampler(40, 20, 1, 1, 0, 1), made, num_steps=2, workers=workers)
     feed.next()
     assert busy.most == workers
     # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
@@ -173,17 +168,9 @@ class TornAndBusy(Torn):
 def batches_of(source: Torn, steps: range, size: int) -> tuple[list[list[int]], list]:
     """Ids that `size` ranks get at each step, in the batch's order, and what they replaced."""
     made = reader(source, lambda sample, key: sample, keyed=True)
-    feeds = [
-        TrainingFeed(
-            source,
-            Sampler(50, 12, 1, 1, rank, size),
-            made,
-            first_step=steps.start,
-            num_steps=steps.stop,
-            replaces=True,
-        )
-        for rank in range(size)
-    ]
+    how = {"first_step": steps.start, "num_steps": steps.stop, "replaces": True}
+    orders = [Sampler(50, 12, 1, 1, rank, size) for rank in range(size)]
+    feeds = [TrainingFeed(source, order, made, **how) for order in orders]
     found = [[int(x) for feed in feeds for x in feed.next()["x"][0]] for _ in steps]
     assert [feed.error for feed in feeds] == [None] * size
     return found, sorted(one for feed in feeds for one in feed.replaced)

@@ -220,7 +220,8 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
     for node in itertools.chain(graph.node, *inner):
         if node.op.startswith("Horovod"):
             name = node.attr["tensor_name"].s.decode() or node.name
-            shapes = [str(tf.TensorShape(s)) for s in node.attr["_output_shapes"].list.shape]
+            sizes = [[d.size for d in s.dim] for s in node.attr["_output_shapes"].list.shape]
+            shapes = [str(own).replace("-1", "?") for own in sizes]
             kind = node.attr["T"].type or 0
             dtype = tf.as_dtype(kind).name if kind else ""
             yield f"{name} ({node.op.removeprefix('Horovod')}, {dtype} {' '.join(shapes)})"
