@@ -69,7 +69,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         with task_checks.user_code_errors("build_model"):
             model = task.build_model()
         train_reader = task_checks.reader(task, train_source, training=True)
-        example = task_checks.read_example(train_reader, train_source, training=True)
+        bad = config.most_bad_samples(len(train_source))
+        example = task_checks.read_example(train_reader, train_source, training=True, bad=bad)
         task_checks.build(model, example)
         if preprocessing.leaves_unscaled(model, example["inputs"]):
             say(

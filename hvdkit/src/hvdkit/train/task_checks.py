@@ -89,16 +89,24 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     return made
 
 
-def read_example(made: pipeline.Reader, source: Source, training: bool) -> Example:
-    """The source's first sample as an example, its tensors with a batch dimension of 1."""
+def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: int = 0) -> Example:
+    """The source's first sample as an example, its tensors with a batch dimension of 1.
+
+    `bad`: how many samples may be passed over because they cannot be read.
+    """
     name = "training_example" if training else "evaluation_example"
-    with user_code_errors(name), unoptimized():
-        try:
-            example = made.read(tf.constant(0, tf.int64), *[tf.zeros([2], tf.int32)] * training)
-            if made.parts >= {"file", "image"}:
-                check_file(source.read(tf.constant(0, tf.int64)))
-        except tf.errors.OpError as error:
-            raise ValueError(source.explain(0) or pipeline.reason_of(error)) from None
+    last = min(bad, len(source) - 1)
+    for number in range(last + 1):
+        place = tf.constant(number, tf.int64)
+        with user_code_errors(name), unoptimized():
+            try:
+                example = made.read(place, *[tf.zeros([2], tf.int32)] * training)
+                if made.parts >= {"file", "image"}:
+                    check_file(source.read(place))
+                break
+            except tf.errors.OpError as error:
+                if number == last:
+                    raise ValueError(source.explain(number) or pipeline.reason_of(error)) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
