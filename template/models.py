@@ -4,8 +4,6 @@ Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/tra
 hvdkit.models has networks of papers.
 """
 
-from __future__ import annotations
-
 import keras
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import scaled, wide

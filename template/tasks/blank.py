@@ -8,8 +8,6 @@ train 20 steps. hvdkit.train.task (in vendor/hvdkit/src) says what every functio
 and which others a task may have: an optimizer, a schedule, actions after a step.
 """
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Image classification: one class for a picture. By default handwritten digits."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import keras

@@ -1,7 +1,5 @@
 """Semantic segmentation: a class for every pixel. Data: folders of image and label pictures."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 A step's batch is the whole training set, so that the reference needs no order of samples.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import horovod.tensorflow as hvd

@@ -1,7 +1,5 @@
 """Run on real ranks by test_small_runs.py: state beside the gradient, against plain Keras."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

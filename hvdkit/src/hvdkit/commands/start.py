@@ -8,8 +8,6 @@ runs/NAME-sheet.png, samples as the model gets them; and, unless readers take th
 datasets/NAME with links to its files. The folder stays as it is. It asks one question.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -4,8 +4,6 @@ RULES says what follows each exit code. Restarts are counted by progress: the ne
 run's folder, which COMMAND's own flags name. Imports no TensorFlow.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -7,8 +7,6 @@ def loss(self, outputs, targets):       # [n, d]: this rank's n samples
     return losses, tf.ones_like(losses)  # of this rank's n samples, as ever
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar

@@ -8,8 +8,6 @@ With `SyncBatchNormalization` every rank normalizes with the global batch's stat
 N ranks compute what one would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import horovod.tensorflow as hvd

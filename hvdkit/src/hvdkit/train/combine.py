@@ -13,8 +13,6 @@ Declared by a layer or its class, `combines = "sum"`, or by its variables' names
 `combines` is a dict of layer classes and of names, with wildcards, as a checkpoint has them.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Random draws in training: by rank, by virtual rank (`Seeds`) or by sample (`SampleDropout`)."""
 
-from __future__ import annotations
-
 import zlib
 
 import horovod.tensorflow as hvd

@@ -7,8 +7,6 @@ XLA compiles what is done to each gradient into one loop over memory; TensorFlow
 would make a dozen passes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf

@@ -7,8 +7,6 @@ sum(own rows * their part of that gradient) more, whose gradient by the weights 
 losses through its rows (GradCache: Gao et al. 2021, arXiv:2101.06983).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

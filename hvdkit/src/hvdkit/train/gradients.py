@@ -1,7 +1,5 @@
 """From a loss to the gradients every rank applies: accumulate, unscale, L2, clip; loss scale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

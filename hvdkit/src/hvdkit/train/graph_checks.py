@@ -1,7 +1,5 @@
 """Checks of traced functions: what would silently break a promise of the run is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups of weights, each with an update rule and a rate of its own, as one optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ the weights then counts once, and a term of activities is the mean over the glob
 number of ranks and micro-batches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

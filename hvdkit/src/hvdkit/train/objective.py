@@ -1,7 +1,5 @@
 """The run's loss: terms, each a mean over the global batch with a count of its own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

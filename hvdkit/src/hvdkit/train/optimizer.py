@@ -1,7 +1,5 @@
 """The update rule, built with all its variables before anything is restored or broadcast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from numbers import Number
 from pathlib import Path

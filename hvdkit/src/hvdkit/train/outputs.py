@@ -4,8 +4,6 @@ A task says it in `decode`. Without it, or where a subclass has a loss of its ow
 logits of classes if the graph of the loss proves it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """First layers of models: from pictures' bytes, 0 to 255, to the numbers that are computed with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -3,8 +3,6 @@
 docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -244,8 +242,8 @@ class _Place:
     def name(self) -> str:
         return f"variable_{self.number}"
 
-    def ref(self) -> _Place:
+    def ref(self) -> "_Place":
         return self
 
-    def deref(self) -> _Place:
+    def deref(self) -> "_Place":
         return self

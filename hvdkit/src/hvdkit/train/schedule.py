@@ -1,7 +1,5 @@
 """Learning rate as a function of the step: --lr_policy with linear warm-up, or a task's own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ layers that it names itself over the whole process (conv2d_5, seed_generator_7),
 on what else was made before, and a copied or loaded model has other paths again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

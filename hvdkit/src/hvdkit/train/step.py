@@ -20,8 +20,6 @@ model adds losses, the backward pass waits for the sums of all ranks and takes t
 once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

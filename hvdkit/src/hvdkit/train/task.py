@@ -1,7 +1,5 @@
 """What a task is: the model, its data, loss and metrics; a file in tasks/ with a class `Task`."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable, Sequence

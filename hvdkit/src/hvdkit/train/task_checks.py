@@ -1,7 +1,5 @@
 """A task's mistakes as one sentence, a ValueError, before the first step; no traceback after it."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import traceback

@@ -11,8 +11,6 @@ The sums are exact, so neither N nor their order changes a bit:
 fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
