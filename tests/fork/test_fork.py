@@ -279,7 +279,7 @@ def newer(source, tmp_path) -> Path:
     repository = tmp_path / "repository"
     shell(f"git clone -q {source} {repository}", tmp_path)
     engine, template = repository / "hvdkit/src/hvdkit", repository / "template"
-    edit(engine / "ranks/world.py", "from __future__", "NEWER = True\nfrom __future__")
+    edit(engine / "ranks/world.py", "import os", "NEWER = True\nimport os")
     (engine / "newer.py").write_text("NEWER = True\n")
     (engine / "testing.py").unlink()
     for name in ("train.py", "settings.py", "tasks/blank.py", "configs/blank.cfg", "Makefile"):
@@ -299,9 +299,7 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp
     own = {name for name in owners(fork) - merged if (fork / name).stat().st_size}
     for name in own:
         edit(fork / name, "", "# mine\n")
-    edit(
-        fork / ENGINE / "src/hvdkit/ranks/world.py", "from __future__", "MINE = 1\nfrom __future__"
-    )
+    edit(fork / ENGINE / "src/hvdkit/ranks/world.py", "import os", "MINE = 1\nimport os")
     shell("git add -A && git commit -qm mine", fork)
     shell("make -o setup update", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
