@@ -180,6 +180,12 @@ def check_terms_that_are_none_are_refused(world):
             },
             ("loss/box of", "one by one", "across.gather"),
         ),
+        (  # as mixing with the sample before
+            lambda terms: {
+                "box": (terms["box"][0] * tf.roll(terms["box"][0], 1, 0), *terms["box"][1:])
+            },
+            ("loss/box of", "one by one"),
+        ),
         (
             lambda terms: {"box": (shrunk(terms["box"][0]), *terms["box"][1:])},
             ("gradient by the outputs", "one by one"),
@@ -268,7 +274,17 @@ def check_rows_that_cannot_be_gathered_are_refused(world):
     def twice(x):
         return across.gather(across.gather(x)[: x.shape[0]])
 
+    def in_a_tape(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.reduce_sum(x @ tf.transpose(across.gather(x)))
+        return tape.gradient(found, x)
+
+    counted = calls(lambda x: across.gather(tf.argmax(x, -1)))  # whole numbers alone
+    fit(world, type("Counts", (Terms,), {"loss": counted}), virtual_ranks=5, **EXACT)
     for loss, settings, words in (
+        (calls(in_a_tape), {"virtual_ranks": 5}, ("no gradient of its own", "leave out")),
+        (Contrastive.loss, {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
         (Contrastive.loss, {"accumulation_steps": 5}, ("--accumulation_steps=5", "leave it out")),
         (calls(lambda x: across.gather(x[:1])), {}, ("a row for each",)),
         (calls(twice), {"virtual_ranks": 5}, ("comes from gathered rows", "leave out")),

@@ -197,6 +197,7 @@ class Keeps(keras.layers.Layer):
         "counts": ("sum", 0.9),
         "count": "sum",
         "mean": "mean",
+        "updates": "mean",
         "highest": "max",
         "lowest": "min",
     }
@@ -205,7 +206,8 @@ class Keeps(keras.layers.Layer):
         shapes = {"queue": (20, 6), "counts": (6,), "mean": (6,), "highest": (), "lowest": ()}
         for name, size in shapes.items():
             setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
-        self.count = self.add_weight(shape=(), dtype="int64", name="count", trainable=False)
+        whole = {"shape": (), "dtype": "int64", "trainable": False}
+        self.count, self.updates = (self.add_weight(name=n, **whole) for n in ("count", "updates"))
 
     def call(self, x, training=False):
         pulled = x + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
@@ -216,6 +218,7 @@ class Keeps(keras.layers.Layer):
             self.highest.assign(tf.maximum(self.highest, tf.reduce_max(x)))
             self.lowest.assign(tf.minimum(self.lowest, tf.reduce_min(x)))
             self.count.assign_add(tf.shape(x, tf.int64)[0])
+            self.updates.assign_add(1)
         return pulled
 
 
@@ -332,6 +335,9 @@ def check_state_without_a_rule_is_refused_before_the_first_step(world):
     for more in ({}, {"virtual_ranks": 3}):
         if world.size > 1 or more:
             refused(world, Counts, *words, **WHOLE | more)
+        alike = type("Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"mean": "same"}}})
+        if world.size > 1 or more:
+            refused(world, alike, "mean by the samples", **WHOLE | more)
     wrong = type("Task", (Keeping,), {"combines": {"*/nothing": "sum"}})
     refused(world, wrong, "*/nothing", **WHOLE)
     if world.size > 1:

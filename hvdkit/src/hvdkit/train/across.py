@@ -49,10 +49,26 @@ class Turn:
             )
         self.own.append(x)
         if self._everyone:
-            return self._everyone[len(self.own) - 1]
+            everyone = self._everyone[len(self.own) - 1]
+            return _without_own(everyone, x) if x.dtype.is_floating else everyone
         unknown = tf.zeros(tf.concat([[rows], tf.shape(x)[1:]], 0), x.dtype)
         self._unknown.add(unknown.op)
         return tf.ensure_shape(unknown, [rows, *x.shape[1:]])
+
+
+@tf.custom_gradient
+def _without_own(everyone: tf.Tensor, own: tf.Tensor):
+    """`everyone`; what these rows give to the gradient by `own` is added later (gathered.py)."""
+
+    def backward(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if (batch := _batch.get()) and batch.turn:  # a tape within the loss
+            raise ValueError(
+                "with --virtual_ranks a loss has no gradient of its own by what it gathers "
+                "(hvdkit.train.across): leave out --virtual_ranks"
+            )
+        return upstream, tf.zeros_like(own)
+
+    return tf.identity(everyone), backward
 
 
 class Batch(NamedTuple):

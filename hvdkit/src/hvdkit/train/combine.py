@@ -138,7 +138,9 @@ class Combiner:
         world, untrained = self._world, self._state.of_forward
         names = {id(raw(v)): name for name, v in self._state.variables.items()}
         changed = [v for v in untrained if id(v.handle) in self._assigned]
-        loose = {names[id(v)]: v for v in changed if id(v) not in self.rules}
+        # "same" is tried too; seeds go on in all shares alike.
+        sure = {i for i, rule in self.rules.items() if rule.kind != "same"} | self._seeds
+        loose = {names[id(v)]: v for v in changed if id(v) not in sure}
         if not loose or (world.size == 1 and not self._virtual):
             return
         own: dict[str, list[str]] = {name: [] for name in loose}
@@ -160,9 +162,9 @@ class Combiner:
         if odd:
             raise Stop(
                 WRONG_USE,
-                f"the forward pass changes {join(odd)} by the samples of a rank's share, and "
-                "nothing says how the ranks' values come together: declare `combines` in the "
-                f"layer or in the task: {join(KINDS, 9)} (hvdkit/train/combine.py)",
+                f"the forward pass changes {join(odd)} by the samples of a rank's share: declare "
+                "how the ranks' values come together, `combines` in the layer or in the task: "
+                f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py)",
             )
 
 
@@ -201,7 +203,7 @@ def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> t
     if rule.kind == "sum":
         value += rule.number**steps * tf.cast(before, tf.float64)
     value = -value if rule.kind == "min" else value
-    return tf.cast(value, before.dtype)
+    return tf.cast(tf.round(value) if before.dtype.is_integer else value, before.dtype)
 
 
 def _reduced(values: Sequence[tf.Tensor], **how: Any) -> list[tf.Tensor]:

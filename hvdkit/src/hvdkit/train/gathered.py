@@ -23,6 +23,7 @@ class Rows(NamedTuple):
 
     everyone: Sequence[tf.Tensor] = ()
     pulls: Sequence[Sequence[tf.Tensor]] = ()  # none for a call that gathered whole numbers
+    beyond: tf.Tensor | bool = False  # whether a virtual rank's are too large for the grid
 
     def pulled(self, turn: Turn, target: int) -> tf.Tensor:
         """What a virtual rank's loss gets more, a scalar, for the sake of its gradient."""
@@ -47,7 +48,7 @@ class Passes:
         return self._turn(part, ())[0].own
 
     def pull(self, part: Any, number: tf.Tensor, *everyone: tf.Tensor) -> tf.Tensor:
-        """int64 [n + 1]: gradients by all rows, all in one; 1 where they are beyond the grid."""
+        """int64 [n + 2]: gradients by all rows, in one; 1 where not finite, 1 where too large."""
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(floats := _floats(everyone))
             _, (targets, _) = self._turn(part, everyone)
@@ -56,7 +57,7 @@ class Passes:
         flat, scale = fixed_point.pack(list(map(tf.convert_to_tensor, found))), self._unit()
         finite, fits, _ = fixed_point.judge(flat, self._addends, scale=scale)
         fixed = fixed_point.add_gradients(None, flat, addends=self._addends, scale=scale)
-        return tf.concat([fixed, tf.cast(~(finite & fits), tf.int64)[None]], 0)
+        return tf.concat([fixed, tf.cast([~finite, finite & ~fits], tf.int64)], 0)
 
     def over_ranks(self, learned: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """From what each of this rank's shares gathered to the rows of all, by call."""
@@ -70,12 +71,13 @@ class Passes:
         """`total`: what `pull` found, added up over all virtual ranks."""
         shapes = [x.shape for x in _floats(everyone)]
         unit = self._unit()
-        sound = tf.where(total[-1] > 0, math.nan * unit, unit)
+        sound = tf.where(tf.reduce_any(total[-2:] > 0), math.nan * unit, unit)
         found = fixed_point.unpack_gradients(
-            total[:-1], sound, shapes=shapes * self._targets, dtype=tf.float64
+            total[:-2], sound, shapes=shapes * self._targets, dtype=tf.float64
         )
         count = len(shapes)
-        return Rows(everyone, [found[i * count :][:count] for i in range(self._targets)])
+        pulls = [found[i * count :][:count] for i in range(self._targets)]
+        return Rows(everyone, pulls, beyond=total[-1] > 0)
 
     def _turn(self, part: Any, everyone: Sequence[tf.Tensor]) -> Any:
         return self._in_turn(tf.nest.map_structure(lambda t: t[0], part), everyone)

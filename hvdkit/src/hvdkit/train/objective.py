@@ -139,8 +139,12 @@ def check_sum(
         least = near * (1 + sum(map(abs, parts)))
         if not abs(total - sum(parts)) > least:
             continue
-        # A loss may draw random numbers by a sample's place in its batch.
-        if not abs(total - sums(*samples[::-1])[name]) > least:
+        # A loss may draw random numbers by a sample's place in its batch: then what each place
+        # adds depends on its own sample alone, and samples in other places have another sum.
+        one, other = samples[:2]
+        crossed = sums(one, other)[name] + sums(other, one)[name]
+        apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
+        if not (apart and abs(total - sums(*samples[1:], one)[name]) > least):
             raise ValueError(
                 f"{whose}{name} of {len(alone)} samples together is {total:.6g}, and "
                 f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "

@@ -90,6 +90,7 @@ class Passes:
         self._count = config.virtual_ranks
         micro = config.global_batch_size // config.accumulation_steps
         self._own = shares(micro, self._count, rank=world.rank, size=world.size)
+        self._jit = config.jit
         self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
         self._forward, self._state, self._micro_batches = forward, state, micro_batches
         self._variables = state.model.trainable_variables
@@ -118,7 +119,9 @@ class Passes:
         total = None
         sizes = sorted({part.size for part in self._own})  # two at most, each traced once
         self._shared = gathered.Rows()
-        turn = self._turn(self._pass, batch, start, trace=sizes[:1])
+        turn = self._turn(self._pass, batch, start, trace=sizes)
+        if self._gathers and self._jit:
+            raise ValueError("a loss that gathers rows, --jit and --virtual_ranks: leave out one")
         if self._gathers:
             self._shared = self._exchange(batch, start)
             turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
@@ -180,6 +183,8 @@ class Passes:
         own = [tf.constant([part.number, part.first], tf.int64) for part in self._own]
         own = [(*tf.unstack(numbers), part.size) for numbers, part in zip(own, self._own)]
         everyone = passes.over_ranks([learn(*part) for part in own])
+        if not any(x.dtype.is_floating for x in everyone):
+            return gathered.Rows(everyone)
         total = tf.add_n([pull(*part, *everyone) for part in own])
         return passes.rows(everyone, self._sum(total, "virtual.pulls"))
 
@@ -234,7 +239,8 @@ class Passes:
         state_finite, state_fits, _ = fixed_point.judge(
             state, self._count, most=fixed_point.LARGEST_STATE
         )
-        faults = [~(finite & state_finite), finite & ~fits, state_finite & ~state_fits, ~precise]
+        beyond = (finite & ~fits) | self._shared.beyond
+        faults = [~(finite & state_finite), beyond, state_finite & ~state_fits, ~precise]
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
         row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
         state = fixed_point.state_to_fixed(state, self._count)
@@ -248,6 +254,11 @@ class Passes:
     def _placed(self, changed: Changed, size: int) -> tf.Tensor:
         """The rows that a virtual rank appended, at its place among those of all."""
         each = int(changed.rule.number)
+        if changed.variable.shape[0] < size * each:
+            raise ValueError(
+                f"{changed.variable.name} keeps {changed.variable.shape[0]} rows, fewer than a "
+                "virtual rank's samples add: make it longer, or leave out --virtual_ranks"
+            )
         rows = tf.cast(changed.variable.read_value()[-size * each :], tf.float64)
         before = self._first * each
         after = (self._samples - size) * each - before
@@ -273,7 +284,7 @@ class Passes:
             if id(v.handle) in changed
         ]
         check_micro_batches(self._changed, self._steps)
-        if self._shared.everyone:
+        if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
             targets = [t + tf.cast(more, t.dtype) for t, more in zip(targets, pulled)]
         return targets, sums
