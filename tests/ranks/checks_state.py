@@ -338,6 +338,11 @@ def check_state_without_a_rule_is_refused_before_the_first_step(world):
         alike = type("Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"mean": "same"}}})
         if world.size > 1 or more:
             refused(world, alike, "mean by the samples", **WHOLE | more)
+        for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
+            rules = {Keeps: Keeps.combines | {name: rule}}
+            if world.size > 1 or more:
+                wrong = type("Task", (Keeping,), {"combines": rules})
+                refused(world, wrong, f"{name} combines by", "another rule", **WHOLE | more)
     wrong = type("Task", (Keeping,), {"combines": {"*/nothing": "sum"}})
     refused(world, wrong, "*/nothing", **WHOLE)
     if world.size > 1:

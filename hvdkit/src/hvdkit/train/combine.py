@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.logs import join
@@ -128,37 +129,36 @@ class Combiner:
                 value = next(largest if rule.kind in ("max", "min") else added)
                 variable.assign(settled(rule, start, value, steps=self._steps))
 
-    def try_out(self, forward: Callable[[Any], tf.Tensor], sample: Callable[[int], Any]) -> None:
-        """A forward pass on two samples and on one, others on each rank: what has no rule must end
-        alike; once the step is traced. All state goes back.
+    def try_out(
+        self, forward: Callable[[Any], tf.Tensor], sample: Callable[[int], Any], *, near: float = 0
+    ) -> None:
+        """Forward passes on two samples, alone and together, others on each rank; state goes back.
+
+        What has no rule, or `same`, must end alike in all; what has another, as the rule says.
+
+        Args:
+          near: relative difference that a rule's value may have; 0: rules are not tried, as where
+            a sample's outputs depend on its place or on the others.
 
         Raises:
           Stop: on all ranks, where a value differs.
         """
-        world, untrained = self._world, self._state.of_forward
+        world = self._world
         names = {id(raw(v)): name for name, v in self._state.variables.items()}
-        changed = [v for v in untrained if id(v.handle) in self._assigned]
-        # "same" is tried too; seeds go on in all shares alike.
-        sure = {i for i, rule in self.rules.items() if rule.kind != "same"} | self._seeds
-        loose = {names[id(v)]: v for v in changed if id(v) not in sure}
-        if not loose or (world.size == 1 and not self._virtual):
+        synced = {id(v) for part in moving_statistics(self._state.model) for v in part}
+        changed = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
+        ruled = [v for v in changed if id(v) in self.rules and id(v) not in synced | self._seeds]
+        ruled = [v for v in ruled if self.rules[id(v)].kind != "same"]  # tried as one without
+        sure = {id(v) for v in ruled} | synced | self._seeds
+        loose = [v for v in changed if id(v) not in sure]
+        if not (loose or (near and ruled)) or (world.size == 1 and not self._virtual):
             return
-        own: dict[str, list[str]] = {name: [] for name in loose}
-        state = [*map(raw, self._state.model.trainable_variables), *untrained]
         with world.fail_together("trying the state"), task_checks.user_code_errors("the model"):
-            before = [tf.identity(v) for v in state]
-            for places in ([2 * world.rank], [2 * world.rank, 2 * world.rank + 1]):
-                read = [sample(place) for place in places]
-                batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *read)
-                tf.function(lambda b=batch: forward(b), autograph=False)()
-                for name, variable in loose.items():
-                    own[name].append(weights_sha256([variable]))
-                for variable, value in zip(state, before):
-                    # Seeds go on, as a share draws others than another; then all goes back.
-                    if len(places) > 1 or id(variable) not in self._seeds:
-                        variable.assign(value)
+            read = [sample(place) for place in (2 * world.rank, 2 * world.rank + 1)]
+            found = self._values(forward, read, loose + ruled)
+        own = {names[id(v)]: [weights_sha256([value]) for value in found[id(v)]] for v in loose}
         everyone = world.gather_alike(own, "state.tried")
-        odd = [n for n in own if len({found for theirs in everyone for found in theirs[n]}) > 1]
+        odd = [n for n in own if len({value for theirs in everyone for value in theirs[n]}) > 1]
         if odd:
             raise Stop(
                 WRONG_USE,
@@ -166,6 +166,47 @@ class Combiner:
                 "how the ranks' values come together, `combines` in the layer or in the task: "
                 f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py)",
             )
+        with world.fail_together("trying the state"):
+            for variable in ruled if near else []:
+                rule = self.rules[id(variable)]
+                *alone, together = found[id(variable)]
+                wanted = combined(rule, variable, alone)
+                if not np.allclose(together, wanted, near, near):
+                    raise ValueError(
+                        f"{names[id(variable)]} combines by {rule.kind!r}, which makes another "
+                        "value of what two samples give alone than a batch of both gives: declare "
+                        "another rule, or change the layer (hvdkit/train/combine.py)"
+                    )
+
+    def _values(
+        self, forward: Callable[[Any], tf.Tensor], read: list[Any], wanted: list[tf.Variable]
+    ) -> dict[int, list[tf.Tensor]]:
+        """Of each variable wanted: its values after the first, the second, both samples."""
+        found: dict[int, list[tf.Tensor]] = {id(v): [] for v in wanted}
+        state = [*map(raw, self._state.model.trainable_variables), *self._state.of_forward]
+        before = [tf.identity(v) for v in state]
+        for chosen in (read[:1], read[1:], read):
+            batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
+            tf.function(lambda b=batch: forward(b), autograph=False)()
+            for variable in wanted:
+                found[id(variable)].append(tf.identity(variable))
+            for variable, value in zip(state, before):
+                # Seeds go on, as a share draws others than another; then all goes back.
+                if len(chosen) > 1 or id(variable) not in self._seeds:
+                    variable.assign(value)
+        return found
+
+
+def combined(rule: Rule, before: tf.Tensor, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """What the rule makes of the values after one sample each, all from `before`."""
+    if rule.kind == "concatenate":
+        return joined(before, tf.concat([v[-int(rule.number) :] for v in values], 0))
+    wide = [tf.cast(v, tf.float64) for v in values]
+    if rule.kind == "sum":
+        start = rule.number * tf.cast(before, tf.float64)
+        return start + tf.add_n([v - start for v in wide])
+    reduce = {"mean": tf.reduce_mean, "max": tf.reduce_max, "min": tf.reduce_min}[rule.kind]
+    return reduce(tf.stack(wide), 0)
 
 
 def _seeds(state: State) -> list[tf.Variable]:

@@ -319,7 +319,8 @@ class Step:
         divided = objective.divides(self._settings, self._world.size)
         for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
             forward = partial(self._forward, losses=losses)
-            self._combiner.try_out(lambda batch, f=forward: f(batch)[1], sample)
+            passes = lambda batch, f=forward: f(batch)[1]  # noqa: E731
+            self._combiner.try_out(passes, sample, near=0 if varies else near)
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
