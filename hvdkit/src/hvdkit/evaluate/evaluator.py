@@ -99,7 +99,8 @@ class Evaluator:
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
             return parts | {"loss's gradient by the outputs": grad}
 
-        objective.check_sum("the task's ", sums, each, near=self._near)
+        random = lambda: graph_checks.draws(self._step.get_concrete_function().graph)  # noqa: E731
+        objective.check_sum("the task's ", sums, each, draws=random, near=self._near)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""

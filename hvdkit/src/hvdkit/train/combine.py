@@ -187,7 +187,7 @@ class Combiner:
         before = [tf.identity(v) for v in state]
         for chosen in (read[:1], read[1:], read):
             batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
-            tf.function(lambda b=batch: forward(b), autograph=False)()
+            tf.function(lambda b=batch: forward(b), autograph=False).get_concrete_function()()
             for variable in wanted:
                 found[id(variable)].append(tf.identity(variable))
             for variable, value in zip(state, before):

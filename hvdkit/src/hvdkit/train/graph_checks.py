@@ -47,6 +47,11 @@ def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
         )
 
 
+def draws(graph: tf.Graph) -> bool:
+    """Whether anything in it, or in its functions, draws random numbers."""
+    return any(re.match(r"Stateless.*(Random|Normal|Multinomial)", n.op) for n in nodes(graph))
+
+
 def check_stateless(graph: tf.Graph, what: str) -> None:
     """Raises ValueError where a graph, or a function it calls, changes a variable.
 

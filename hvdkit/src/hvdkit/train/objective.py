@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.settings import Settings
+from hvdkit.train import graph_checks
 from hvdkit.train.losses import at_least_float32
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
@@ -127,11 +128,16 @@ def divides(settings: Settings, ranks: int) -> bool:
 
 
 def check_sum(
-    whose: str, sums: Callable[..., Mapping[str, float]], samples: Sequence[Any], *, near: float
+    whose: str,
+    sums: Callable[..., Mapping[str, float]],
+    samples: Sequence[Any],
+    *,
+    draws: Callable[[], bool],
+    near: float,
 ) -> None:
     """Raises ValueError where sums of a few samples are not those of each one added up.
 
-    `sums`: of samples, by name.
+    `sums`: of samples, by name; `draws`: whether random numbers are in them.
     """
     together, alone = sums(*samples), list(map(sums, samples))
     for name, total in together.items():
@@ -139,12 +145,12 @@ def check_sum(
         least = near * (1 + sum(map(abs, parts)))
         if not abs(total - sum(parts)) > least:
             continue
-        # A loss may draw random numbers by a sample's place in its batch: then what each place
-        # adds depends on its own sample alone, and samples in other places have another sum.
+        # A loss that draws may do it by a sample's place in its batch: then what each place adds
+        # depends on its own sample alone.
         one, other = samples[:2]
         crossed = sums(one, other)[name] + sums(other, one)[name]
         apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
-        if not (apart and abs(total - sums(*samples[1:], one)[name]) > least):
+        if not (apart and draws()):
             raise ValueError(
                 f"{whose}{name} of {len(alone)} samples together is {total:.6g}, and "
                 f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
@@ -165,7 +171,8 @@ def gradient(task: Task, outputs: Any, targets: Any) -> float:
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
         return tf.add_n([tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in by_output])
 
-    return float(tf.function(size, autograph=False)()) if floats else 0.0
+    # Traced apart, so that TensorFlow does not warn of a function that is traced again and again.
+    return float(tf.function(size, autograph=False).get_concrete_function()()) if floats else 0.0
 
 
 def check_own(
@@ -181,6 +188,8 @@ def check_own(
 
     `forward` makes targets, means over `whole` samples, and sums of a batch.
     """
+
+    graphs: list[tf.Graph] = []
 
     def along(g: tf.Tensor) -> tf.Tensor:
         """A fixed weighted sum: plain ones of a softmax's gradient are 0."""
@@ -198,10 +207,13 @@ def check_own(
             grads = tape.gradient(mean, weights, unconnected_gradients="zero")
             return found, whole * tf.add_n([along(tf.convert_to_tensor(g)) for g in grads])
 
-        found, grad = tf.function(tried, autograph=False)()
+        traced = tf.function(tried, autograph=False).get_concrete_function()
+        graphs.append(traced.graph)
+        found, grad = traced()
         for variable, value in zip(untrained, before):
             variable.assign(value)
         losses, counts = (float(tf.reduce_sum(found[i:-1:3])) for i in range(2))
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
-    check_sum("run.loss(batch, losses): ", sums, samples, near=near)
+    random = lambda: graph_checks.draws(graphs[0])  # noqa: E731
+    check_sum("run.loss(batch, losses): ", sums, samples, draws=random, near=near)
