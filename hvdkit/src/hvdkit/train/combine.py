@@ -15,6 +15,7 @@ Declared by a layer or its class, `combines = "sum"`, or by its variables' names
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -187,7 +188,7 @@ class Combiner:
         before = [tf.identity(v) for v in state]
         for chosen in (read[:1], read[1:], read):
             batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
-            tf.function(lambda b=batch: forward(b), autograph=False).get_concrete_function()()
+            tf.function(partial(forward, batch), autograph=False).get_concrete_function()()
             for variable in wanted:
                 found[id(variable)].append(tf.identity(variable))
             for variable, value in zip(state, before):
