@@ -338,6 +338,12 @@ def check_state_without_a_rule_is_refused_before_the_first_step(world):
         alike = type("Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"mean": "same"}}})
         if world.size > 1 or more:
             refused(world, alike, "mean by the samples", **WHOLE | more)
+        if world.size > 1:  # it is right by its own rule, and depends on the ranks: a note
+            means = type(
+                "Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"count": "mean"}}}
+            )
+            noted = fit(world, means, num_steps=1, **WHOLE | more)
+            assert "count is no mean of its samples" in noted.printed or not world.is_chief
         for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
             rules = {Keeps: Keeps.combines | {name: rule}}
             if world.size > 1 or more:

@@ -134,8 +134,8 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
     held = _held_back([units[k] for k in sorted(units, key=_digest)])
     if not held:
         raise ValueError(f"{len(items)} pictures are too few to hold any back to score: add more")
-    names = {item.picture for item in held}
-    found = [i._replace(split="val" if i.picture in names else "train") for i in items]
+    kept = {item.picture for item in held}
+    found = [i._replace(split="val" if i.picture in kept else "train") for i in items]
     how = f"whole groups as {next(filter(None, groups))}" if grouped else "a hash of names"
     return found, f"scored on {len(held):,} of {len(items):,} that are held back, by {how}"
 

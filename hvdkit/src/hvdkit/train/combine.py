@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.logs import join
-from hvdkit.ranks.world import World, raw, weights_sha256
+from hvdkit.ranks.world import World, raw, say, weights_sha256
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train import task_checks
@@ -172,7 +172,15 @@ class Combiner:
                 rule = self.rules[id(variable)]
                 *alone, together = found[id(variable)]
                 wanted = combined(rule, variable, alone)
-                if not np.allclose(together, wanted, near, near):
+                if np.allclose(together, wanted, near, near, equal_nan=True):
+                    continue
+                if rule.kind == "mean":
+                    say(
+                        world,
+                        f"note: {names[id(variable)]} is no mean of its samples (as a variance is "
+                        "none), so its mean over ranks depends on their number",
+                    )
+                else:
                     raise ValueError(
                         f"{names[id(variable)]} combines by {rule.kind!r}, which makes another "
                         "value of what two samples give alone than a batch of both gives: declare "

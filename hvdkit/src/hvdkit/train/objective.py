@@ -161,7 +161,8 @@ def check_sum(
 
 def gradient(task: Task, outputs: Any, targets: Any) -> float:
     """Sum of the sizes of the loss's gradient by each of a batch's outputs."""
-    floats = [x for x in tf.nest.flatten(outputs) if x.dtype.is_floating]
+    tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
+    floats = [x for x in tensors if x.dtype.is_floating]
 
     def size() -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -169,18 +170,23 @@ def gradient(task: Task, outputs: Any, targets: Any) -> float:
             found = loss(task, outputs, targets).values()
             total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
-        return tf.add_n([tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in by_output])
+        dense = map(tf.convert_to_tensor, by_output)
+        return tf.add_n([tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in dense])
 
-    # Traced apart, so that TensorFlow does not warn of a function that is traced again and again.
-    return float(tf.function(size, autograph=False).get_concrete_function()()) if floats else 0.0
+    try:  # traced apart: TensorFlow warns of a function that is traced again and again
+        return (
+            float(tf.function(size, autograph=False).get_concrete_function()()) if floats else 0.0
+        )
+    except LookupError:  # what `predict` returns may be scored by operations without a gradient
+        return 0.0
 
 
 def check_own(
     forward: Callable[[Any], Any],
     samples: list[Any],
+    *,
     weights: Sequence[tf.Variable],
     untrained: Sequence[tf.Variable],
-    *,
     whole: int,
     near: float,
 ) -> None:
@@ -188,7 +194,6 @@ def check_own(
 
     `forward` makes targets, means over `whole` samples, and sums of a batch.
     """
-
     graphs: list[tf.Graph] = []
 
     def along(g: tf.Tensor) -> tf.Tensor:

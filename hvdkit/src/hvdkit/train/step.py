@@ -324,9 +324,9 @@ class Step:
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
+                    how = {"weights": self.weights, "untrained": self._untrained, "near": near}
                     whole = self._settings.global_batch_size
-                    weights, rest = self.weights, self._untrained
-                    objective.check_own(forward, tried, weights, rest, whole=whole, near=near)
+                    objective.check_own(forward, tried, whole=whole, **how)
 
     def _check(self, graph: tf.Graph) -> None:
         graph_checks.check_variables(self._state.model, self._state.variables.values())
