@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
@@ -184,7 +185,7 @@ def test_help_has_every_flag_under_its_heading(capsys):
 def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys, monkeypatch):
     assert settings_lib.from_command_line(["train.py", "--seed=3"], Settings).seed == 3
     waited = []
-    monkeypatch.setattr(logs.time, "sleep", waited.append)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=waited.append))  # no other thread's
     for rank, start in (("0", "error: --seed=x: must be"), ("1", "error: rank 1 on ")):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit) as end:
