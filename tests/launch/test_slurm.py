@@ -236,7 +236,7 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
     [
         ("SIGKILL", 137, "137 (a rank was killed"),
         ("SIGABRT", 134, "rank 1 on node2 ended first: Aborted"),
-        ("1", 1, "1 (any other: a crash), crash 3 at step 0"),
+        pytest.param("1", 1, "1 (any other: a crash), crash 3 at step 0", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_ends_in_its_start_requeues_nothing(

@@ -107,8 +107,9 @@ class TrainingFeed:
         self._reader, self._workers, self._replaces = reader, workers, replaces
         self._num_steps, self._device = num_steps, device
         self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
-        self.spec = self._read(self._samples(first_step)).element_spec
-        self._open()
+        batches = self._read(self._samples(first_step))
+        self.spec = batches.element_spec
+        self._open(batches)
 
     def _samples(self, first_step: int) -> tf.data.Dataset:
         """(id, key) of this rank's samples from a step on."""
@@ -130,8 +131,8 @@ class TrainingFeed:
         batches = examples.batch(size, drop_remainder=True).map(fold)
         return batches.with_options(_on_own_threads(self._workers))
 
-    def _open(self) -> None:
-        batches, parts = self._read(self._samples(self._step)), tf.nest.flatten(self.spec)
+    def _open(self, batches: tf.data.Dataset) -> None:
+        parts = tf.nest.flatten(self.spec)
         # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
         # step before. GPUs hold no text.
         if self._device and all(part.dtype != tf.string for part in parts):
@@ -169,7 +170,7 @@ class TrainingFeed:
         samples = tf.data.Dataset.from_tensor_slices((tf.constant(good, tf.int64), keys))
         try:
             batch, self._step = next(iter(self._read(samples))), self._step + 1
-            self._open()
+            self._open(self._read(self._samples(self._step)))
             return batch
         except _READ_ERRORS as error:  # whatever it is, no sample causes it alone
             raise ValueError(explain(self._source, good, error)) from None
