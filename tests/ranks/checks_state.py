@@ -370,7 +370,9 @@ def check_float8_is_kerass(world):
     for flags in ({}, {"clip_norm": 1e3}, more):
         size = flags.get("global_batch_size", SIZE)
         data = {"sources": lambda self, size=size: (numbers(1, size), numbers(2, 5))}
-        ended = fit(world, type("Task", (Task,), data), **how | flags)
+        task, run_dir = type("Task", (Task,), data), str(folder(world) / "run")
+        fit(world, task, **how | flags | {"num_steps": 2, "run_dir": run_dir})
+        ended = fit(world, task, **how | flags | {"run_dir": run_dir})  # goes on from step 2
         keras.utils.set_random_seed(1)
         model = Task(None).build_model()
         model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
