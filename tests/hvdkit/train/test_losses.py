@@ -1,11 +1,13 @@
 """The loss by hand, in NumPy; weights that enter as weights; scaled pictures."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.train import preprocessing
+from hvdkit.train import objective, preprocessing
 from hvdkit.train.losses import cross_entropy
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])
@@ -66,3 +68,25 @@ def test_what_is_no_logits_is_refused(units, activation, words):
     traced = tf.function(lambda x: cross_entropy(model(x), LABELS), autograph=False)
     with pytest.raises(ValueError, match=words):
         traced(np.ones((4, 2), np.float32))
+
+
+X = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]])
+MORE = {"x": X, "name": "text", "count": tf.constant(3)}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "score", "size"),
+    [
+        (X, tf.square, 2 * 6.8),
+        (MORE, lambda outputs: tf.square(outputs["x"]), 2 * 6.8),
+        (MORE["count"], lambda count: tf.cast([count], tf.float32), 0.0),
+        # An operation that has no gradient.
+        (X, lambda x: tf.image.adjust_hue(x[:, None, None], 0.1), 0.0),
+    ],
+)
+def test_the_proof_takes_outputs_that_are_not_all_of_floats(outputs, score, size):
+    def loss(outputs, targets):
+        found = tf.reshape(score(outputs), [-1])
+        return found, tf.ones_like(found)
+
+    assert objective.gradient(SimpleNamespace(loss=loss), outputs, None) == pytest.approx(size)
