@@ -109,6 +109,13 @@ CAT = "archive/cat/IMG_0002."
         ("classes", 1, {f"{CAT}webp": f"{CAT}JPG"}, "0002.webp .* must be PNG or JPEG"),
         ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is neither(.|\n)*1 fault"),
         ("classes", 1, {f"{CAT[:-1]}_mask.JPG": "archive/dog/IMG_0001.JPG"}, "looks like the mask"),
+        ("classes", 1, {"archive/dog/all": ".."}, "dog/all leads to a folder that holds it"),
+        (
+            "classes",
+            1,
+            {"archive/cat/x_1.JPG": f"{CAT}JPG", "archive/cat/x/1.JPG": "archive/cat/IMG_0000.JPG"},
+            "would have one name",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_refused_and_leaves_nothing(
@@ -118,6 +125,10 @@ def test_what_cannot_be_told_is_refused_and_leaves_nothing(
     data = tmp_path / "my data"
     write(data, layout, high)
     for new, old in broken.items():
+        (data / new).parent.mkdir(exist_ok=True)
+        if old == "..":
+            (data / new).symlink_to(old)
+            continue
         if (data / old).is_file():
             (data / old).rename(data / new)
             continue

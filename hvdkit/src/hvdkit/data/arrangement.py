@@ -84,7 +84,9 @@ def recognized(root: Path) -> list[Item]:
 def _walk(folder: Path, inside: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
     for entry in listing.contents(folder, ())[1]:
         if entry.is_dir():
-            yield from _walk(folder / entry.name, (*inside, entry.name))
+            if folder.resolve().is_relative_to((here := folder / entry.name).resolve()):
+                raise ValueError(f"{here} leads to a folder that holds it: remove this link")
+            yield from _walk(here, (*inside, entry.name))
         else:
             yield folder / entry.name, inside
 
@@ -175,6 +177,10 @@ def link(items: list[Item], folder: Path) -> None:
         for place, path in places.items():
             to = place / f"{name}{path.suffix}"
             to.parent.mkdir(parents=True, exist_ok=True)
+            if to.is_symlink():
+                raise ValueError(
+                    f"{to.readlink()} and {path} would have one name: rename or remove one"
+                )
             to.symlink_to(path)
     for file, names in lists.items():
         (folder / "splits").mkdir(exist_ok=True)
