@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 
-.PHONY: help setup lock audit wheelhouse train test slow-test lint bench bits chaos fuzz fork image image-test
+.PHONY: help setup lock audit wheelhouse train test slow-test lint bench reproduce bits chaos fuzz fork image image-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,13 @@ bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchma
 .cache/peers/installed: benchmarks/requirements-peers.txt
 	@$(IN_VENV) python -m venv --clear .cache/peers
 	@.cache/peers/bin/python -m pip install -q -r $<
+	@touch $@
+
+reproduce: setup .cache/reproduce/installed ## published figures again, three seeds on 1 and 2 ranks: published, ours, difference
+	@$(IN_VENV) python benchmarks/reproduce.py $(ARGS)
+
+.cache/reproduce/installed: benchmarks/requirements-reproduce.txt
+	@$(IN_VENV) python -m pip install -q --no-deps --upgrade --require-hashes --target .cache/reproduce -r $<
 	@touch $@
 
 bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
