@@ -234,7 +234,7 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("SIGKILL", 137, "137 (a rank was killed"),
+        pytest.param("SIGKILL", 137, "137 (a rank was killed", marks=pytest.mark.slow),
         ("SIGABRT", 134, "rank 1 on node2 ended first: Aborted"),
         pytest.param("1", 1, "1 (any other: a crash), crash 3 at step 0", marks=pytest.mark.slow),
     ],

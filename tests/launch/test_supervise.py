@@ -240,7 +240,9 @@ def test_faults_that_pass_are_waited_for(hosts: Hosts, tiny_data: Path, tmp_path
     assert supervise.newest_step(Path(f"/proc/{hosts[1].pid}/root{run_dir}")) == 4
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGABRT", 134), ("SIGSEGV", 139)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGABRT", 134), pytest.param("SIGSEGV", 139, marks=pytest.mark.slow)]
+)
 def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str], name: str, code: int):
     words = [
         ROOT / "launch/hosts.sh",
