@@ -66,7 +66,9 @@ def run_checks(
 
 def _main(results: str, *files: str) -> None:
     """On each rank: run the checks, tell rank 0 what failed."""
+    import contextlib
     import importlib
+    import os
     import traceback
 
     folders = dict.fromkeys(str(Path(file).parent) for file in files)
@@ -82,8 +84,12 @@ def _main(results: str, *files: str) -> None:
     for file in files:
         found = vars(importlib.import_module(Path(file).stem))
         checks |= {name: check for name, check in found.items() if name.startswith("check_")}
-    outcomes = {}
+    outcomes, cores = {}, os.sched_getaffinity(0)
     for name, check in checks.items():
+        # A check that plays two hosts bound both ranks to the first core.
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(thread, cores)
         try:
             check(world)
             failure = None
