@@ -35,7 +35,7 @@ def _gru(x):
     return layers.Dense(10)(layers.Flatten()(x))
 
 
-NETWORKS = {"linear": layers.Dense(10), "mlp": _mlp, "cnn": _cnn, "gru": _gru}
+NETWORKS = {"linear": lambda x: layers.Dense(10)(x), "mlp": _mlp, "cnn": _cnn, "gru": _gru}
 
 
 class Task:

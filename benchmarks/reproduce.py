@@ -36,14 +36,8 @@ def trained(network: str, ranks: int, seed: int) -> float:
     start = [sys.executable, "train.py"]
     if ranks > 1:
         start = ["horovodrun", "--gloo", "-np", str(ranks), *start]
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        [*start, *own],
-        cwd=WORK,
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
+    how = {"cwd": WORK, "env": os.environ | {"PYTHONPATH": str(SITE)}, "check": False}
+    ended = subprocess.run([*start, *own], stdout=subprocess.DEVNULL, **how)
     if ended.returncode:
         sys.exit(f"error: {network}, {ranks} rank(s), seed {seed}: exit code {ended.returncode}")
     return 100 * seeds.score(folder)[1]
@@ -55,6 +49,8 @@ def main() -> None:
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--networks", default=",".join(PUBLISHED))
     own = made.parse_args()
+    if unknown := {*own.networks.split(",")} - PUBLISHED.keys():
+        made.error(f"--networks: {', '.join(unknown)} is none of {', '.join(PUBLISHED)}")
     (WORK / "tasks").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "benchmarks" / "mnist1d.py", WORK / "tasks")
     for name in ("train.py", "settings.py"):

@@ -119,7 +119,6 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
         (["--hostfile", "{tmp}/hosts", "--", "true"], "is no host: a host is letters"),
         (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),
-        (["--hosts-from", "no-such-command", "--", "true"], "'no-such-command' cannot be run"),
     ],
 )
 def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
@@ -129,7 +128,7 @@ def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
     assert ended.code == 2 and message in ended.output and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("command", "code"), [("false", 1), ("true", 0)])
+@pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
 def test_a_command_that_prints_no_host_is_named(command: str, code: int):
     ended = run([*SUPERVISE, "--patience", "1", "--hosts-from", command, "--", "true"], 30)
     said = f"no host from '{command}', which ended with exit code {code}"

@@ -81,12 +81,14 @@ def recognized(root: Path) -> list[Item]:
     return [Item(k[0], "_".join(k[above + 1 :]), p, k[above]) for k, p in pictures.items()]
 
 
-def _walk(folder: Path, inside: tuple[str, ...]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+def _walk(
+    folder: Path, inside: tuple[str, ...], above: frozenset[Path] = frozenset()
+) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    if (real := folder.resolve()) in above:
+        raise ValueError(f"{folder} leads to a folder that holds it: remove this link")
     for entry in listing.contents(folder, ())[1]:
         if entry.is_dir():
-            if folder.resolve().is_relative_to((here := folder / entry.name).resolve()):
-                raise ValueError(f"{here} leads to a folder that holds it: remove this link")
-            yield from _walk(here, (*inside, entry.name))
+            yield from _walk(folder / entry.name, (*inside, entry.name), above | {real})
         else:
             yield folder / entry.name, inside
 
