@@ -8,6 +8,7 @@ and no variables; a host's home holds the user's key alone, and its umask keeps 
 import contextlib
 import dataclasses
 import os
+import random
 import re
 import shutil
 import signal
@@ -84,9 +85,12 @@ class Host:
         self.home = self._folder / "home"
         (self.home / ".ssh").mkdir(parents=True, mode=0o700)
         self._write_settings(hosts, count)
+        # Other tests' node1 has the same /tmp, where Open MPI's folders are named by host and pid.
+        last_pid = random.randrange(10_000, 30_000)
         script = f"""
             set -e
             hostname {self.name}
+            echo {last_pid} >/proc/sys/kernel/ns_last_pid
             mount --bind {self._folder}/hosts /etc/hosts
             mount --bind {self._folder}/passwd /etc/passwd
             read -r _ # until its network is there
