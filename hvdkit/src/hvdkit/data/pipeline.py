@@ -107,14 +107,28 @@ class TrainingFeed:
         self._reader, self._workers, self._replaces = reader, workers, replaces
         self._num_steps, self._device = num_steps, device
         self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
-        batches = self._read(self._samples(first_step))
-        self.spec = batches.element_spec
-        self._open(batches)
+        # What is read is said by variables: the pipeline's graphs, which stay in memory, are made
+        # once, however often it starts again at another step.
+        with tf.device("CPU"):
+            self._start = tf.Variable(first_step, dtype=tf.int64)
+            self._mended = tf.Variable(-1, dtype=tf.int64)  # this step has these samples
+            self._instead = tf.Variable(tf.zeros_like(order.local_samples(self._start)[0]))
+        self._all = self._read(self._samples())
+        self.spec = self._all.element_spec
+        self._open()
 
-    def _samples(self, first_step: int) -> tf.data.Dataset:
-        """(id, key) of this rank's samples from a step on."""
-        steps = tf.data.Dataset.range(first_step, self._num_steps)
-        return steps.map(as_written(self._order.local_samples)).unbatch()
+    def _samples(self) -> tf.data.Dataset:
+        """(id, key) of this rank's samples from step `_start` on."""
+
+        def of_step(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            ids, keys = self._order.local_samples(step)
+            return tf.where(step == self._mended, self._instead, ids), keys
+
+        def steps(_: tf.Tensor) -> tf.data.Dataset:
+            return tf.data.Dataset.range(self._start, self._num_steps)
+
+        once = tf.data.Dataset.from_tensors(0)
+        return once.flat_map(as_written(steps)).map(as_written(of_step)).unbatch()
 
     def _read(self, samples: tf.data.Dataset) -> tf.data.Dataset:
         """Batches of these samples."""
@@ -131,8 +145,8 @@ class TrainingFeed:
         batches = examples.batch(size, drop_remainder=True).map(fold)
         return batches.with_options(_on_own_threads(self._workers))
 
-    def _open(self, batches: tf.data.Dataset) -> None:
-        parts = tf.nest.flatten(self.spec)
+    def _open(self) -> None:
+        batches, parts = self._all, tf.nest.flatten(self.spec)
         # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
         # step before. GPUs hold no text.
         if self._device and all(part.dtype != tf.string for part in parts):
@@ -167,10 +181,13 @@ class TrainingFeed:
             pass  # which of the samples it is, is found below
         ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
         good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
-        samples = tf.data.Dataset.from_tensor_slices((tf.constant(good, tf.int64), keys))
+        self._batches = None  # it stops reading
+        self._instead.assign(good)
+        self._mended.assign(self._step)
+        self._start.assign(self._step)
+        self._open()
         try:
-            batch, self._step = next(iter(self._read(samples))), self._step + 1
-            self._open(self._read(self._samples(self._step)))
+            batch, self._step = next(self._batches), self._step + 1
             return batch
         except _READ_ERRORS as error:  # whatever it is, no sample causes it alone
             raise ValueError(explain(self._source, good, error)) from None
@@ -267,6 +284,7 @@ def _on_own_threads(workers: int) -> tf.data.Options:
     """A private pool: TensorFlow's own has a thread for every core of the host, on each rank."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = workers
+    options.autotune.enabled = False
     # One thread an example, so that sums do not depend on the number of threads.
     options.threading.max_intra_op_parallelism = 1
     return options

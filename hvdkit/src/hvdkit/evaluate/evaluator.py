@@ -89,13 +89,13 @@ class Evaluator:
         tried = range(0, count, -(-count // _TRIED))[: self._feed.batch_size]
         if len(tried) < 2:
             return
-        each = [self._batch(number) for number in tried]
+        each, gradient = [self._batch(number) for number in tried], objective.gradient(self._task)
 
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
             with unchanged(self._state), unoptimized():
                 outputs, found, _ = self._step(whole)
-                grad = objective.gradient(self._task, outputs, whole["targets"])
+                grad = gradient(outputs, whole["targets"])
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
             return parts | {"loss's gradient by the outputs": grad}
 

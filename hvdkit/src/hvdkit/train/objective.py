@@ -159,26 +159,30 @@ def check_sum(
             )
 
 
-def gradient(task: Task, outputs: Any, targets: Any) -> float:
-    """Sum of the sizes of the loss's gradient by each of a batch's outputs."""
-    tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
-    floats = [x for x in tensors if x.dtype.is_floating]
+def gradient(task: Task) -> Callable[[Any, Any], float]:
+    """Sum of the sizes of the loss's gradient by each output, of a batch's outputs and targets."""
 
-    def size() -> tf.Tensor:
+    def size(outputs: Any, targets: Any) -> tf.Tensor:
+        tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
+        floats = [x for x in tensors if x.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(floats)
             found = loss(task, outputs, targets).values()
             total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
         dense = map(tf.convert_to_tensor, by_output)
-        return tf.add_n([tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in dense])
+        sizes = [tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in dense]
+        return tf.add_n([tf.zeros([], tf.float64), *sizes])
 
-    try:  # traced apart: TensorFlow warns of a function that is traced again and again
-        return (
-            float(tf.function(size, autograph=False).get_concrete_function()()) if floats else 0.0
-        )
-    except LookupError:  # what `predict` returns may be scored by operations without a gradient
-        return 0.0
+    traced = tf.function(size, autograph=False)
+
+    def of(outputs: Any, targets: Any) -> float:
+        try:  # not a plain call, by which TensorFlow warns of a function that is traced again
+            return float(traced.get_concrete_function(outputs, targets)(outputs, targets))
+        except LookupError:  # what `predict` returns may be scored by operations without a gradient
+            return 0.0
+
+    return of
 
 
 def check_own(
