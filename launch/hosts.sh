@@ -156,6 +156,8 @@ mpi_words() {
     fi
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.
     words+=(-mca oob_tcp_keepalive_time 15 -mca oob_tcp_keepalive_intvl 5 -mca oob_tcp_keepalive_probes 3)
+    # Else ssh would get node1 for node1.cluster.
+    [[ ${names[*]} != *.* ]] || words+=(-mca orte_keep_fqdn_hostnames true)
     # All ssh connections from here at once: in a tree, one slow host delays those behind it.
     [ "${#names[@]}" -lt 64 ] || words+=(-mca plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent "${#names[@]}")
     # Open MPI of a Python environment is not on ssh's PATH: --prefix names its daemon there. As pip

@@ -311,6 +311,7 @@ def test_folders_with_spaces(tmp_path: Path):
         ),
         (["-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
          ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
+        (["-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),  # else a for a.cluster
     ],
 )  # fmt: skip
 def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str]):

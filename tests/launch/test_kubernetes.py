@@ -1,37 +1,18 @@
-"""mpijob.yaml: its pods against Kubernetes' own schemas, strictly; the rest by MPIJob's rules."""
+"""mpijob.yaml and jobset.yaml against the operators' and Kubernetes' own schemas, strictly."""
 
+import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from hosts import ROOT, run
 
-MANIFEST = ROOT / "launch" / "mpijob.yaml"
-# The fields of an MPIJob: manifests/base/kubeflow.org_mpijobs.yaml of the MPI Operator, v0.8.2.
-_SPEC = {
-    "slotsPerWorker": int, "runLauncherAsWorker": bool, "runPolicy": dict, "mpiReplicaSpecs": dict,
-    "sshAuthMountPath": str, "launcherCreationPolicy": str, "mpiImplementation": str,
-}  # fmt: skip
-_RUN_POLICY = {
-    "cleanPodPolicy": str, "ttlSecondsAfterFinished": int, "activeDeadlineSeconds": int,
-    "backoffLimit": int, "schedulingPolicy": dict, "suspend": bool, "managedBy": str,
-}  # fmt: skip
-_SCHEDULING = {
-    "minAvailable": int, "queue": str, "minResources": dict, "priorityClass": str,
-    "scheduleTimeoutSeconds": int,
-}  # fmt: skip
-_REPLICA = {"replicas": int, "restartPolicy": str, "template": dict}
-# What its validation.go takes.
-_WORDS = {
-    "cleanPodPolicy": ("None", "Running", "All"),
-    "managedBy": ("kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"),
-    "mpiImplementation": ("OpenMPI", "Intel", "MPICH"),
-    "launcherCreationPolicy": ("AtStartup", "WaitForWorkersReady"),
-    "restartPolicy": ("Never", "OnFailure"),
-}
+MANIFEST, JOBSET = ROOT / "launch" / "mpijob.yaml", ROOT / "launch" / "jobset.yaml"
 _VARIANTS = ("kueue", "gang", "tolerations", "rdma", "efa")
 
 
@@ -54,31 +35,30 @@ def load(*variants: str) -> dict:
     return yaml.safe_load(uncommented(*variants))
 
 
-def unknown(where: str, given: dict, fields: dict[str, type]) -> list[str]:
-    """Fields that there are not, values of another type, words that are not among those known."""
-    found = [f"{where}: unknown field {name}" for name in given.keys() - fields.keys()]
-    for name in given.keys() & fields.keys():
-        value = given[name]
-        sound = type(value) is fields[name] and value in _WORDS.get(name, (value,))
-        if not sound or (fields[name] is int and value < 0):
-            found.append(f"{where}: {name} is {value!r}")
-    return found
+def by_schema(job: dict, kind: str) -> list[str]:
+    """What the API server would refuse, but for pods and jobs."""
+    schema = json.loads(Path(__file__).with_name(f"{kind}.schema.json").read_text())
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(job)
+    return ["/".join(map(str, e.absolute_path)) + f": {e.message}" for e in errors]
+
+
+def by_kubernetes(name: str, resource: dict) -> list[str]:
+    try:
+        kubernetes_validate.validate(resource, "1.31", strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{name}: {error}"]
+    return []
 
 
 def faults(job: dict) -> list[str]:
-    """What the API server or the operator (kubeflow.org/v2beta1) would refuse."""
-    spec, policy = job["spec"], job["spec"]["runPolicy"]
-    found = unknown("spec", spec, _SPEC) + unknown("runPolicy", policy, _RUN_POLICY)
-    found += unknown("schedulingPolicy", policy.get("schedulingPolicy", {}), _SCHEDULING)
-    replicas = spec["mpiReplicaSpecs"]
-    if (job["apiVersion"], job["kind"]) != ("kubeflow.org/v2beta1", "MPIJob"):
-        found.append("kind")
-    if set(replicas) != {"Launcher", "Worker"}:
-        found.append(f"mpiReplicaSpecs: {sorted(replicas)}")
-    if replicas["Launcher"]["replicas"] != 1:
-        found.append("one launcher")
+    """What the API server or the MPI Operator would refuse in an MPIJob."""
+    if found := by_schema(job, "mpijob"):
+        return found
+    replicas = job["spec"]["mpiReplicaSpecs"]
     for name, replica in replicas.items():
-        found += unknown(name, replica, _REPLICA) + pod_faults(name, replica["template"])
+        head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
+        found += by_kubernetes(name, head | {"template": replica["template"]})
+        found += pod_faults(name, replica["template"]["spec"])
     # Pods get the job's name, and their names are host names.
     longest = f"{job['metadata']['name']}-worker-{replicas['Worker']['replicas'] - 1}"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", longest):
@@ -86,14 +66,8 @@ def faults(job: dict) -> list[str]:
     return found
 
 
-def pod_faults(name: str, template: dict) -> list[str]:
-    wrapped = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
-    try:
-        kubernetes_validate.validate(wrapped | {"template": template}, "1.31", strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return [f"{name}: {error}"]
-    pod, found = template["spec"], []
-    volumes = {volume["name"] for volume in pod.get("volumes", [])}
+def pod_faults(name: str, pod: dict) -> list[str]:
+    found, volumes = [], {volume["name"] for volume in pod.get("volumes", [])}
     for container in pod["containers"]:
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         if not mounts <= volumes:
@@ -103,6 +77,41 @@ def pod_faults(name: str, template: dict) -> list[str]:
         if isinstance(probe, str) and probe not in ports:
             found.append(f"{name}: no port {probe}")
     return found
+
+
+def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
+    jobset, policy = yaml.safe_load_all(JOBSET.read_text())
+    jobset = json.loads(json.dumps(jobset))  # what an anchor names is one object
+    assert by_schema(jobset, "jobset") == [] and by_kubernetes("policy", policy) == []
+    worker, launcher = jobset["spec"]["replicatedJobs"]
+    pods = {}
+    for one in (worker, launcher):
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
+        assert by_kubernetes(one["name"], job | one["template"]) == []
+        pods[one["name"]] = one["template"]["spec"]["template"]["spec"]
+        assert pod_faults(one["name"], pods[one["name"]]) == []
+    spec, said = json.loads(json.dumps(load()["spec"])), {}
+    for name, replica in spec["mpiReplicaSpecs"].items():
+        ours, theirs = pods[name.lower()], replica["template"]["spec"]
+        assert ours["volumes"].pop() == {"name": "ssh", "secret": {"secretName": "train-ssh"}}
+        assert ours.pop("restartPolicy") == replica["restartPolicy"]
+        [container], [other] = ours.pop("containers"), theirs.pop("containers")
+        keys = {"name": "ssh", "mountPath": spec["sshAuthMountPath"]}
+        assert container["volumeMounts"].pop() == keys
+        said[name] = container.pop("args"), other.pop("args")
+        assert (ours, container) == (theirs, other), name
+    words, others = said["Launcher"]
+    # Its hosts are the workers, by their names in the service's domain; the rest is the same.
+    at, there = words.index("--hosts-from"), others.index("--hostfile")
+    hosts = subprocess.run(words[at + 1].split(), capture_output=True, text=True).stdout.split()
+    name = f"{jobset['metadata']['name']}-{worker['name']}-0-%d"
+    name += f".{jobset['spec']['network']['subdomain']}:{spec['slotsPerWorker']}"
+    assert hosts == [name % n for n in range(worker["template"]["spec"]["completions"])]
+    del words[at : at + 2], others[there : there + 2]
+    assert words == others and said["Worker"][0] == said["Worker"][1]
+    # Only its own pods reach its pods.
+    label = policy["spec"]["podSelector"]["matchLabels"]
+    assert label == {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}
 
 
 @pytest.mark.parametrize("variants", [(), *((name,) for name in _VARIANTS), _VARIANTS])
@@ -190,7 +199,7 @@ _POD = f"{_WORKER}/template/spec"
         ("spec/slotsPerWorker", "8", "slotsPerWorker"),
         ("spec/runPolicy/backoffLimit", -1, "backoffLimit"),
         ("spec/runPolicy/schedulingPolicy", {"minMember": 3}, "minMember"),
-        ("spec/mpiReplicaSpecs/Launcher/replicas", 2, "one launcher"),
+        ("spec/mpiReplicaSpecs/Launcher/replicas", 2, "1 was expected"),
         (f"{_WORKER}/restartPolicy", "Always", "restartPolicy"),
         ("metadata/name", "x" * 60, "name x"),
         (f"{_POD}/containers/0/volumeMount", [], "volumeMount"),
