@@ -18,6 +18,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 from hvdkit.data import scenes
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Launchers' tests, which mostly wait, come beside the longest file, which fills a core."""
+    folder = Path(__file__).parent / "launch"
+    waiting = [item for item in items if item.path.parent == folder]
+    others = [item for item in items if item.path.parent != folder]
+    longest = [n for n, item in enumerate(others) if item.path.name == "test_small_runs.py"]
+    at = longest[-1] + 1 if longest else len(others)
+    items[:] = others[:at] + waiting + others[at:]
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     """Prints what tests counted, at the end, whichever process ran them."""
     reports = [r for found in terminalreporter.stats.values() for r in found]
