@@ -3,12 +3,15 @@
 import contextlib
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from checks_runs import huge
-from small_runs import Small, fit, folder, numbers, same
+from scipy.special import log_softmax
+from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same
 
 from hvdkit.checkpoint.saver import Saver
+from hvdkit.data.source import Arrays
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
 
@@ -185,6 +188,65 @@ def check_a_validation_set_in_which_nothing_counts_is_refused(world):
 
     ended = fit(world, Weightless, "weights of the validation set are 0", code=WRONG_USE)
     assert ended.checkpoints == ["step-00000003"]
+
+
+class Centre(keras.layers.Layer):
+    """Takes off a running mean of its inputs, which it moves in evaluation too."""
+
+    combines = "mean"
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], trainable=False, name="mean")
+
+    def call(self, x):
+        centred = x - self.mean
+        self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x, 0))
+        return centred
+
+
+class Centred(Small):
+    """Its loss does the same with the outputs."""
+
+    def build_model(self):
+        self.seen = tf.Variable(tf.ones(CLASSES), trainable=False, name="seen")
+        self.seen.combines = "mean"
+        return classifier(keras.layers.Dense(5, bias_initializer="ones"), Centre())
+
+    def loss(self, outputs, targets):
+        found = super().loss(outputs - self.seen, targets)
+        self.seen.assign(0.5 * self.seen + 0.5 * tf.reduce_mean(outputs, 0))
+        return found
+
+
+def check_state_that_an_evaluation_changes_goes_back_after_each_batch(world):
+    """Ranks have different batches: figures would depend on their number."""
+    ended = fit(world, Centred, eval_every=3, eval_batch_size=4)
+    x, y = (numbers(2, 20)._arrays[name] for name in ("x", "y"))
+    if world.is_chief:
+        [seen] = [v for name, v in ended.state(3).items() if name.startswith("task/seen")]
+        scores = log_softmax(ended.model(x).numpy() - seen, -1)
+        loss = -np.mean(scores[np.arange(20), y])
+        np.testing.assert_allclose(ended.records[-1]["eval_loss"], loss, 1e-6)
+
+
+class Torn(Arrays):
+    def read(self, index):
+        fine = tf.debugging.Assert(index != (1 if len(self) == 60 else 7), ["torn"])
+        with tf.control_dependencies([fine]):
+            return super().read(tf.identity(index))
+
+    def explain(self, index):
+        return f"sample {index} is torn"
+
+
+def check_a_sample_that_cannot_be_read_where_the_run_is_tried(world):
+    """Sample 1 of 60 is read for the state, and is replaced; 7 of 20 for the loss, and is named."""
+    good = numbers(1, 60), numbers(2, 20)
+    torn = [Torn(**source._arrays) for source in good]
+    replaced = type("Replaced", (Centred,), {"sources": lambda self: (torn[0], good[1])})
+    fit(world, replaced, max_bad_samples="1")
+    named = type("Named", (Small,), {"sources": lambda self: (good[0], torn[1])})
+    fit(world, named, "sample 7 is torn", code=WRONG_USE, eval_every=2)
 
 
 class StopsAt:

@@ -67,6 +67,21 @@ def reader(
     return Reader(traced.get_concrete_function(), frozenset(parts))
 
 
+class BadSample(ValueError):
+    """A sample cannot be read, whatever the disk does; the message names it."""
+
+
+def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Example:
+    """An example by itself. Raises BadSample, or ValueError where the disk fails time and again."""
+    pauses = iter(_PAUSES)
+    while True:
+        try:
+            return made.read(tf.constant(index, tf.int64), *key)
+        except _READ_ERRORS as error:
+            if not pause(error, pauses):
+                raise BadSample(explain(source, [index], error)) from None
+
+
 class Replaced(NamedTuple):
     """A bad sample, and the one of the same global batch that took its place at a step."""
 
@@ -174,23 +189,32 @@ class TrainingFeed:
 
     def _next(self) -> Example:
         """The next batch, without what is bad in it; ValueError where it cannot be read."""
-        try:
-            batch, self._step = next(self._batches), self._step + 1
-            return batch
-        except _READ_ERRORS:
-            pass  # which of the samples it is, is found below
-        ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
-        good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
-        self._batches = None  # it stops reading
-        self._instead.assign(good)
-        self._mended.assign(self._step)
-        self._start.assign(self._step)
-        self._open()
-        try:
-            batch, self._step = next(self._batches), self._step + 1
-            return batch
-        except _READ_ERRORS as error:  # whatever it is, no sample causes it alone
-            raise ValueError(explain(self._source, good, error)) from None
+        good, pauses = None, iter(_PAUSES)
+        while True:
+            try:
+                batch, self._step = next(self._batches), self._step + 1
+                return batch
+            except _READ_ERRORS as error:
+                # Which of the samples it is, is found below. Once all are good by themselves, it is
+                # the disk, which failed again, or no sample causes it alone.
+                if good and not pause(error, pauses):
+                    raise ValueError(explain(self._source, good, error)) from None
+            if not good:
+                ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
+                good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
+            self._batches = None  # it stops reading
+            self._instead.assign(good)
+            self._mended.assign(self._step)
+            self._start.assign(self._step)
+            self._open()
+
+    def sample(self, place: int) -> Example:
+        """An example by itself, or, with `replaces`, the next one that can be read; ValueError."""
+        size, key = len(self._source), tf.zeros([2], tf.int32)
+        for number in range(place, place + (size if self._replaces else 1)):
+            if not (why := self._fault(number % size, key)):
+                return self._reader.read(tf.constant(number % size, tf.int64), key)
+        raise ValueError(why)
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:
         """At a step; 0: in the newest batch."""
@@ -213,14 +237,11 @@ class TrainingFeed:
 
     def _fault(self, index: int, key: tf.Tensor) -> str:
         """Why a sample cannot be read, or ""; ValueError where the disk fails again and again."""
-        pauses = iter(_PAUSES)
-        while True:
-            try:
-                self._reader.read(tf.constant(index, tf.int64), key)
-                return ""
-            except _READ_ERRORS as error:
-                if not pause(error, pauses):
-                    return explain(self._source, [index], error)
+        try:
+            read_one(self._reader, self._source, index, key)
+            return ""
+        except BadSample as fault:
+            return str(fault)
 
 
 class EvaluationFeed:

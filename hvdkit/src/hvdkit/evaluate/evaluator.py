@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import EvaluationFeed, reason_of
+from hvdkit.data.pipeline import EvaluationFeed, read_one, reason_of
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
@@ -19,7 +19,6 @@ from hvdkit.settings import Settings
 from hvdkit.train import across, graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.state import State
 from hvdkit.train.task import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
@@ -48,6 +47,7 @@ class Evaluator:
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes, self._printed = tasks.optional(run.task, "notes"), set()
         self._state, self._step = run.state, make_step(run.task, run.model, feed.spec)
+        self._untrained = self._moved = run.state.untrained  # moved: by a batch, `try_out` finds it
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         exact = bool(run.config.virtual_ranks)
         self._sums = metrics.ExactSums if exact else metrics.RankSums
@@ -63,8 +63,10 @@ class Evaluator:
         with self._world.fail_together("evaluating one sample"):
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
             where = task_checks.user_code_errors("evaluating one sample")
-            with where, unchanged(self._state), unoptimized():
+            with where, unchanged(self._moved), unoptimized():
                 graph = self._step.get_concrete_function().graph
+                handles = set(map(id, graph_checks.assigned_handles(graph)))
+                self._moved = [v for v in self._moved if id(v.handle) in handles]
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 outputs, sums, rows = self._step(batch)
             self._check_size(rows)
@@ -93,9 +95,11 @@ class Evaluator:
 
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            with unchanged(self._state), unoptimized():
-                outputs, found, _ = self._step(whole)
-                grad = gradient(outputs, whole["targets"])
+            with unoptimized():
+                with unchanged(self._moved):
+                    outputs, found, _ = self._step(whole)
+                with unchanged(self._moved):  # a loss may change state too
+                    grad = gradient(outputs, whole["targets"])
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
             return parts | {"loss's gradient by the outputs": grad}
 
@@ -104,17 +108,17 @@ class Evaluator:
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
-        with unchanged(self._state):
+        with unchanged(self._untrained):
             return self._evaluate(stop_asked)
 
     def one(self, number: int) -> tuple[Example, Any]:
         """One sample as a batch, and its outputs."""
         batch = self._batch(number)
-        with unchanged(self._state):
+        with unchanged(self._moved):
             return batch, self._step(batch)[0]
 
     def _batch(self, number: int) -> Example:
-        example = self._feed.reader.read(tf.constant(number, tf.int64))
+        example = read_one(self._feed.reader, self._source, number)
         return tf.nest.map_structure(lambda part: part[None], example)
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
@@ -165,7 +169,8 @@ class Evaluator:
             number = place * self._world.size + self._world.rank
             self._seeds.assign(self._at, tf.constant(number, tf.int64))
         try:
-            outputs, *found = self._step(batch)
+            with unchanged(self._moved):
+                outputs, *found = self._step(batch)
             return outputs, *({name: x.numpy() for name, x in part.items()} for part in found)
         except (tf.errors.OpError, ValueError) as error:
             shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
@@ -219,13 +224,13 @@ def _losses(sums: Iterable[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def unchanged(state: State) -> Iterator[None]:
-    """Restores all untrained state afterwards.
+def unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Restores them afterwards.
 
-    Keras's recurrent layers draw dropout masks in evaluation too. Ranks have different numbers of
-    batches, so their seeds would differ, and training would depend on the number of evaluations.
+    A layer may count in evaluation too, and Keras's recurrent ones draw dropout masks. Ranks have
+    different batches: each begins with the same state, and so does training, after any number.
     """
-    before = [(v, tf.identity(v)) for v in state.untrained]
+    before = [(v, tf.identity(v)) for v in variables]
     try:
         yield
     finally:

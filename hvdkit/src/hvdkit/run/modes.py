@@ -55,7 +55,7 @@ def scored(context: RunContext) -> Source:
 
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
-    run.parts.try_state(run.context.train_source, run.context.train_reader)
+    run.parts.try_state(run.feed.sample)
     if run.mode == "dry_run":
         dry_run.describe(run.context, run.given, sampler=run.sampler, spec=run.feed.spec)
     if run.mode == "benchmark":

@@ -29,7 +29,9 @@ class Rows(NamedTuple):
         """What a virtual rank's loss gets more, a scalar, for the sake of its gradient."""
         part = slice(turn.first, turn.first + turn.size)
         pairs = zip(_floats(turn.own), self.pulls[target])
-        return tf.add_n([tf.reduce_sum(own * tf.cast(p[part], own.dtype)) for own, p in pairs])
+        sums = [tf.reduce_sum(own * tf.cast(p[part], own.dtype)) for own, p in pairs]
+        widest = max((x.dtype for x in sums), key=lambda dtype: dtype.size)
+        return tf.add_n([tf.cast(x, widest) for x in sums])
 
 
 class Passes:

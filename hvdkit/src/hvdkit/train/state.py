@@ -276,4 +276,5 @@ def _slot(name: str, owners: Mapping[str, list[str]], seen: Counter) -> str:
             owner = owners[head][seen[name] % len(owners[head])]
             seen[name] += 1
             return f"{owner}/{name[len(head) + 1 :]}"
-    return name
+    # Nadam's product of momenta has no name but Keras's count of such variables in this process.
+    return re.sub(r"^variable_\d+$", "variable", name)

@@ -29,8 +29,6 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.data.pipeline import Reader
-from hvdkit.data.source import Source
 from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import moment, own_part
 from hvdkit.ranks.world import World, raw
@@ -303,17 +301,12 @@ class Step:
         sums.append(0.0 if added is None else added)
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
-    def try_state(self, source: Source, reader: Reader) -> None:
+    def try_state(self, sample: Callable[[int], Example]) -> None:
         """Stop, on all ranks, where ranks would change state in ways of their own.
 
         And where the losses that run.loss was given mix samples; the task's are tried in evaluation
         (`Evaluator.check_loss`), in which batch norm and dropout do nothing.
         """
-        key = tf.zeros([2], tf.int32)
-
-        def sample(place: int) -> Example:
-            return reader.read(tf.constant(place % len(source), tf.int64), key)
-
         model, near = self._state.model, objective.nearness(self._settings)
         varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
         divided = objective.divides(self._settings, self._world.size)

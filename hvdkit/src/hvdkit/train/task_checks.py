@@ -199,11 +199,13 @@ def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> di
         found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
     for name, value in found.items():
         number = value.dtype.is_bool or value.dtype.is_floating or value.dtype.is_integer
+        number = number and value.dtype not in (tf.bfloat16, tf.uint32, tf.uint64)
         fixed = value.shape.rank and value.shape[1:].is_fully_defined()
         if name in taken or not (number and fixed):
             raise ValueError(
                 f"the task's per_sample has {name}, {value.dtype.name} {value.shape}: give it a "
-                "name that no sum has, and numbers of one shape for each sample"
+                "name that no sum has, and numbers of one shape for each sample, of a type that "
+                "Horovod gathers (not bfloat16, uint32, uint64)"
             )
     return found
 
