@@ -85,6 +85,8 @@ class Gathers(Ordinary):
         alike = tf.cast(targets[:, None] == across.gather(targets)[None], logits.dtype)
         labels = alike / tf.reduce_sum(alike, -1, keepdims=True)
         apart = tf.nn.softmax_cross_entropy_with_logits(labels, logits)
+        wide = across.gather(tf.cast(outputs, tf.float64))  # of another type
+        apart += 0.1 * tf.cast(tf.reduce_mean(tf.square(wide)), apart.dtype)
         return {"own": (losses, weights), "apart": (apart, tf.ones_like(apart))}
 
 
