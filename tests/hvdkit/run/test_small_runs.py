@@ -6,7 +6,7 @@ from ranks import CHECKS, names_of_checks, run_checks
 
 # On 1 rank as on 2.
 BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
-PARTS = {1: BOTH, 2: ("reduction", *BOTH, "tasks", "task_models", "stragglers"), 3: ("objective",)}
+PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers"), 3: ("objective",)}
 SLOW = {1: pytest.mark.slow, 2: (), 3: pytest.mark.slow}
 # Those of a task are there where the task is.
 FILES = {

@@ -11,22 +11,31 @@ from hvdkit.settings import Settings
 from hvdkit.train import reduction
 from ranks import CHECKS, HELPERS, last_lines, launch, names_of_checks, run_checks
 
-# In one launch: ranks start slowly. Layers do not know what carries their sums; that of MPI is
-# tried with the small runs.
-FILES = [CHECKS / f"checks_{part}.py" for part in ("reduction", "step", "batch_norm")]
+# All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
+PARTS = {("gloo", 3): ("reduction", "step", "batch_norm"), ("mpi", 2): ("reduction",)}
+FILES = {
+    launch: [CHECKS / f"checks_{part}.py" for part in parts] for launch, parts in PARTS.items()
+}
 KNOBS = HELPERS / "knobs.py"
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return run_checks(FILES, 3, "gloo", timeout=560)
+    """By backend and number of ranks; each launch runs all checks once."""
+    return {}
 
 
-@pytest.mark.parametrize("name", names_of_checks(*FILES))
-def test_number(name, outcomes):
+@pytest.mark.parametrize(
+    ("backend", "ranks", "name"),
+    [(*launch, name) for launch, files in FILES.items() for name in names_of_checks(*files)],
+)
+def test_number(backend, ranks, name, outcomes):
     """Against plain references."""
-    assert outcomes[name] is None, outcomes[name]
+    if (backend, ranks) not in outcomes:
+        outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
+    failure = outcomes[backend, ranks][name]
+    assert failure is None, failure
 
 
 class Timeline:
