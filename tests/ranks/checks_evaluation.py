@@ -90,6 +90,8 @@ def check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
     assert not world.is_chief or ended.records[-1]["eval_in_order"] == 1.0
     Keeps.per_sample = lambda self, outputs, targets: {"id": tf.zeros([1, 2**24])}
     fit(world, Keeps, "1.2 GiB: every rank holds them all, 1 GiB", code=WRONG_USE, num_steps=1)
+    Keeps.per_sample = lambda self, outputs, targets: {"id": tf.cast(targets[:, 1], tf.uint32)}
+    fit(world, Keeps, "has id, uint32", "that Horovod gathers", code=WRONG_USE, num_steps=1)
 
 
 def check_failed_pictures_and_nan_scores_end_no_run(world):

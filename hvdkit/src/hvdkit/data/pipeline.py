@@ -197,9 +197,9 @@ class TrainingFeed:
             except _READ_ERRORS as error:
                 # Which of the samples it is, is found below. Once all are good by themselves, it is
                 # the disk, which failed again, or no sample causes it alone.
-                if good and not pause(error, pauses):
+                if good is not None and not pause(error, pauses):
                     raise ValueError(explain(self._source, good, error)) from None
-            if not good:
+            if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
             self._batches = None  # it stops reading
@@ -211,10 +211,12 @@ class TrainingFeed:
     def sample(self, place: int) -> Example:
         """An example by itself, or, with `replaces`, the next one that can be read; ValueError."""
         size, key = len(self._source), tf.zeros([2], tf.int32)
-        for number in range(place, place + (size if self._replaces else 1)):
-            if not (why := self._fault(number % size, key)):
-                return self._reader.read(tf.constant(number % size, tf.int64), key)
-        raise ValueError(why)
+        for number in range(place, place + size):
+            try:
+                return read_one(self._reader, self._source, number % size, key)
+            except BadSample:
+                if not self._replaces or number == place + size - 1:
+                    raise
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:
         """At a step; 0: in the newest batch."""
@@ -305,6 +307,7 @@ def _on_own_threads(workers: int) -> tf.data.Options:
     """A private pool: TensorFlow's own has a thread for every core of the host, on each rank."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = workers
+    # Nothing is left to tune, and its thread would hold up the end of a run, for seconds.
     options.autotune.enabled = False
     # One thread an example, so that sums do not depend on the number of threads.
     options.threading.max_intra_op_parallelism = 1

@@ -160,7 +160,7 @@ def check_sum(
 
 
 def gradient(task: Task) -> Callable[[Any, Any], float]:
-    """Sum of the sizes of the loss's gradient by each output, of a batch's outputs and targets."""
+    """Of a batch's outputs and targets: how large the loss's gradient by each output is, summed."""
 
     def size(outputs: Any, targets: Any) -> tf.Tensor:
         tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
