@@ -1,14 +1,16 @@
-"""A run that is interrupted again and again ends with the bits of one that never was.
+"""A supervised run on three hosts ends with the bits of one to which nothing happened.
 
-    python tests/chaos.py [--seed=1] [--events=20] [--folder=FOLDER] [KIND ...]      make chaos
+    python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--folder=FOLDER] [KIND ...]
 
-Trains the demo with --virtual_ranks=6: once on 2 ranks, then anew in another folder, where at
-random moments something happens to it (EVENTS), and each time it goes on, by the same command, on
-1, 2, 3, 4 or 6 ranks; before a host is cut off the network, on three hosts in network namespaces
-(as root; else that event is left out). The run to which nothing happens is over Gloo, the other
-over MPI (hosts.sh). KINDs are names of EVENTS; by default each happens in turn, in random order.
-It prints each event, how soon all of the run had ended and with which exit
-code, how many steps were made again, and the seconds from the event to the next new step.
+`make chaos`: each kind once, in random order; `make soak`: one a minute for two hours. As root, with
+sshfs and libfaketime. KINDs are names of EVENTS, or begin one.
+
+Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
+hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
+fork's that pauses for a second after each step. `hvdkit supervise` starts it again, nobody else.
+Nothing may be left of it at its end: no process, no connection, no memory or file of the
+supervisor's that grew. It then runs out without pauses, and is compared with the other, which was
+trained on this machine by horovodrun on two ranks.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """
@@ -17,231 +19,485 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
-from hosts import Hosts
-from legs import ROOT, Failed, Leg, send
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, require
 
-STEPS_AN_EVENT = 7  # of the whole run
-RANKS = (1, 2, 3, 4, 6)
+SLOWEST = 900  # seconds to the next new step: the longest fault, and what TCP waits after it
+CLOCK = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
+EVERYWHERE = "node1:1\nnode2:1\nnode3:1\n"
+OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnode2:2\nnode3:2\n")
 USUAL = [
-    *("--flagfile=configs/demo.cfg", "--virtual_ranks=6", "--global_batch_size=12"),
-    *("--warmup_steps=0", "--log_every=1", "--eval_every=40", "--checkpoint_every=3", "--keep=3"),
+    *(f"--flagfile={ROOT}/template/configs/demo.cfg", "--virtual_ranks=6", "--keep=3"),
+    *("--global_batch_size=12", "--warmup_steps=0", "--log_every=1", "--eval_every=40"),
+    "--checkpoint_every=3",
 ]
 
 
-class Context(NamedTuple):
-    leg: Leg
-    rng: random.Random
+class Failed(Exception):
+    """What was promised did not come; the message ends with the run's last lines."""
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step-*"))
+class Job:
+    """`hvdkit supervise` on node1, watched step by step; started again by `start` alone."""
+
+    def __init__(self, folder: Path, flags: list[str], rng: random.Random) -> None:
+        self.rng, self.lines, self.steps = rng, [], []  # numbers of the steps that were logged
+        (folder / "hosts").mkdir()
+        self.hosts = Hosts(folder / "hosts", 5, ssh_port=22)
+        self.data, self.runs = self.hosts[4], self.hosts[5]
+        self.listed, self.run_dir = folder / "listed", folder / "runs" / "run"
+        self.fast, self.late = folder / "fast", folder / "late"  # files: without pauses; a host's name
+        self._store, self._mounts = folder / "store", {"data": self.data, "runs": self.runs}
+        self.listed.write_text(EVERYWHERE)
+        self._words = [sys.executable, "-m", "hvdkit", "supervise", "--hosts-from"]
+        self._words += [f"cat {self.listed}", "--min-hosts", "1", "--rejoin", "20", "--"]
+        self._words += [ROOT / "launch/hosts.sh", self._python(folder), _fork(folder, self.fast)]
+        self._words += [*flags, f"--data_dir={folder}/data", f"--run_dir={self.run_dir}"]
+        self._folder, self._log = folder, open(folder / "chaos.log", "a", buffering=1)
+
+    def prepare(self) -> None:
+        """The disks, and the first start."""
+        for name, host in self._mounts.items():
+            (self._folder / name).mkdir()
+            (self._store / name).mkdir(parents=True)
+            size = "64m" if name == "runs" else "1g"
+            host.sh(f"mount -t tmpfs -o size={size} none {self._store / name}")
+        self.data.sh(f"cp -r {ROOT}/template/datasets/demo/. {self._store}/data")
+        for host in self.workers:
+            for name in self._mounts:
+                self.mount(host, name)
+        self.idle = self.inside()
+        self.start()
+
+    @property
+    def workers(self) -> list[Host]:
+        return list(self.hosts)[:3]
+
+    def mount(self, host: Host, name: str) -> None:
+        """As a disk that all hosts share."""
+        options = "StrictHostKeyChecking=accept-new,dcache_timeout=1"
+        options += ",sftp_server=/usr/lib/openssh/sftp-server"  # sshd knows none here
+        what = f"{self._mounts[name].name}:{self._store / name} {self._folder / name}"
+        host.sh(f"sshfs {what} -o {options} </dev/null >/dev/null 2>&1")
+
+    def unmount(self, host: Host, name: str) -> None:
+        host.sh(f"fusermount3 -uz {self._folder / name}")
+
+    def _python(self, folder: Path) -> Path:
+        """Python, an hour ahead on the host whose name is in `late`."""
+        (wrapper := folder / "python").write_text(
+            f'#!/bin/sh\n[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n    export '
+            f'LD_PRELOAD={CLOCK} FAKETIME=+1h DONT_FAKE_MONOTONIC=1\nexec {sys.executable} "$@"\n'
+        )
+        wrapper.chmod(0o755)
+        return wrapper
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.hosts[1].words(*map(str, self._words)),
+            env=os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"},
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+            **{"text": True, "errors": "replace", "start_new_session": True},
+        )
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            self.lines.append(line)
+            self._log.write(line)
+            # Two ranks' words may stand in one line.
+            self.steps += [int(step) for step in re.findall(r"step (\d+)/\d+  loss", line)]
+
+    def wait_for(self, what: str, there: Callable[[], object], seconds: float = SLOWEST) -> None:
+        end = time.monotonic() + seconds
+        while not there():
+            if time.monotonic() > end:
+                raise Failed(f"{what}: not within {seconds} s{self.tail()}")
+            if self.process.poll() is not None and not there():
+                raise Failed(f"{what}: ended before, with {self.process.returncode}{self.tail()}")
+            time.sleep(0.01)
+
+    def wait_for_line(self, text: str, since: int) -> None:
+        self.wait_for(text, lambda: any(text in line for line in self.lines[since:]))
+
+    def inside(self) -> set[psutil.Process]:
+        """All processes of the hosts that train."""
+        spaces = {os.readlink(f"/proc/{host.pid}/ns/pid") for host in self.workers}
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") in spaces:
+                    found.add(process)
+        return found
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        found = {}
+        for process in self.inside():
+            with contextlib.suppress(psutil.Error):
+                rank = process.environ().get("OMPI_COMM_WORLD_RANK")
+                if rank is not None and "train.py" in " ".join(process.cmdline()[:3]):
+                    found[int(rank)] = process
+        return found
+
+    def named(self, *words: str) -> list[psutil.Process]:
+        """Processes whose command has all these words, the oldest first."""
+        found = [(p.create_time(), p.pid, p) for p in self.inside() if _has(p, words)]
+        return [process for *_, process in sorted(found)]
+
+    def send(self, number: int, *ranks: int) -> None:
+        there = self.ranks()
+        for rank in ranks or there:
+            send(there[sorted(there)[rank % len(there)]], number)
+
+    def any_rank(self) -> int:
+        return self.rng.randrange(6)
+
+    def tail(self) -> str:
+        return "\n" + "".join(self.lines[-40:])
+
+    def checkpoints(self) -> list[Path]:
+        """Of the disk itself, whatever is mounted."""
+        return sorted(Path(f"/proc/{self.runs.pid}/root{self._store}/runs/run/checkpoints").glob("step-*"))
+
+    def saving(self) -> bool:
+        return bool(list(self.checkpoints()[-1].parent.glob(".step-*.partial")))
+
+    def end(self) -> None:
+        self.hosts.end()
 
 
-# What may happen. Each ends the run and returns the exit codes that it may have then; none: any but
-# 0, 2, 3 and 75.
+def _fork(folder: Path, fast: Path) -> Path:
+    """Its train.py: a second between steps, unless the file is there."""
+    fork = folder / "fork"
+    shutil.copytree(ROOT / "template", fork, symlinks=True, ignore=shutil.ignore_patterns("datasets"))
+    code, loop = (fork / "train.py").read_text(), "    for batch in run.batches():"
+    pause = f"__import__('time').sleep(0 if __import__('os').path.exists('{fast}') else 1)"
+    assert code.count(loop) == 1
+    (fork / "train.py").write_text(code.replace(loop, f"{loop}\n        {pause}\n       "))
+    return fork / "train.py"
 
 
-def kill_one(it: Context) -> tuple[int, ...]:
-    send(it.rng.choice(it.leg.pids()), signal.SIGKILL)
-    return ()
+def _has(process: psutil.Process, words: tuple[str, ...]) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return all(word in " ".join(process.cmdline()) for word in words)
+    return False
 
 
-def kill_all(it: Context) -> tuple[int, ...]:
-    it.leg.kill_all()
-    return ()
+def send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.Error):  # it has ended
+        process.send_signal(number)
 
 
-def terminate(it: Context) -> tuple[int, ...]:
-    it.leg.process.terminate()
-    return (75,)
+# What may happen, and its end, if it has one.
 
 
-def tell_one(it: Context) -> tuple[int, ...]:
-    """As a scheduler, before a time limit."""
-    send(it.rng.choice(it.leg.pids()), signal.SIGUSR1)
-    return (75,)
+def crash(number: int, rank: int, when: str) -> Callable[[Job], None]:
+    """A native crash of that rank, in a start of its own unless it saves."""
+
+    def event(job: Job) -> None:
+        before, since = job.ranks(), len(job.lines)
+        if when == "in a save":
+            job.wait_for("a save", job.saving)
+        else:
+            job.send(signal.SIGKILL)
+            which = rank % len(before)
+            job.wait_for("a start", lambda: job.ranks().get(which, before[which]) != before[which])
+        if when == "in the first step":
+            job.wait_for_line("resuming from", since)
+        job.send(number, rank)
+
+    return event
 
 
-def freeze_one(it: Context) -> tuple[int, ...]:
-    """A rank whose process is stopped is as one whose disk hangs."""
-    ranks = it.leg.pids()
-    if len(ranks) == 1:  # nobody else is there to see it
-        return kill_one(it)
-    send(it.rng.choice(ranks), signal.SIGSTOP)
-    return ()
+def signalled(number: int, which: Callable[[Job], list[int]]) -> Callable[[Job], None]:
+    return lambda job: job.send(number, *which(job))
 
 
-def kill_in_save(it: Context) -> tuple[int, ...]:
-    folder = it.leg.folder / "checkpoints"
-    it.leg.wait_for("a save", lambda: list(folder.glob(".step-*.partial")))
-    return kill_all(it)
+def killed(number: int, *words: str) -> Callable[[Job], None]:
+    """What helps the ranks: the oldest process with these words."""
+    return lambda job: send(job.named(*words)[0], number)
 
 
-def truncate(it: Context) -> tuple[int, ...]:
-    kill_all(it)
-    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
-    os.truncate(state, it.rng.randrange(state.stat().st_size))
-    return ()
+def lost_supervisor(job: Job) -> None:
+    """And all that it started on its host, but the ranks; a new one comes at once, as a pod would."""
+    supervisor = job.process
+    for process in [*job.named("launch/hosts.sh"), *job.named("hvdkit", "supervise")]:
+        send(process, signal.SIGKILL)
+    supervisor.wait(30)
+    job.start()
 
 
-def flip_a_bit(it: Context) -> tuple[int, ...]:
-    kill_all(it)
-    state = _checkpoints(it.leg.folder)[-1] / "state.npz"
-    content = bytearray(state.read_bytes())
-    content[it.rng.randrange(len(content))] ^= 1 << it.rng.randrange(8)
-    state.write_bytes(content)
-    return ()
+def away(what: str, seconds: float) -> Callable[[Job], None]:
+    """The host of a disk is off the network: who reads or writes there waits."""
+
+    def event(job: Job) -> None:
+        host = getattr(job, what)
+        job.hosts.cut(host)
+        time.sleep(seconds)
+        job.hosts.cut(host, back=True)
+
+    return event
 
 
-def empty_the_manifest(it: Context) -> tuple[int, ...]:
-    kill_all(it)
-    (_checkpoints(it.leg.folder)[-1] / "manifest.json").write_text("")
-    return ()
+def unmounted(what: str) -> Callable[[Job], None]:
+    """For half a minute in which the run starts: an empty folder is where the disk was."""
+
+    def event(job: Job) -> None:
+        since = len(job.lines)
+        for host in job.workers:
+            job.unmount(host, what)
+        job.send(signal.SIGKILL)
+        job.wait_for_line("supervise: exit code", since)
+        time.sleep(30)
+        for host in job.workers:
+            job.mount(host, what)
+
+    return event
 
 
-def fill_the_disk(it: Context) -> tuple[int, ...]:
-    """For files of a checkpoint's size, until a save has failed; then the run is stopped."""
-    writer, enough = it.leg.pids()[0], psutil.RLIM_INFINITY
-    writer.rlimit(psutil.RLIMIT_FSIZE, (2**18, enough))
-
-    def failed() -> bool:
-        return any("was not written" in line for line in it.leg.lines)
-
-    it.leg.wait_for("a save that fails", failed)
-    writer.rlimit(psutil.RLIMIT_FSIZE, (enough, enough))
-    before = set(_checkpoints(it.leg.folder))
-    it.leg.wait_for("a save", lambda: set(_checkpoints(it.leg.folder)) - before)
-    return terminate(it)
+def full_disk(job: Job) -> None:
+    """Until a save has failed."""
+    since, fill = len(job.lines), f"{job._store}/runs/fill"
+    job.runs.sh(f"dd if=/dev/zero of={fill} bs=1M 2>/dev/null || true")
+    job.wait_for_line("was not written", since)
+    job.runs.sh(f"rm {fill}")
 
 
-def cut_a_host(it: Context) -> tuple[int, ...]:
-    """Until all has ended. Its own rank ends by itself, as nobody reaches it."""
-    host = it.leg.hosts[it.rng.randint(2, it.leg.ranks)]
-    it.leg.hosts.cut(host)
-    it.leg.after_end = lambda: it.leg.hosts.cut(host, back=True)
-    return ()
+def lost_host(which: int, seconds: float) -> Callable[[Job], None]:
+    def event(job: Job) -> None:
+        job.hosts.cut(job.hosts[which])
+        time.sleep(seconds)
+        job.hosts.cut(job.hosts[which], back=True)
+
+    return event
+
+
+def docker0(job: Job) -> None:
+    for host in job.workers:
+        host.sh("PATH=$PATH:/sbin; ip link set docker0 down; sleep 0.5; ip link set docker0 up")
+
+
+def other_hosts(job: Job) -> None:
+    """More hosts are seen within 20 s; with fewer the run goes on at its next start."""
+    job.listed.write_text(job.rng.choice(OTHERS))
+    job.send(signal.SIGKILL, job.any_rank())
+
+
+def late_clock(which: int) -> Callable[[Job], None]:
+    def event(job: Job) -> None:
+        job.late.write_text(f"node{which}")
+        job.send(signal.SIGKILL)
+
+    return event
+
+
+def damage(spoil: Callable[[Job, Path], None]) -> Callable[[Job], None]:
+    """Of the newest checkpoint, before the next start."""
+
+    def event(job: Job) -> None:
+        supervisor = job.named("hvdkit", "supervise")[0]
+        send(supervisor, signal.SIGSTOP)
+        job.send(signal.SIGKILL)
+        job.wait_for("the ranks' end", lambda: not job.ranks(), 60)
+        spoil(job, job.checkpoints()[-1])
+        send(supervisor, signal.SIGCONT)
+
+    return event
+
+
+def cut_short(job: Job, checkpoint: Path) -> None:
+    state = checkpoint / "state.npz"
+    os.truncate(state, job.rng.randrange(state.stat().st_size))
+
+
+def flip_a_bit(job: Job, checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "state.npz").read_bytes())
+    content[job.rng.randrange(len(content))] ^= 1 << job.rng.randrange(8)
+    (checkpoint / "state.npz").write_bytes(content)
+
+
+def empty_the_manifest(job: Job, checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("")
 
 
 EVENTS = {
-    event.__name__: event
-    for event in (
-        *(kill_one, kill_all, terminate, tell_one, freeze_one, kill_in_save),
-        *(truncate, flip_a_bit, empty_the_manifest, fill_the_disk, cut_a_host),
-    )
+    **{
+        f"{number.name} of rank {rank} {when}": crash(number, rank, when)
+        for number in (signal.SIGABRT, signal.SIGSEGV)
+        for rank in range(3)
+        for when in ("at its start", "in the first step", "in a save")
+    },
+    "a rank killed": signalled(signal.SIGKILL, lambda job: [job.any_rank()]),
+    "all ranks killed": signalled(signal.SIGKILL, lambda job: []),
+    "all ranks killed in a save": lambda job: (
+        job.wait_for("a save", job.saving) or job.send(signal.SIGKILL)
+    ),
+    "SIGTERM to a rank": signalled(signal.SIGTERM, lambda job: [job.any_rank()]),
+    "SIGUSR1 to a rank": signalled(signal.SIGUSR1, lambda job: [job.any_rank()]),
+    "a rank frozen": signalled(signal.SIGSTOP, lambda job: [job.any_rank()]),
+    "hosts.sh killed": killed(signal.SIGKILL, "bash", "launch/hosts.sh"),
+    "mpirun killed": killed(signal.SIGKILL, "mpirun", "--tag-output"),
+    "Open MPI's daemon killed": killed(signal.SIGKILL, "orted", "-mca ess"),
+    "the supervisor lost": lost_supervisor,
+    "data away for 3 s": away("data", 3),
+    "data away for 30 s": away("data", 30),
+    "data away for 300 s": away("data", 300),
+    "run folder away for 3 s": away("runs", 3),
+    "run folder away for 30 s": away("runs", 30),
+    "data not mounted": unmounted("data"),
+    "run folder not mounted": unmounted("runs"),
+    "disk full, then free": full_disk,
+    "a host away for 60 s": lost_host(3, 60),
+    "the launcher's host away for 60 s": lost_host(1, 60),
+    "docker0 down and up": docker0,
+    "other hosts": other_hosts,
+    "rank 0's clock an hour ahead": late_clock(1),
+    "another host's clock an hour ahead": late_clock(2),
+    "the newest checkpoint cut short": damage(cut_short),
+    "a bit of the newest checkpoint flipped": damage(flip_a_bit),
+    "the newest manifest empty": damage(empty_the_manifest),
 }
 
 
 class Outcome(NamedTuple):
     kind: str
-    ended: float  # seconds from the event until all of the run had ended
+    codes: str
     repeated: int  # steps
     lost: float  # seconds from the event to the next step that is new
+    held: tuple[int, int, int]  # processes of the hosts, the supervisor's open files and MB
 
 
-def interrupted(
-    folder: Path, flags: list[str], kinds: list[str], *, rng: random.Random, hosts: Hosts | None
-) -> list[Outcome]:
-    """The run, with all that happens to it, to its end."""
-    outcomes, newest, since = [], 0, 0.0
-    pending: tuple[str, float] | None = None
-    for kind in [*kinds, ""]:
-        there = (3, "mpi", hosts) if kind == "cut_a_host" else (rng.choice(RANKS), "mpi")
-        leg = Leg(folder, flags, *there)
-        try:
-            leg.after(1)
-            begun = leg.steps[0][0]
-            repeated = newest + 1 - begun
-            if pending:
-                # The checkpoint of a step that is logged may be damaged, or not yet written.
-                leg.after(repeated + 1)
-                lost = leg.steps[-1][1] - since
-                outcomes.append(Outcome(*pending, repeated, lost))
-                print(f"    {repeated} steps again, {lost:.1f} s to the next new one", flush=True)
-            if kind:
-                leg.after(len(leg.steps) + rng.randint(1, 5))
-                if not _checkpoints(folder):  # what is damaged must be there
-                    leg.wait_for("the first checkpoint", lambda: _checkpoints(folder))
-                since = time.monotonic()
-                allowed = EVENTS[kind](Context(leg, rng))
-                code = leg.ended()
-                pending = kind, time.monotonic() - since
-                newest = max(newest, leg.steps[-1][0])
-                judge(kind, code, allowed, leg)
-                where = f"{leg.ranks} rank(s), {leg.via}, at step {leg.steps[-1][0]}"
-                ended = f"all ended after {pending[1]:.1f} s, code {code}"
-                print(f"{kind}: {where}: {ended}", flush=True)
-            elif code := leg.process.wait(600):
-                raise Failed(f"the last leg ended with {code}{leg.tail()}")
-        finally:
-            leg.kill_all()
+def interrupted(job: Job, kinds: list[str], every: float) -> list[Outcome]:
+    """All that happens to the run, one after the other."""
+    outcomes, begun = [], time.monotonic()
+    for number, kind in enumerate(kinds):
+        seen = len(job.steps)
+        job.wait_for("steps", lambda seen=seen: len(job.steps) >= seen + job.rng.randint(1, 4))
+        job.wait_for("the first checkpoint", job.checkpoints)  # what is damaged must be there
+        if kind not in ("other hosts", "a rank killed"):
+            job.late.unlink(missing_ok=True)
+        since, line, seen = time.monotonic(), len(job.lines), len(job.steps)
+        EVENTS[kind](job)
+        if "away" not in kind:
+            seen = max(seen, len(job.steps))
+        newest = max(job.steps)
+        job.wait_for(f"{kind}: a new step", lambda newest=newest: max(job.steps) > newest)
+        lost, said = time.monotonic() - since, job.lines[line:]
+        codes = re.findall(r"supervise: exit code (\d+)", "".join(said))
+        repeated = sum(step <= newest for step in job.steps[seen:])
+        outcomes.append(Outcome(kind, ", ".join(codes) or "-", repeated, lost, _held(job)))
+        print(f"{kind}: codes {outcomes[-1].codes}; {repeated} steps again, {lost:.1f} s to a new one")
+        why = [text.strip() for text in said if re.search(r"error: |Fatal Python error", text)]
+        print(*(f"    {text[:180]}" for text in why[:3]), sep="\n", flush=True)
+        if "EVENTS" not in kind and any("Traceback" in text for text in said):
+            print("    (a trace)", flush=True)
+        if job.listed.read_text() != EVERYWHERE and kind != "other hosts":
+            job.listed.write_text(EVERYWHERE)
+        time.sleep(max(0.0, begun + every * (number + 1) - time.monotonic()))
     return outcomes
 
 
-def judge(kind: str, code: int, allowed: tuple[int, ...], leg: Leg) -> None:
-    if code not in allowed if allowed else code in (0, 2, 3, 75):
-        raise Failed(f"{kind}: exit code {code}{leg.tail()}")
-    if kind != "kill_all" and any("Traceback" in line for line in leg.lines):
-        raise Failed(f"{kind}: a trace{leg.tail()}")
+def _held(job: Job) -> tuple[int, int, int]:
+    supervisor = job.named("hvdkit", "supervise")[0]
+    memory = supervisor.memory_info().rss // 2**20
+    return len(job.inside()) - len(job.ranks()), supervisor.num_fds(), memory
+
+
+def run_out(job: Job, outcomes: list[Outcome]) -> None:
+    """To its end without pauses; Failed if it leaves something behind."""
+    job.fast.touch()
+    held = [outcome.held for outcome in outcomes if outcome.kind != "the supervisor lost"]
+    try:
+        if code := job.process.wait(3600):
+            raise Failed(f"the run ended with {code}{job.tail()}")
+    except subprocess.TimeoutExpired:
+        raise Failed(f"the run did not end{job.tail()}") from None
+    end = time.monotonic() + 30
+    while (left := job.inside() - job.idle) and time.monotonic() < end:
+        time.sleep(0.5)
+    left = {process for process in left if not _has(process, ("sshfs",)) and not _has(process, ("ssh", "sftp"))}
+    if left:
+        raise Failed(f"left behind: {[' '.join(p.cmdline())[:80] for p in left]}{job.tail()}")
+    for name, first, last in zip(("processes", "open files", "MB"), held[0], held[-1]):
+        print(f"the supervisor's {name}: {first} after the first event, {last} after the last")
 
 
 def table(outcomes: list[Outcome]) -> None:
-    print("| what happened | times | all ended after, s | steps again | s to the next new step |")
+    print("\n| what happened | times | exit codes | steps again, at most | s to the next new step |")
     print("| --- | --- | --- | --- | --- |")
     for kind in sorted({o.kind for o in outcomes}):
         of_it = [o for o in outcomes if o.kind == kind]
-        cells = [f"{max(o.ended for o in of_it):.1f}", f"{max(o.repeated for o in of_it)}"]
-        cells.append(f"{statistics.median(o.lost for o in of_it):.1f}")
-        print(f"| {kind} | {len(of_it)} | {cells[0]} at most | {cells[1]} at most | {cells[2]} |")
+        codes = " / ".join(sorted({o.codes for o in of_it}))
+        lost = f"{statistics.median(o.lost for o in of_it):.0f}"
+        print(f"| {kind} | {len(of_it)} | {codes} | {max(o.repeated for o in of_it)} | {lost} |")
+
+
+def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
+    kinds = [kind for kind in EVENTS if not args.kinds or kind.startswith(tuple(args.kinds))]
+    if not kinds:
+        raise SystemExit(f"no kind begins with {args.kinds}; there are {list(EVENTS)}")
+    order: list[str] = []
+    while len(order) < (args.events or len(kinds)):
+        order += rng.sample(kinds, len(kinds))
+    return order[: args.events or len(kinds)]
+
+
+def _undisturbed(folder: Path, flags: list[str]) -> None:
+    tool = Path(sys.executable).with_name("horovodrun")
+    words = [tool, "--gloo", "--disable-cache", "-np", "2", sys.executable, "train.py", *flags]
+    with open(folder / "whole.log", "w") as log:
+        code = subprocess.run(
+            [*words, f"--run_dir={folder}/whole"],
+            **{"cwd": ROOT / "template", "env": os.environ | ENVIRONMENT, "stdout": log},
+            **{"stderr": subprocess.STDOUT, "timeout": 3600, "check": False},
+        ).returncode
+    if code:
+        raise Failed(f"without any event: exit code {code}, see {folder}/whole.log")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--events", type=int, default=0, help="how many; 0: each kind once")
+    parser.add_argument("--every", type=float, default=0, help="seconds from one to the next")
     parser.add_argument("--folder", type=Path, help="is left as it was at the end")
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(EVENTS))
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="by default all")
     args = parser.parse_args()
-    if unknown := {*args.kinds} - {*EVENTS}:
-        parser.error(f"no kind {sorted(unknown)}; there are {list(EVENTS)}")
+    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter", "sshfs")
     rng = random.Random(args.seed)
-    order: list[str] = []
-    again = args.kinds or [kind for kind in EVENTS if kind != "cut_a_host" or os.geteuid() == 0]
-    while len(order) < args.events:
-        order += rng.sample(again, len(again))
-    order = order[: args.events]
+    order = _order(args, rng)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    flags = [*USUAL, f"--num_steps={STEPS_AN_EVENT * args.events + 10}"]
+    folder.mkdir(exist_ok=True)
+    flags = [*USUAL, f"--num_steps={round(max(25, args.every) * len(order)) + 40}"]
     try:
-        whole = Leg(folder / "whole", flags, 2, "gloo")
+        _undisturbed(folder, flags)
+        job = Job(folder, flags, rng)
         try:
-            if code := whole.process.wait(1200):
-                raise Failed(f"without any event: exit code {code}{whole.tail()}")
+            job.prepare()
+            outcomes = interrupted(job, order, args.every)
+            table(outcomes)
+            run_out(job, outcomes)
+            shutil.copytree(f"/proc/{job.runs.pid}/root{job._store}/runs/run", folder / "chaos")
         finally:
-            whole.kill_all()
-        with contextlib.ExitStack() as stack:
-            hosts = None
-            if "cut_a_host" in order:
-                (folder / "hosts").mkdir()
-                hosts = Hosts(folder / "hosts", 3)
-                stack.callback(hosts.end)
-            outcomes = interrupted(folder / "chaos", flags, order, rng=rng, hosts=hosts)
+            job.end()
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
-    table(outcomes)
     words = [sys.executable, "-m", "hvdkit", "compare", folder / "whole", folder / "chaos"]
     code = subprocess.run(words, cwd=ROOT / "template", check=False).returncode
     if not args.folder and not code:

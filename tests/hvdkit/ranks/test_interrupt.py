@@ -133,19 +133,19 @@ def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
 
 
 @pytest.mark.parametrize(
-    # A shell's code for SIGINT is 130; what horovodrun carries is its own. tests/launch has MPI.
-    ("launcher", "code"),
-    [([], 75), (["horovodrun", "--gloo", "--disable-cache", "-np", "2"], 1)],
+    # Horovod's launcher asks for its ranks' codes in two threads: 0 where the wrong one gets them.
+    ("launcher", "codes"),
+    [([], [75]), (["horovodrun", "--gloo", "--disable-cache", "-np", "2"], [1, 0])],
     ids=["alone", "gloo"],
 )
-def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher, code):
+def test_ctrl_c_saves_says_where_and_ends(tiny, tmp_path, launcher, codes):
     """Steps and saves take milliseconds here: horovodrun gives ranks a few seconds."""
     words = [*launcher, sys.executable, "train.py", "--flagfile=configs/demo.cfg", *tiny]
     words += ["--num_steps=100000", "--log_every=100"]
     with Terminal(words, PROJECT, ENVIRONMENT) as terminal:
         terminal.wait_for("step 100/", 240)
         terminal.press(CTRL_C)
-        assert terminal.wait(60) == code and not terminal.left_after(10), terminal.shown
+        assert terminal.wait(60) in codes and not terminal.left_after(10), terminal.shown
         shown = terminal.shown
     step = re.search(r"saved at step (\d+)", shown)
     assert step and shown.count(SAYS) == 1, shown

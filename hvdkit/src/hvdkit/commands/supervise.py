@@ -97,7 +97,7 @@ class Supervisor:
             if self._options.hosts_from:
                 self._wait_for_hosts()
             begun, self._rejoins = time.monotonic(), False
-            code = self._start()
+            code = NOT_NOW if self._is_empty() else self._start()
             self._ended = time.monotonic()
             what, then = next(row for codes, *row in RULES if code in codes or not codes)
             self._count(then, self._ended - begun)
@@ -114,6 +114,13 @@ class Supervisor:
                 pause = 0.0
             _say(f"exit code {code} ({what}): starting again in {pause:g} s")
             time.sleep(pause)
+
+    def _is_empty(self) -> bool:
+        """The run would begin anew where its disk is not mounted."""
+        if not self._newest or not self._folder or newest_step(self._folder):
+            return False
+        _say(f"no step in {self._folder}, which had step {self._newest}: is its disk mounted?")
+        return True
 
     def _start(self) -> int:
         """One start of the command; its exit code, as a shell has it."""
