@@ -156,6 +156,19 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
     assert "node2 answers: starting again on all hosts" in ended.output, ended.output
 
 
+def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(tmp_path: Path):
+    """From its second start to its fourth; the command for hosts comes before each."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\n")
+    (tmp_path / "ssh").chmod(0o755)
+    asked = f"cd {tmp_path}; echo >> asked; n=$(wc -l < asked); echo node1:1; "
+    asked += "[ $n != 2 ] || mv run away; [ $n != 4 ] || mv away run"
+    words = [*FAST, "--hosts-from", asked, "--", *STAND_IN, f"--run_dir={tmp_path}/run"]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = run([*words, "--steps=12", "--fail=+4:1"], 60, env)
+    assert ended.code == 0 and ended.output.count("begins at step 0") == 1, ended.output
+    assert ended.output.count("is its disk mounted?") == 2, ended.output
+
+
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):
     hosts = Hosts(tmp_path, 2, ssh_port=22)  # it asks ssh's own settings for the port
     try:
