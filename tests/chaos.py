@@ -35,7 +35,7 @@ from typing import NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, require
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
 
 SLOWEST = 900  # seconds to the next new step: the longest fault, and what TCP waits after it
 CLOCK = """
@@ -83,12 +83,12 @@ class Job:
         self._words += [f"cat {self.listed}", "--min-hosts", "1", "--rejoin", "20", "--"]
         self._words += [ROOT / "launch/hosts.sh", self._python(folder), _fork(folder, self.fast)]
         self._words += [*flags, f"--data_dir={folder}/data", f"--run_dir={folder}/runs/run"]
-        self._folder, self._log = folder, folder / "chaos.log"
+        self.folder, self._log = folder, folder / "chaos.log"
 
     def prepare(self) -> None:
         """The disks, and the first start."""
         for name, host in self._mounts.items():
-            (self._folder / name).mkdir()
+            (self.folder / name).mkdir()
             (self._store / name).mkdir(parents=True)
             size = "64m" if name == "runs" else "1g"
             host.sh(f"mount -t tmpfs -o size={size} none {self._store / name}")
@@ -107,11 +107,8 @@ class Job:
         """As a disk that all hosts share."""
         options = "StrictHostKeyChecking=accept-new,dcache_timeout=1"
         options += ",sftp_server=/usr/lib/openssh/sftp-server"  # sshd knows none here
-        what = f"{self._mounts[name].name}:{self._store / name} {self._folder / name}"
+        what = f"{self._mounts[name].name}:{self._store / name} {self.folder / name}"
         host.sh(f"sshfs {what} -o {options} </dev/null >/dev/null 2>&1")
-
-    def unmount(self, host: Host, name: str) -> None:
-        host.sh(f"fusermount3 -uz {self._folder / name}")
 
     def _python(self, folder: Path) -> Path:
         """Python, an hour ahead on the host whose name is in `late`."""
@@ -125,16 +122,10 @@ class Job:
         return wrapper
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            self.hosts[1].words(*map(str, self._words)),
-            env=os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        words = self.hosts[1].words(*map(str, self._words))
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        how["env"] = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
+        self.process = subprocess.Popen(words, text=True, errors="replace", **how)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen) -> None:
@@ -167,6 +158,10 @@ class Job:
                     found.add(process)
         return found
 
+    def left(self) -> list[psutil.Process]:
+        """What is no host's own: neither its sshd nor a mount."""
+        return [p for p in self.inside() - self.idle if not _has(p, ("sftp",))]
+
     def ranks(self) -> dict[int, psutil.Process]:
         found = {}
         for process in self.inside():
@@ -186,9 +181,6 @@ class Job:
         for rank in ranks or there:
             send(there[sorted(there)[rank % len(there)]], number)
 
-    def any_rank(self) -> int:
-        return self.rng.randrange(6)
-
     def tail(self) -> str:
         return "\n" + "".join(self.lines[-40:])
 
@@ -202,16 +194,11 @@ class Job:
     def saving(self) -> bool:
         return bool(list(self.checkpoints()[-1].parent.glob(".step-*.partial")))
 
-    def end(self) -> None:
-        self.hosts.end()
-
 
 def _fork(folder: Path, fast: Path) -> Path:
     """Its train.py: a second between steps, unless the file is there."""
-    fork = folder / "fork"
-    shutil.copytree(
-        ROOT / "template", fork, symlinks=True, ignore=shutil.ignore_patterns("datasets")
-    )
+    fork, ignore = folder / "fork", shutil.ignore_patterns("datasets", "runs")
+    shutil.copytree(ROOT / "template", fork, symlinks=True, ignore=ignore)
     code, loop = (fork / "train.py").read_text(), "    for batch in run.batches():"
     pause = f"__import__('time').sleep(0 if __import__('os').path.exists('{fast}') else 1)"
     assert code.count(loop) == 1
@@ -251,8 +238,8 @@ def crash(number: int, rank: int, when: str) -> Callable[[Job], None]:
     return event
 
 
-def signalled(number: int, which: Callable[[Job], list[int]]) -> Callable[[Job], None]:
-    return lambda job: job.send(number, *which(job))
+def signalled(number: int) -> Callable[[Job], None]:
+    return lambda job: job.send(number, job.rng.randrange(6))
 
 
 def killed(number: int, *words: str) -> Callable[[Job], None]:
@@ -286,7 +273,7 @@ def unmounted(what: str) -> Callable[[Job], None]:
     def event(job: Job) -> None:
         since = len(job.lines)
         for host in job.workers:
-            job.unmount(host, what)
+            host.sh(f"fusermount3 -uz {job.folder / what}")
         job.send(signal.SIGKILL)
         job.wait_for_line("supervise: exit code", since)
         time.sleep(30)
@@ -313,15 +300,11 @@ def docker0(job: Job) -> None:
 def other_hosts(job: Job) -> None:
     """More hosts are seen within 20 s; with fewer the run goes on at its next start."""
     job.listed.write_text(job.rng.choice(OTHERS))
-    job.send(signal.SIGKILL, job.any_rank())
+    signalled(signal.SIGKILL)(job)
 
 
 def late_clock(which: int) -> Callable[[Job], None]:
-    def event(job: Job) -> None:
-        job.late.write_text(f"node{which}")
-        job.send(signal.SIGKILL)
-
-    return event
+    return lambda job: job.late.write_text(f"node{which}") and job.send(signal.SIGKILL)
 
 
 def damage(spoil: Callable[[Job, Path], None]) -> Callable[[Job], None]:
@@ -349,10 +332,6 @@ def flip_a_bit(job: Job, checkpoint: Path) -> None:
     (checkpoint / "state.npz").write_bytes(content)
 
 
-def empty_the_manifest(job: Job, checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").write_text("")
-
-
 EVENTS = {
     **{
         f"{number.name} of rank {rank} {when}": crash(number, rank, when)
@@ -360,14 +339,14 @@ EVENTS = {
         for rank in range(3)
         for when in ("at its start", "in the first step", "in a save")
     },
-    "a rank killed": signalled(signal.SIGKILL, lambda job: [job.any_rank()]),
-    "all ranks killed": signalled(signal.SIGKILL, lambda job: []),
+    "a rank killed": signalled(signal.SIGKILL),
+    "all ranks killed": lambda job: job.send(signal.SIGKILL),
     "all ranks killed in a save": lambda job: (
         job.wait_for("a save", job.saving) or job.send(signal.SIGKILL)
     ),
-    "SIGTERM to a rank": signalled(signal.SIGTERM, lambda job: [job.any_rank()]),
-    "SIGUSR1 to a rank": signalled(signal.SIGUSR1, lambda job: [job.any_rank()]),
-    "a rank frozen": signalled(signal.SIGSTOP, lambda job: [job.any_rank()]),
+    "SIGTERM to a rank": signalled(signal.SIGTERM),
+    "SIGUSR1 to a rank": signalled(signal.SIGUSR1),
+    "a rank frozen": signalled(signal.SIGSTOP),
     "hosts.sh killed": killed(signal.SIGKILL, "bash", "launch/hosts.sh"),
     "mpirun killed": killed(signal.SIGKILL, "mpirun", "--tag-output"),
     "Open MPI's daemon killed": killed(signal.SIGKILL, "orted", "-mca ess"),
@@ -388,7 +367,7 @@ EVENTS = {
     "another host's clock an hour ahead": late_clock(2),
     "the newest checkpoint cut short": damage(cut_short),
     "a bit of the newest checkpoint flipped": damage(flip_a_bit),
-    "the newest manifest empty": damage(empty_the_manifest),
+    "the newest manifest empty": damage(lambda _, at: (at / "manifest.json").write_text("")),
 }
 # What a run need not end for.
 GOES_ON = {kind for kind in EVENTS if re.match("docker0|disk|(data|run folder) away", kind)}
@@ -423,7 +402,7 @@ def interrupted(job: Job, kinds: list[str], every: float) -> list[Outcome]:
         why = [text.strip() for text in said if re.search("error: |Fatal Python error|Trace", text)]
         print(f"{kind}: codes {outcomes[-1].codes}; {repeated} steps again, {lost:.1f} s to a new")
         print("".join(f"    {text[:180]}\n" for text in why[:4]), end="", flush=True)
-        if job.listed.read_text() != EVERYWHERE and kind != "other hosts":
+        if kind != "other hosts":
             job.listed.write_text(EVERYWHERE)
         time.sleep(max(0.0, begun + every * (number + 1) - time.monotonic()))
     return outcomes
@@ -444,13 +423,8 @@ def run_out(job: Job, outcomes: list[Outcome]) -> None:
     except subprocess.TimeoutExpired:
         raise Failed(f"the run did not end{job.tail()}") from None
     end = time.monotonic() + 30
-    while (left := job.inside() - job.idle) and time.monotonic() < end:
+    while (left := job.left()) and time.monotonic() < end:
         time.sleep(0.5)
-    left = {
-        process
-        for process in left
-        if not _has(process, ("sshfs",)) and not _has(process, ("ssh", "sftp"))
-    }
     if left:
         raise Failed(f"left behind: {[' '.join(p.cmdline())[:80] for p in left]}{job.tail()}")
     names = ("hosts' processes", "supervisor's open files", "supervisor's MB")
@@ -461,10 +435,14 @@ def run_out(job: Job, outcomes: list[Outcome]) -> None:
 
 
 def table(outcomes: list[Outcome]) -> None:
-    print(
-        "\n| what happened | times | exit codes | steps again, at most | s to the next new step |"
+    head = (
+        "what happened",
+        "times",
+        "exit codes",
+        "steps again, at most",
+        "s to the next new step",
     )
-    print("| --- | --- | --- | --- | --- |")
+    print(f"\n| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for kind in sorted({o.kind for o in outcomes}):
         of_it = [o for o in outcomes if o.kind == kind]
         codes = " / ".join(sorted({o.codes for o in of_it}))
@@ -485,18 +463,9 @@ def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
 def _undisturbed(folder: Path, flags: list[str]) -> None:
     tool = Path(sys.executable).with_name("horovodrun")
     words = [tool, "--gloo", "--disable-cache", "-np", "2", sys.executable, "train.py", *flags]
-    with open(folder / "whole.log", "w") as log:
-        code = subprocess.run(
-            [*words, f"--run_dir={folder}/whole"],
-            cwd=ROOT / "template",
-            env=os.environ | ENVIRONMENT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=3600,
-            check=False,
-        ).returncode
-    if code:
-        raise Failed(f"without any event: exit code {code}, see {folder}/whole.log")
+    ended = run([*words, f"--run_dir={folder}/whole"], 3600, cwd=ROOT / "template")
+    if ended.code:
+        raise Failed(f"without any event: exit code {ended.code}\n{ended.output[-2000:]}")
 
 
 def main() -> int:
@@ -523,7 +492,7 @@ def main() -> int:
             run_out(job, outcomes)
             shutil.copytree(job.run(), folder / "chaos")
         finally:
-            job.end()
+            job.hosts.end()
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
