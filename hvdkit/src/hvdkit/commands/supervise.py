@@ -117,9 +117,12 @@ class Supervisor:
 
     def _is_empty(self) -> bool:
         """The run would begin anew where its disk is not mounted."""
-        if not self._newest or not self._folder or newest_step(self._folder):
+        if not self._newest or not self._folder:
             return False
-        _say(f"no step in {self._folder}, which had step {self._newest}: is its disk mounted?")
+        with contextlib.suppress(OSError):
+            if any(self._folder.iterdir()):
+                return False
+        _say(f"nothing in {self._folder}, which had step {self._newest}: is its disk mounted?")
         return True
 
     def _start(self) -> int:
