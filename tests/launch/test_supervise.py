@@ -156,16 +156,19 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
 
 
 def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(tmp_path: Path):
-    """From its second start to its fourth; the command for hosts comes before each."""
+    """From before the end of its first start to its fourth; the command for hosts is before each."""
     (tmp_path / "ssh").write_text("#!/bin/sh\n")
     (tmp_path / "ssh").chmod(0o755)
-    asked = f"cd {tmp_path}; echo >> asked; n=$(wc -l < asked); echo node1:1; "
-    asked += "[ $n != 2 ] || mv run away; [ $n != 4 ] || mv away run"
-    words = [*FAST, "--hosts-from", asked, "--", *STAND_IN, f"--run_dir={tmp_path}/run"]
+    asked = f"cd {tmp_path}; echo >> asked; echo node1:1; [ $(wc -l < asked) != 4 ] || mv away run"
+    lost = f'python "$@"; code=$?; [ -e {tmp_path}/lost ] || mv {tmp_path}/run {tmp_path}/away; '
+    lost += f"touch {tmp_path}/lost; exit $code"
+    words = [*FAST, "--hosts-from", asked, "--", "sh", "-c", lost, "sh", STAND_IN[1]]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = run([*words, "--steps=12", "--fail=+4:1"], 60, env)
+    ended = run([*words, f"--run_dir={tmp_path}/run", "--steps=60", "--fail=+40:1"], 60, env)
     assert ended.code == 0 and ended.output.count("begins at step 0") == 1, ended.output
     assert ended.output.count("is its disk mounted?") == 2, ended.output
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": Infinity}\n')
+    assert supervise.newest_step(tmp_path / "run") == 60
 
 
 def test_it_waits_for_hosts_and_names_the_one_that_does_not_answer(tmp_path: Path):

@@ -44,6 +44,7 @@ _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit co
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
 _ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 15 ssh -o ConnectTimeout=5 \
 -o BatchMode=yes -o StrictHostKeyChecking=accept-new {} true >/dev/null 2>&1 && echo {} || true'"""
+_OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
 _READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
 
@@ -57,13 +58,14 @@ def table() -> str:
 def newest_step(folder: Path) -> int:
     """The newest step that the run has saved or logged; 0 where there is none."""
     steps = [0]
-    for path in (folder / "checkpoints").glob("step-*"):
-        with contextlib.suppress(ValueError):
-            steps.append(int(path.name.removeprefix("step-")))
+    with contextlib.suppress(OSError):  # a disk that is gone
+        for path in (folder / "checkpoints").glob("step-*"):
+            with contextlib.suppress(ValueError):
+                steps.append(int(path.name.removeprefix("step-")))
     with contextlib.suppress(OSError), whole_files.opened(folder / "metrics.jsonl") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                 steps.append(int(json.loads(line)["step"]))
     return max(steps)
 
@@ -79,6 +81,7 @@ class Supervisor:
             refuse("--resume=never would begin anew at each start: leave it out, or start it once")
         self._folder = Path(given.run_dir).absolute() if given else None
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
+        self._seen = self._newest  # while a start runs: its disk may be gone when it has ended
         self._restarts = self._crashes = self._tries = 0  # since the newest step
         self._ended = self._since = time.monotonic()  # the last end, the newest step
         self._used, self._rejoins = {}, False  # ranks by host
@@ -109,7 +112,7 @@ class Supervisor:
             if why := self._enough(then):
                 _say(f"error: exit code {code} ({what}), {why}: no further start")
                 return self._end(BUG if then == _STOPPED else code)
-            pause = min(300.0, self._options.pause * 2 ** max(0, self._tries - 1))
+            pause = min(300.0, self._options.pause * 2 ** min(9, max(0, self._tries - 1)))
             if self._rejoins or (then == _CRASH and self._crashes == 1):
                 pause = 0.0
             _say(f"exit code {code} ({what}): starting again in {pause:g} s")
@@ -119,10 +122,13 @@ class Supervisor:
         """The run would begin anew where its disk is not mounted."""
         if not self._newest or not self._folder:
             return False
-        with contextlib.suppress(OSError):
-            if any(self._folder.iterdir()):
+        why = "no run"
+        try:
+            if any((self._folder / name).exists() for name in _OF_A_RUN):
                 return False
-        _say(f"nothing in {self._folder}, which had step {self._newest}: is its disk mounted?")
+        except OSError as error:
+            why = error.strerror
+        _say(f"{why} in {self._folder}, which had step {self._newest}: is its disk mounted?")
         return True
 
     def _start(self) -> int:
@@ -137,6 +143,7 @@ class Supervisor:
             self._starting = False
         reader = threading.Thread(target=self._show, daemon=True)
         reader.start()
+        threading.Thread(target=self._see, args=(child,), daemon=True).start()
         if self._told:  # before there was one to tell
             self._pass_on()
         asked, every = time.monotonic(), self._options.rejoin
@@ -158,6 +165,12 @@ class Supervisor:
             self._died = self._died or _ENDED.search(line.decode(errors="replace"))
             with contextlib.suppress(OSError):
                 os.write(2, line)
+
+    def _see(self, child: subprocess.Popen) -> None:
+        """Not in the main thread, which must hear signals while a disk hangs."""
+        while self._folder and child.poll() is None:
+            self._seen = max(self._seen, newest_step(self._folder))
+            time.sleep(5)
 
     def _hear(self, number: int, frame: object) -> None:
         if not (self._child or self._starting):
@@ -248,7 +261,8 @@ class Supervisor:
     def _count(self, then: str, seconds: float) -> None:
         """Without a run's folder, a minute that does not end in a crash counts as a new step."""
         lasted = seconds >= 60 and then != _CRASH
-        newest = newest_step(self._folder) if self._folder else self._newest + lasted
+        now = newest_step(self._folder) if self._folder else self._newest + lasted
+        newest = max(now, self._seen)
         if newest > self._newest:
             self._newest, self._since = newest, time.monotonic()
             self._restarts = self._crashes = self._tries = 0
