@@ -1,4 +1,4 @@
-"""Benchmarks: the file of `make bench`, the table of gpu.py, the short forms of scale.py and chaos."""
+"""Benchmarks: the file of `make bench`, the table of gpu.py, the short form of scale.py."""
 
 import importlib.util
 import os
@@ -167,13 +167,3 @@ def test_only_what_is_written_grows_with_steps():
     lines = [row["bytes"]["metrics.jsonl"] / row["step"] for row in rows]
     assert max(lines) / min(lines) < 1.2
     assert end["bytes"]["checkpoints"] < 1.5 * half["bytes"]["checkpoints"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_short_form_of_make_chaos_ends_with_the_bits_of_an_undisturbed_run():
-    kinds = ("all ranks killed in", "a bit of", "run folder away for 3 s")
-    words = [sys.executable, "tests/chaos.py", *kinds]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=850)
-    print(ended.stdout + ended.stderr)
-    assert ended.returncode == 0 and "the same to the last bit" in ended.stdout
