@@ -1,6 +1,8 @@
 """What grows with the number of ranks, and with time: figures of rank 0 of the blank task.
 
-    python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192] [--steps=100000]
+    python benchmarks/scale.py [--ranks=1,2,4,8] [--mocked=128,1024,8192]
+    python benchmarks/scale.py --steps=100000
+    python benchmarks/scale.py --samples=100000000
 
 Real ranks run over MPI on this host, many on a core, so their times are mostly those of the cores.
 For a mocked number of ranks one process is rank 0 of so many, and every other rank sends what it
@@ -14,6 +16,9 @@ sends itself: the times are what rank 0's own Python, memory and files cost, wit
 
 --steps: instead, one rank makes that many steps; printed at a tenth, half and the end are seconds
 for 1,000 steps since the last row, resident memory, open files and bytes written.
+
+--samples: instead, a packed set of so many samples with a real index and 1,000 files that are empty
+but for their ends; printed is what it costs each kind of rank to open it and to read 320 places.
 """
 
 import argparse
@@ -42,9 +47,10 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2,4,8", help="real ones; 16,24 take minutes")
     parser.add_argument("--mocked", default="128,1024,8192")
     parser.add_argument("--steps", type=int, default=0, help="growth over so many steps instead")
+    parser.add_argument("--samples", type=int, default=0, help="opens a packed set instead")
     args = parser.parse_args()
-    if args.steps:
-        return growth(args.steps)
+    if args.steps or args.samples:
+        return growth(args.steps) if args.steps else opening(args.samples)
     cores = len(os.sched_getaffinity(0))
     print(f"Rank 0 of the blank task; real ranks share {cores} cores.\n")
     print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
@@ -54,6 +60,65 @@ def main() -> None:
             row = run(count, mocked, [*SHORT, f"--global_batch_size={max(count, 32)}"])[-1]
             values = [f"{row[name]:.{digits}f}" for name, digits in _COLUMNS.items()]
             print(f"| {count:,}{' mocked' * mocked} | {' | '.join(values)} |", flush=True)
+
+
+def opening(samples: int) -> None:
+    """Prints the table of a packed set."""
+    import numpy as np
+
+    from hvdkit.data import shared_listing
+    from hvdkit.data.readers import records
+
+    findings: dict = {}
+    ways = {"rank 0": lambda: shared_listing.kept(findings)}
+    ways["a rank on rank 0's host"] = lambda: shared_listing.given(findings, look=False)
+    ways["the first rank of another host"] = lambda: shared_listing.given(findings, look=True)
+    print("| who | s | MB of its own | files opened |\n| --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        hollow_pack(Path(folder, "train"), samples)
+        opened: list[str] = []
+        look = lambda what, about: what == "open" and opened.append(str(about[0]))  # noqa: E731
+        sys.addaudithook(look)
+        for who, way in ways.items():
+            opened.clear()
+            before, start = own_memory(), time.perf_counter()
+            with way():
+                source = records.Records(Path(folder), "train")
+            places = np.random.default_rng(1).integers(0, samples, 320)
+            for part in np.split(places, 10):
+                source.fetch(part)
+            seconds, memory = time.perf_counter() - start, own_memory() - before
+            files = sum(name.startswith(folder) for name in opened)
+            print(f"| {who} | {seconds:.1f} | {memory:.0f} | {files:,} |", flush=True)
+
+
+def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:
+    """A packed split whose files take no space: 100 kB a sample, zeros."""
+    import numpy as np
+
+    from hvdkit.data.readers import records
+
+    folder.mkdir()
+    around, listed = records.BEFORE + records.AFTER, []
+    index = np.empty(samples, records.PLACE)
+    index["length"] = length
+    for number in range(shards):
+        first, last = samples * number // shards, samples * (number + 1) // shards
+        places = np.arange(last - first, dtype=np.uint64) * (length + around)
+        index["offset"][first:last] = places + records.BEFORE
+        end = records.mark("", number, shards)
+        with (folder / f"{number}").open("wb") as file:
+            file.seek((last - first) * (length + around))
+            file.write(end + bytes(records.AFTER))
+            size = file.tell()
+        listed.append({"name": f"{number}", "records": last - first, "bytes": size})
+    meta = {"kind": "class", "num_classes": 1, "content": "", "packed_from": "", "shards": listed}
+    records.write_meta(folder, meta, index)
+
+
+def own_memory() -> float:
+    """MB that no other process and no file shares."""
+    return int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
 
 
 _COLUMNS = {"start": 1, "log": 2, "save": 1, "together": 2, "MB": 0, "files": 0}

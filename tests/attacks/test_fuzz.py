@@ -76,7 +76,7 @@ def index(file: Path) -> None:
     shards = [{"bytes": 5000, "records": len(data) // 16}]
     meta = {"shards": shards, "index_sha256": hashlib.sha256(data).hexdigest()}
     file.write_bytes(data)
-    records._read_index(file, meta)
+    records._check_index(file, meta)
 
 
 def image(file: Path) -> None:

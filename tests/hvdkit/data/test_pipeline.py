@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.data import pipeline
+from hvdkit.data import source as sources
 from hvdkit.data.pipeline import EvaluationFeed, Replaced, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Arrays
@@ -213,3 +214,47 @@ def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
     made = reader(source, lambda sample: sample, keyed=False)
     read = [x for batch in EvaluationFeed(source, made, 4) for x in batch["x"].numpy().tolist()]
     assert read == list(range(50))
+
+
+class Halves:
+    """Every second sample; what it lacks is its source's, also `ahead`."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def __len__(self):
+        return len(self._source) // 2
+
+    def read(self, index):
+        return self._source.read(2 * index)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, wrapped: bool):
+    """Arrays of a file, in few calls, which are wrong for `Halves`: it reads again, by itself."""
+    np.save(tmp_path / "x.npy", np.arange(80) ** 2)
+    small, asked = Arrays(x=np.arange(80) ** 2, name=np.array(["a"] * 79 + ["\u00e9"])), []
+    monkeypatch.setattr(sources, "_LARGE", 0)
+    x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    large = Arrays(x=x, name=np.array(["a"] * 79 + ["\u00e9"]))
+    fetch = large.fetch
+    monkeypatch.setattr(large, "fetch", lambda ids: asked.append(len(ids)) or fetch(ids))
+    assert small.ahead is None and large.is_large and large.fingerprint() == small.fingerprint()
+    found = []
+    for source in (small, large):
+        source = Halves(source) if wrapped else source
+        made = reader(source, lambda x, key: {"x": x, "key": key}, keyed=True)
+        order = Sampler(len(source), 20, 1, 1, 0, 1)
+        feed = TrainingFeed(source, order, made, num_steps=4, workers=2)
+        batches = [feed.next() for _ in range(4)]
+        made = reader(source, lambda sample: sample, keyed=False)
+        batches += [made.one(3), *EvaluationFeed(source, made, 7, rank=1, size=2)]
+        found.append(tf.nest.map_structure(lambda t: t.numpy(), batches))
+    tf.nest.map_structure(np.testing.assert_array_equal, *found)
+    # Before it is known that it does not help, samples are fetched ahead for Halves too.
+    assert (
+        sum(n > 1 for n in asked) < 12 and (max(asked) == 32) and wrapped == (asked.count(1) > 50)
+    )

@@ -58,8 +58,6 @@ def check(
     """
     try:
         source = reader_of(layout)(root, split, 0 if values else classes)
-        if isinstance(source, records.Records):
-            source.check_lengths()
         source = relabelled(source, values, classes or IGNORE) if values else source
     except (ValueError, OSError) as error:
         tell(str(error))

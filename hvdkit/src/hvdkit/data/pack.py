@@ -3,18 +3,22 @@
 Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
 files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers. With
 --short_side larger pictures are scaled down once, here: another data set, faster to read.
+
+With mpirun or srun each rank packs some of the shards. OUT/.SPLIT.packing holds a finished shard as
+a packed split of its own, until all are there; after a kill or an error the next try goes on.
 """
 
 import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
-import signal
 import sys
+import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,24 +30,28 @@ from hvdkit.data import image_ops, pipeline
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import pictures, records
-from hvdkit.data.source import Source, digest
+from hvdkit.data.sampler import share
+from hvdkit.data.source import Source, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import READERS
+from hvdkit.stop import launch_rank, launched_ranks
+
+_SHARD_BYTES = 2**28
 
 
 class _Packed(NamedTuple):
     data: bytes  # a tf.train.Example
-    pixels: int  # CRC-32 of image and label, compared when read back
     label: int  # its highest class
 
 
-def pack(source: Source, out: Path, split: str, *, shards: int = 16, packed_from: str = "") -> Path:
-    """Writes OUT/SPLIT, whole or not at all; reads all of it back before renaming it into place.
+def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = "") -> Path:
+    """Writes OUT/SPLIT, whole or not at all; all of it is read back before it gets its name.
 
-    `packed_from`: a description for people, kept in pack.json. Returns the folder. Raises
+    `shards`: their number, 0: as many as make about 256 MB each. `packed_from`: a description for
+    people, kept in pack.json. Returns the folder, which is there once rank 0 returns. Raises
     ValueError, or OSError or tf.errors.OpError where writing failed.
     """
-    if shards < 1:
+    if shards < 0:
         raise ValueError(f"--shards={shards}: give at least 1")
     if not split or split.startswith(".") or "/" in split:  # hidden ones are unfinished packs
         raise ValueError(
@@ -51,119 +59,169 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 16, packed_from
             "not begin with '.'; give another --as"
         )
     out.mkdir(parents=True, exist_ok=True)
-    with hidden_folder(out, split) as work:
-        if (out / split).exists():
-            raise ValueError(f"{out / split} is there already; remove it, or give another --out")
-        folder = work / split
-        folder.mkdir()
-        pixels = _write(source, folder, min(shards, len(source)), packed_from=packed_from)
-        _verify(records.Records(work, split), pixels)
-        for path in folder.iterdir():
-            whole_files.flush(path)
-        folder.rename(out / split)  # onto nothing, or it fails
+    if (out / split).exists():
+        raise ValueError(f"{out / split} is there already; remove it, or give another --out")
+    encoder = _Encoder(source)
+    shards = min(shards or _fitting(encoder, len(source)), len(source))
+    rank, (ranks, _) = launch_rank(), launched_ranks()
+    key = digest([(f"{source.fingerprint()} {packed_from}", shards)])
+    with _unfinished(out, split, key, rank=rank) as work:
+        for number in range(rank, shards, ranks):
+            _pack_shard(encoder, work, number, indices=range(*share(len(source), number, shards)))
+        if not rank:
+            _join(source, work, shards, split=split, packed_from=packed_from)
+            (work / "whole").rename(out / split)  # onto nothing, or it fails
+            shutil.rmtree(work)
     return out / split
 
 
-def _write(source: Source, folder: Path, shards: int, *, packed_from: str) -> list[int]:
-    """Writes all files of a split; returns the CRC-32 of each sample's pixels."""
-    samples, content = _packed(source), hashlib.sha256()
-    pixels, index, listed, highest = [], [], [], 0
-    for shard in range(shards):
-        path = folder / f"{folder.name}-{shard:05d}-of-{shards:05d}.tfrecord"
-        offset, first = 0, len(index)
-        with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
-            while len(index) < len(source) * (shard + 1) // shards:
-                sample = next(samples)
-                writer.write(sample.data)
-                content.update(sample.data)
-                index.append((offset, len(sample.data)))
-                offset += len(sample.data) + records.FRAMING
-                pixels.append(sample.pixels)
-                highest = max(highest, sample.label)
-                logs.progress("packed", len(index), len(source))
-        listed.append({"name": path.name, "records": len(index) - first})
-    _mark(folder, listed, content.hexdigest())
-    meta = {"packed_from": packed_from, "kind": _kind(source), "num_classes": highest + 1}
+def _fitting(encoder: "_Encoder", count: int) -> int:
+    """How many shards make about 256 MB each, by some samples."""
+    found = [len(one.data) for one in encoder.of(sampled(count, 32))]
+    return -(-count * sum(found) // (len(found) * _SHARD_BYTES))
+
+
+def _pack_shard(encoder: "_Encoder", work: Path, number: int, *, indices: range) -> None:
+    """A shard by itself, as the packed split WORK/NUMBER, once it is read back."""
+    folder, partial = work / f"{number:05d}", work / f".{number:05d}"
+    if folder.exists():  # of an earlier try
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    index, highest, content = [], 0, hashlib.sha256()
+    offset, path = records.BEFORE, partial / "shard"
+    with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
+        for number, sample in zip(indices, encoder.of(indices)):
+            writer.write(sample.data)
+            content.update(sample.data)
+            index.append((offset, len(sample.data), zlib.crc32(sample.data)))
+            offset += len(sample.data) + records.AFTER + records.BEFORE
+            highest = max(highest, sample.label)
+            logs.progress("packed", number + 1, encoder.count)
+    end = _mark(path, offset - records.BEFORE, records.mark(content.hexdigest(), 0, 1))
+    meta = {"packed_from": "", "kind": encoder.kind, "num_classes": highest + 1}
+    listed = [{"name": path.name, "records": len(index), "bytes": end}]
+    meta |= {"content": content.hexdigest(), "shards": listed}
+    records.write_meta(partial, meta, np.array(index, records.PLACE))
+    for file in (*partial.iterdir(), partial):
+        whole_files.flush(file)
+    _verify(records.Records(work, partial.name), indices, encoder.count)
+    partial.rename(folder)
+
+
+def _verify(packed: records.Records, indices: range, count: int) -> None:
+    for part in np.array_split(np.arange(len(packed)), -(-len(packed) // 32)):
+        if faults := [*filter(None, packed.fetch(part)[1])]:
+            raise ValueError(f"what was read back differs from what was packed: {faults[0]}")
+        for number in part.tolist():
+            logs.progress("verified", indices[number] + 1, count)
+
+
+def _mark(path: Path, size: int, mark: bytes) -> int:
+    """Ends a shard after so many bytes of samples with a record that names its pack; its size."""
+    end = path.with_name("mark")
+    with tf.io.TFRecordWriter(os.fsencode(end)) as writer:
+        writer.write(mark)
+    with path.open("r+b") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(end.read_bytes())
+        size = file.tell()
+    end.unlink()
+    return size
+
+
+def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: str) -> None:
+    """WORK/whole of all shards; if it is cut off, the next try goes on."""
+    folder = work / "whole"
+    parts = [work / f"{number:05d}" for number in range(shards)]
+    while not all(part.exists() for part in parts):  # other ranks'
+        time.sleep(0.2)
+    folder.mkdir(exist_ok=True)
+    metas = [json.loads((part / records.META).read_text()) for part in parts]
+    content = hashlib.sha256("".join(meta["content"] for meta in metas).encode()).hexdigest()
+    listed, index = [], []
+    for number, (part, meta) in enumerate(zip(parts, metas)):
+        (shard,) = meta["shards"]
+        path = folder / f"{split}-{number:05d}-of-{shards:05d}.tfrecord"
+        index.append(np.fromfile(part / records.INDEX, records.PLACE))
+        if (part / shard["name"]).exists():
+            (part / shard["name"]).rename(path)
+        offset, length, _ = index[-1][-1].tolist()
+        size = _mark(path, offset + length + records.AFTER, records.mark(content, number, shards))
+        listed.append({"name": path.name, "records": len(index[-1]), "bytes": size})
+    meta = {"packed_from": packed_from, "kind": metas[0]["kind"]}
+    meta["num_classes"] = max(meta["num_classes"] for meta in metas)
     if names := getattr(source, "class_names", ()):
         meta["class_names"] = list(names)
     if getattr(source, "is_demo", False):
         meta["is_demo"] = True
-    meta |= {"content": content.hexdigest(), "shards": listed}
-    records.write_meta(folder, meta, index)
-    return pixels
+    meta |= {"content": content, "shards": listed}
+    records.write_meta(folder, meta, np.concatenate(index))
+    records.Records(work, folder.name)  # all fits
+    for file in (*folder.iterdir(), folder):
+        whole_files.flush(file)
 
 
-def _mark(folder: Path, listed: list[dict[str, Any]], content: str) -> None:
-    """Ends each shard with the record that names the pack, its checksum; adds sizes to the list."""
-    last = folder / "mark"
-    for number, shard in enumerate(listed):
-        with tf.io.TFRecordWriter(os.fsencode(last)) as writer:
-            writer.write(records.mark(content, number, len(listed)))
-        with (folder / shard["name"]).open("ab") as file:
-            file.write(last.read_bytes())
-            shard["bytes"] = file.tell()
-    last.unlink()
+class _Encoder:
+    """Makes records of a source's samples; `kind`: "map" or "class"."""
 
+    def __init__(self, source: Source) -> None:
+        self._source, self.count = source, len(source)
+        encode = tf.function(self._encoded, autograph=False)
+        self._encode = encode.get_concrete_function(tf.TensorSpec([], tf.int64))
+        is_map = self._encode.structured_outputs["label"].shape.rank == 3
+        self.kind = "map" if is_map else "class"
 
-def _packed(source: Source) -> Iterator[_Packed]:
-    """The samples in order; ValueError says what is wrong with one that cannot be read."""
-    is_map = _kind(source) == "map"
-
-    def encoded(index: tf.Tensor) -> dict[str, tf.Tensor]:
-        sample = source.read(index)
+    def _encoded(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        sample = self._source.read(index)
         if not {"image", "label"} <= sample.keys():
             raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
+        image, label = sample["image"], sample["label"]
         # Sources that do not read files have none.
-        file = sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
-        ids = tf.io.encode_png(sample["label"]) if is_map else b""
-        return {**sample, "file": file, "ids": ids}
+        file = sample["file"] if "file" in sample else tf.io.encode_png(image)
+        again = pictures.decode_image(file)  # the same, unless it was replaced since it was decoded
+        same = tf.cond(
+            tf.reduce_all(tf.shape(again) == tf.shape(image)),
+            lambda: tf.reduce_all(again == image),
+            lambda: False,
+        )
+        ids = tf.io.encode_png(label) if label.shape.rank == 3 else b""
+        return {"file": file, "label": label, "ids": ids, "same": same}
 
-    def feature(value: bytes | int) -> tf.train.Feature:
-        if isinstance(value, int):
-            return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+    def of(self, indices: range) -> Iterator[_Packed]:
+        """Of these samples; ValueError says what is wrong with one that cannot be read."""
 
-    for sample in _samples(source, encoded):
-        label = sample["label"]
-        kept = {"image": sample["file"], "label": sample["ids"] if is_map else int(label)}
-        features = tf.train.Features(feature={name: feature(part) for name, part in kept.items()})
-        data = tf.train.Example(features=features).SerializeToString()
-        counted = label != IGNORE if is_map else True  # in class folders, 255 is an ordinary class
-        yield _Packed(data, _pixels(sample), int(np.max(label, initial=0, where=counted)))
+        def feature(value: bytes | int) -> tf.train.Feature:
+            if isinstance(value, int):
+                return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+            return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
 
+        for index, sample in zip(indices, self._samples(indices)):
+            label, is_map = sample["label"], self.kind == "map"
+            if not sample["same"]:
+                raise ValueError(
+                    f"sample {index} differs from what was packed of it: its file changed "
+                    "meanwhile; pack again"
+                )
+            kept = {"image": sample["file"], "label": sample["ids"] if is_map else int(label)}
+            features = tf.train.Features(feature={n: feature(part) for n, part in kept.items()})
+            data = tf.train.Example(features=features).SerializeToString()
+            counted = label != IGNORE if is_map else True  # in class folders, 255 is a class
+            yield _Packed(data, int(np.max(label, initial=0, where=counted)))
 
-def _verify(packed: records.Records, pixels: list[int]) -> None:
-    for index, sample in enumerate(_samples(packed, packed.read)):
-        if _pixels(sample) != pixels[index]:
-            raise ValueError(
-                f"sample {index} read back from {packed.folder} differs from what was packed: its "
-                "file changed meanwhile, or the disk is faulty; pack again"
-            )
-        logs.progress("verified", index + 1, len(packed))
-
-
-def _samples(source: Source, read: Callable[[tf.Tensor], Any]) -> Iterator[dict[str, Any]]:
-    """`read(i)` for i in 0 .. len - 1, as NumPy values, read on several threads."""
-    read = pipeline.as_written(read)
-    samples = tf.data.Dataset.range(len(source)).map(read, tf.data.AUTOTUNE, deterministic=True)
-    done = 0
-    try:
-        for sample in samples.as_numpy_iterator():
-            yield sample
-            done += 1
-    except tf.errors.OpError as error:
-        raise ValueError(pipeline.explain(source, [done], error)) from None
-
-
-def _kind(source: Source) -> str:
-    spec = tf.data.Dataset.range(1).map(pipeline.as_written(source.read)).element_spec
-    return "map" if spec["label"].shape.rank == 3 else "class"
-
-
-def _pixels(sample: dict[str, Any]) -> int:
-    label = np.asarray(sample["label"])
-    label = label if label.ndim else np.int64(label)  # a class, of whatever dtype it is
-    return zlib.crc32(label.tobytes(), zlib.crc32(sample["image"].tobytes()))
+    def _samples(self, indices: range) -> Iterator[dict[str, Any]]:
+        """As NumPy values, read on several threads."""
+        ids = tf.data.Dataset.range(indices.start, indices.stop, indices.step)
+        read, done = pipeline.as_written(self._encode), 0
+        try:
+            samples = ids.map(read, tf.data.AUTOTUNE, deterministic=True)
+            for sample in samples.as_numpy_iterator():
+                yield sample
+                done += 1
+        except tf.errors.OpError as error:
+            why = pipeline.explain(self._source, [indices[done]], error)
+            raise ValueError(why) from None
 
 
 class Smaller:
@@ -213,9 +271,20 @@ class Smaller:
 
 
 @contextlib.contextmanager
-def hidden_folder(out: Path, name: str) -> Iterator[Path]:
-    """An empty folder in `out` for what becomes OUT/NAME, of one process; removed at the end."""
+def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
+    """The folder in `out` where the pack with this key grows into OUT/NAME.
+
+    Rank 0 empties what has another key, and holds a lock, so that one pack at a time uses it.
+    """
     work = out / f".{name}.packing"  # in the same folder: only then a rename is atomic
+    if rank:
+        end = time.monotonic() + 60
+        while not (work / key).exists():
+            if time.monotonic() > end:
+                raise ValueError(f"rank 0 has not begun {work} within 60 s: did it fail?")
+            time.sleep(0.2)
+        yield work
+        return
     work.mkdir(exist_ok=True)
     lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
     try:
@@ -229,28 +298,17 @@ def hidden_folder(out: Path, name: str) -> Iterator[Path]:
     except OSError:
         pass  # some file systems have no locks
     try:
-        _clear(work)
+        if not (work / key).exists():
+            for path in work.iterdir():
+                is_folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path) if is_folder else path.unlink()
+            (work / key).touch()
         yield work
     finally:
-        _clear(work)
-        work.rmdir()
         os.close(lock)
 
 
-def _clear(work: Path) -> None:
-    for path in work.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 def main(argv: list[str]) -> int:
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is half done
-    try:
-        return _main(argv)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _main(argv: list[str]) -> int:
     of_project()  # it may add readers
     formats = [name for name in READERS if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
@@ -259,7 +317,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--split", required=True, help="which split to pack")
     parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
     parser.add_argument("--as", dest="name", help="another name for the folder: OUT/AS")
-    parser.add_argument("--shards", type=int, default=16, help="number of files (default: 16)")
+    parser.add_argument("--shards", type=int, default=0, help="files (default: 256 MB each)")
     parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
     parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
@@ -279,6 +337,8 @@ def _main(argv: list[str]) -> int:
         folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{logs.printable(error)}\n")
+    if launch_rank():
+        return 0
     packed = records.Records(args.out, name)
     ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
     what = f"{len(source)} samples, labels below {packed.num_classes}{ignored}"

@@ -3,6 +3,7 @@
 It keeps no state: the batches of step k depend on k alone.
 """
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import tensorflow as tf
 
 from hvdkit.data.sampler import Sampler
-from hvdkit.data.source import Source
+from hvdkit.data.source import Parts, Source, fetched
 from hvdkit.logs import say
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
@@ -23,6 +24,8 @@ Example = dict[str, Any]
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before the disk is tried again
+
+_FETCHED, _FETCHES = 32, 2  # samples that a ReadAhead fetches at a time, and how often at once
 
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
@@ -37,8 +40,30 @@ as_written = tf.autograph.experimental.do_not_convert
 class Reader(NamedTuple):
     """How a sample of a source becomes an example; made by `reader`."""
 
-    read: tf.types.experimental.ConcreteFunction  # of the index, int64, and of a key if `keyed`
+    # Of the index, int64, of what `ahead` returns for it, if anything, and of a key if `keyed`.
+    read: tf.types.experimental.ConcreteFunction
     parts: frozenset[str]  # of the sample
+    ahead: Callable[[tf.Tensor], Parts] | None  # the source's, if it is a ReadAhead
+
+    def one(self, index: int, *key: tf.Tensor) -> Example:
+        """An example by itself; raises what TensorFlow does where it cannot be read."""
+        place = tf.constant(index, tf.int64)
+        if not self.ahead:
+            return self.read(place, *key)
+        parts = {name: part[0] for name, part in self.ahead(place[None]).items()}
+        return self.read(place, parts, *key)
+
+    def examples(self, samples: tf.data.Dataset, workers: int) -> tf.data.Dataset:
+        """Of each index, or index and key; `workers` threads decode, others wait for disks."""
+        if self.ahead:
+
+            def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
+                return index, self.ahead(index), *key
+
+            many = samples.batch(_FETCHED).map(as_written(fetch), _FETCHES, deterministic=True)
+            samples = many.prefetch(1).unbatch()
+        examples = samples.map(as_written(self.read), workers, deterministic=True)
+        return examples.with_options(_on_own_threads(workers + _FETCHES * bool(self.ahead)))
 
 
 def reader(
@@ -52,9 +77,13 @@ def reader(
     `transform` takes a key, int32 [2], to draw with.
     """
     parts: set[str] = set()
+    ahead = getattr(source, "ahead", None)
+    owner = getattr(ahead, "__self__", None)  # of several sources, one in the other, the innermost
 
-    def read(index: tf.Tensor, *key: tf.Tensor) -> Example:
-        sample = source.read(index)
+    def read(index: tf.Tensor, *rest: Any) -> Example:
+        key = rest[len(rest) - keyed :]
+        with fetched(owner, index, rest[0]) if ahead else contextlib.nullcontext():
+            sample = source.read(index)
         if not isinstance(sample, Mapping):
             raise ValueError(
                 f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
@@ -62,9 +91,10 @@ def reader(
         parts.update(sample)
         return transform(sample, *key)
 
-    signature = [tf.TensorSpec([], tf.int64), *[tf.TensorSpec([2], tf.int32)] * keyed]
+    signature = [tf.TensorSpec([], tf.int64), *([owner.form] if ahead else [])]
+    signature += [tf.TensorSpec([2], tf.int32)] * keyed
     traced = tf.function(read, input_signature=signature, autograph=False)
-    return Reader(traced.get_concrete_function(), frozenset(parts))
+    return Reader(traced.get_concrete_function(), frozenset(parts), ahead)
 
 
 class BadSample(ValueError):
@@ -76,7 +106,7 @@ def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Examp
     pauses = iter(_PAUSES)
     while True:
         try:
-            return made.read(tf.constant(index, tf.int64), *key)
+            return made.one(index, *key)
         except _READ_ERRORS as error:
             if not pause(error, pauses):
                 raise BadSample(explain(source, [index], error)) from None
@@ -154,11 +184,9 @@ class TrainingFeed:
             shape = [order.micro_batches, order.local_micro_size]
             return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
-        read = as_written(self._reader.read)
-        examples = samples.map(read, num_parallel_calls=self._workers, deterministic=True)
         size = order.micro_batches * order.local_micro_size
-        batches = examples.batch(size, drop_remainder=True).map(fold)
-        return batches.with_options(_on_own_threads(self._workers))
+        examples = self._reader.examples(samples, self._workers)
+        return examples.batch(size, drop_remainder=True).map(fold)
 
     def _open(self) -> None:
         batches, parts = self._all, tf.nest.flatten(self.spec)
@@ -281,9 +309,8 @@ class EvaluationFeed:
         """This rank's batches from number `first` on."""
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
         samples = tf.data.Dataset.from_tensor_slices(ids)
-        examples = samples.map(as_written(self.reader.read), self._workers)
-        batches = examples.batch(self.batch_size).prefetch(2)
-        return batches.with_options(_on_own_threads(self._workers))
+        examples = self.reader.examples(samples, self._workers)
+        return examples.batch(self.batch_size).prefetch(2)
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read; tries a disk again."""
@@ -303,10 +330,10 @@ class EvaluationFeed:
         return self._ids[place * self.batch_size :][: self.batch_size]
 
 
-def _on_own_threads(workers: int) -> tf.data.Options:
+def _on_own_threads(threads: int) -> tf.data.Options:
     """A private pool: TensorFlow's own has a thread for every core of the host, on each rank."""
     options = tf.data.Options()
-    options.threading.private_threadpool_size = workers
+    options.threading.private_threadpool_size = threads
     # Nothing is left to tune, and its thread would hold up the end of a run, for seconds.
     options.autotune.enabled = False
     # One thread an example, so that sums do not depend on the number of threads.

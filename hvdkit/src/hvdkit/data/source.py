@@ -1,12 +1,21 @@
 """What the input pipeline needs of a data set, and sources without files."""
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
+
+_LARGE = 2**28  # bytes
+_LOOKED_AT = 1_000  # most samples that are looked at where each costs a request or a read
+
+
+def sampled(count: int, most: int = 0) -> range:
+    """At most `most` (0: 1,000) indices spread over 0 .. count - 1."""
+    return range(0, count, max(1, -(-count // (most or _LOOKED_AT))))
 
 
 class Source(Protocol):
@@ -27,8 +36,8 @@ class Source(Protocol):
         only its part, and an unused image is not decoded. Code that changes "image" must therefore
         remove "file" from the sample.
 
-        It is traced once and runs on several threads of `tf.data`: no Python state, no
-        `tf.py_function`. A bad sample raises `tf.errors.OpError` when it runs.
+        It is traced once and runs on several threads of `tf.data`: no Python state. What only
+        Python can read is a `ReadAhead`. A bad sample raises `tf.errors.OpError` when it runs.
         """
 
     def explain(self, index: int) -> str | None:
@@ -49,16 +58,69 @@ def digest(listing: Iterable[tuple[str, int]]) -> str:
     return sha.hexdigest()
 
 
-class Arrays:
+Parts = dict[str, tf.Tensor]
+
+
+class ReadAhead:
+    """Base of a Source whose samples Python fetches, many at a time, on threads that wait.
+
+    A subclass has `form`, `fetch` and, where what is fetched is no sample yet, `decode`. Feeds
+    fetch ahead of what decodes, so that a slow disk is waited for beside the computing.
+    """
+
+    form: dict[str, tf.TensorSpec]  # of the parts of one sample, as they are fetched
+
+    def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
+        """The parts in the order of `form`, [n, ...] each, of n indices (int64).
+
+        What fails for one sample must be told in its parts, for `decode` to fail, not raised.
+        """
+        raise NotImplementedError
+
+    def decode(self, parts: Parts) -> Parts:
+        """A sample of its parts, with TensorFlow ops."""
+        return parts
+
+    def ahead(self, indices: tf.Tensor) -> Parts:
+        """`fetch` in a graph; indices: int64 [n]."""
+        # Stateless, as files do not change: else --deterministic would read nothing ahead.
+        types = [spec.dtype for spec in self.form.values()]
+        found = tf.numpy_function(self.fetch, [indices], types, stateful=False)
+        found = dict(zip(self.form, found, strict=True))
+        return {n: tf.ensure_shape(x, [None, *self.form[n].shape]) for n, x in found.items()}
+
+    def read(self, index: tf.Tensor) -> Parts:
+        if _fetched[0] is not self or _fetched[1] is not index:  # what else calls it, waits
+            index = tf.cast(index, tf.int64)
+            return self.decode({name: part[0] for name, part in self.ahead(index[None]).items()})
+        return self.decode(_fetched[2])
+
+
+_fetched: tuple[Any, Any, Any] = (None, None, None)  # a source, an index, and its parts
+
+
+@contextlib.contextmanager
+def fetched(source: Any, index: tf.Tensor, parts: Parts) -> Iterator[None]:
+    """Inside, the ReadAhead `source` takes these parts where it is asked to read `index`."""
+    global _fetched
+    before, _fetched = _fetched, (source, index, parts)
+    try:
+        yield
+    finally:
+        _fetched = before
+
+
+class Arrays(ReadAhead):
     """A Source of arrays of equal length: sample i is entry i of each.
 
-    `Arrays(image=images, label=labels)` reads {"image": images[i], "label": labels[i]}. They
-    become constants of the input pipeline, so they should stay below some hundred MB. ValueError:
-    there is no array, none has a sample, their lengths differ, or one is of objects.
+    `Arrays(image=images, label=labels)` reads {"image": images[i], "label": labels[i]}. Above 256
+    MB in all they stay where they are, so that `np.load(path, mmap_mode="r")` or a sliding window
+    over it may be larger than the memory; of those, the fingerprint covers 1,000 entries only.
+    ValueError: there is no array, none has a sample, their lengths differ, or one is of objects.
     """
 
     def __init__(self, **arrays: np.ndarray) -> None:
-        self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self._arrays = {name: np.asanyarray(array) for name, array in arrays.items()}
         # An array of objects holds addresses, which differ between ranks.
         objects = {n: a.tolist() for n, a in self._arrays.items() if a.dtype == object}
         for name, values in objects.items():
@@ -68,12 +130,24 @@ class Arrays:
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
+        self.is_large = sum(array.nbytes for array in self._arrays.values()) > _LARGE
+        if self.is_large:
+            spec = {n: (a.shape[1:], tf.as_dtype(a.dtype)) for n, a in self._arrays.items()}
+            self.form = {name: tf.TensorSpec(*of) for name, of in spec.items()}
+        else:
+            self.ahead = None  # they become constants of the input pipeline
 
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
+        found = [array[indices] for array in self._arrays.values()]
+        return [np.char.encode(x, "utf-8") if x.dtype.kind == "U" else x for x in found]
+
+    def read(self, index: tf.Tensor) -> Parts:
         """Tensors of the arrays' own dtypes, by name."""
+        if self.is_large:
+            return super().read(index)
         return {name: tf.gather(array, index) for name, array in self._arrays.items()}
 
     def explain(self, index: int) -> str | None:
@@ -83,7 +157,7 @@ class Arrays:
         sha = hashlib.sha256()
         for name, array in self._arrays.items():
             sha.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            sha.update(np.ascontiguousarray(array).tobytes())
+            sha.update(np.ascontiguousarray(array[sampled(len(array))] if self.is_large else array))
         return sha.hexdigest()
 
 

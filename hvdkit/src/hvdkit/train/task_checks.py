@@ -95,12 +95,11 @@ def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: 
     name = "training_example" if training else "evaluation_example"
     last = min(bad, len(source) - 1)
     for number in range(last + 1):
-        place = tf.constant(number, tf.int64)
         with user_code_errors(name), unoptimized():
             try:
-                example = made.read(place, *[tf.zeros([2], tf.int32)] * training)
+                example = made.one(number, *[tf.zeros([2], tf.int32)] * training)
                 if made.parts >= {"file", "image"}:
-                    check_file(source.read(place))
+                    check_file(source.read(tf.constant(number, tf.int64)))
                 break
             except tf.errors.OpError as error:
                 if number == last:

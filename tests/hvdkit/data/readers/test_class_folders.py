@@ -11,8 +11,8 @@ import readers
 import tensorflow as tf
 from refusals import refused
 
+from hvdkit.data import source
 from hvdkit.data.open import trained_on_too
-from hvdkit.data.readers import listing
 from hvdkit.data.readers.class_folders import ClassFolders
 
 
@@ -69,7 +69,7 @@ def test_fingerprint_tells_names_and_sizes(root: Path, monkeypatch: pytest.Monke
     (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
     assert len({first, second, fingerprint()}) == 3
     # The names of files count whose sizes are not read.
-    monkeypatch.setattr(listing, "_LOOKED_AT", 1)
+    monkeypatch.setattr(source, "_LOOKED_AT", 1)
     first = fingerprint()
     longer("n10/c.jpeg")
     assert fingerprint() == first

@@ -8,8 +8,7 @@ import readers
 import tensorflow as tf
 from refusals import refused
 
-from hvdkit.data import shared_listing
-from hvdkit.data.readers import listing
+from hvdkit.data import shared_listing, source
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.listing import Names, packed
@@ -106,7 +105,7 @@ def test_a_folder_named_as_a_picture(root: Path):
 
 
 def test_of_many_files_a_thousand_are_looked_at():
-    assert len(listing.sampled(1)) == 1 and len(listing.sampled(1_000)) == 1_000
+    assert len(source.sampled(1)) == 1 and len(source.sampled(1_000)) == 1_000
     for count in (1_001, 1_281_167, 20_000_000):
-        sampled = listing.sampled(count)
+        sampled = source.sampled(count)
         assert 500 <= len(sampled) <= 1_000 and sampled[-1] >= count * 0.99

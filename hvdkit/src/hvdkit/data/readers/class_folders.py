@@ -100,7 +100,7 @@ class ClassFolders:
         return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
 
     def _looked_at(self) -> list[Path]:
-        indices = listing.sampled(len(self))
+        indices = source.sampled(len(self))
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 

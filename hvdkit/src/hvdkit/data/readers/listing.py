@@ -22,7 +22,6 @@ THREADS = 16  # they wait for a file server
 # What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
 _SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
 _SYSTEMS |= {"system volume information"}
-_LOOKED_AT = 1_000  # most files whose sizes are read: each is a request to the file server
 
 
 def check_folder(folder: Path, content: str) -> None:
@@ -150,11 +149,6 @@ def folder_names(folder: Path) -> list[str]:
         if entry.is_symlink() and not os.path.exists(entry.path):
             raise ValueError(_dead_link(entry.path))
     return [entry.name for entry in entries if entry.is_dir()]
-
-
-def sampled(count: int) -> range:
-    """At most 1,000 indices spread over 0 .. count - 1: files whose sizes are read."""
-    return range(0, count, max(1, -(-count // _LOOKED_AT)))
 
 
 def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:

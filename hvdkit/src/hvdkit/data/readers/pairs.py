@@ -107,7 +107,7 @@ class PicturePairs:
         return source.digest([*names, (str(self._sizes.tolist()), 0)])
 
     def _looked_at(self) -> list[Path]:
-        indices = listing.sampled(len(self))
+        indices = source.sampled(len(self))
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
 

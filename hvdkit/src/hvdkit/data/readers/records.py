@@ -1,72 +1,121 @@
 """Packed samples: TFRecord shards with an index, so that any record takes one read.
 
 ROOT/SPLIT/pack.json                    what is packed, and the shards with their sizes
-ROOT/SPLIT/index.bin                    (offset, length) of each record, little-endian uint64 pairs
+ROOT/SPLIT/index.bin                    PLACE of each record
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
 `hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or JPEG) and
 "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The last
 record of a shard is its mark: it names the pack and the shard, so that a shard of another pack is
-noticed when the set is opened, even if its size fits.
+noticed when it is opened, even if its size fits.
+
+Shards stay open, and the index stays on the disk, in pages that all ranks of a host share: memory,
+and the time to open a set, do not depend on its size, but on rank 0, which compares checksums.
 """
 
+import functools
 import hashlib
 import json
 import operator
 import os
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
-from hvdkit.data import source
+from hvdkit.data import shared_listing, source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.logs import join
 
 META, INDEX = "pack.json", "index.bin"
-VERSION = 3
-FRAMING = 16  # bytes of a TFRecord besides its data: length, CRC of the length, CRC of the data
+VERSION = 4
+BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC, the data's CRC
+# Of a record's data, little-endian: its first byte's place in the shard, its bytes, its CRC-32.
+PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+_THREADS, _EACH = 32, 2  # threads that wait for the disk, and the reads that one makes in turn
+_OPEN = 512  # shards at a time: a process may have 1,024 files
 _AGAIN = "copy it again, or pack again"
 
 
-class Records:
+class Records(source.ReadAhead):
     """One packed split, as a `source.Source`.
 
     Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
     uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
 
-    Raises ValueError, naming the files, if some are missing or changed: it compares sizes and marks
-    of shards, and the checksums of pack.json and the index. A record's own checksum is compared
-    when it is read.
+    Raises ValueError, naming the files, if some are missing or changed. Rank 0 compares sizes and
+    marks of all shards, and the checksums of pack.json and the index; other hosts compare pack.json
+    and the index's size; each rank the mark of a shard that it opens, and a record's checksum.
     """
 
     def __init__(self, root: Path, split: str, _: int = 0):
         self.folder = Path(root) / split
-        meta = _read_meta(self.folder)
+        meta = shared_listing.found(("pack", self.folder), self._checked, self._compare)
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
         self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
-        _check_shards(self.folder, meta)
-        counts = [shard["records"] for shard in meta["shards"]]
-        self._index = _read_index(self.folder / INDEX, meta)
-        self._shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        with tf.device("CPU:0"):  # where files are read
-            self._files = tf.constant([os.fsencode(self.folder / n) for n, _ in self._shards])
-            self._places = tf.constant(np.column_stack([self._shard_of, self._index]), tf.int64)
+        self._ends = np.cumsum([shard["records"] for shard in meta["shards"]])
+        self._index = _open_index(self.folder / INDEX, int(self._ends[-1]))
+        self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
+        self._open = functools.lru_cache(_OPEN)(self._opened)
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Raises tf.errors.DataLossError (when it runs) for a damaged record."""
-        sample = self._read_parts(index)
+    def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Records, and what is wrong with each, or ""."""
+        parts = [indices[i : i + _EACH].tolist() for i in range(0, len(indices), _EACH)]
+        found = [one for part in _threads().map(self._fetch, parts) for one in part]
+        return [np.array(part, object) for part in zip(*found)]
+
+    def _fetch(self, indices: list[int]) -> list[tuple[bytes, str]]:
+        found = []
+        for index in indices:
+            try:
+                found.append((self._data(index), ""))
+            except (ValueError, OSError) as error:
+                found.append((b"", f"{self.where(index)} {error}"))
+        return found
+
+    def _data(self, index: int) -> bytes:
+        """A record's data. Raises ValueError for a damaged one; OSError."""
+        offset, length, crc = self._index[index].tolist()
+        try:
+            file = self._open(self._shard(index))  # held, or it may be closed before it is read
+            data = os.pread(file.fileno(), length, offset)
+        except OSError:
+            self._open.cache_clear()  # a file server may have forgotten an open file
+            raise
+        if len(data) != length or zlib.crc32(data) != crc:
+            raise ValueError(f"does not match its checksum; {_AGAIN}")
+        return data
+
+    def _shard(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, "right"))
+
+    def _opened(self, shard: int) -> BinaryIO:
+        """Closed when nothing reads from it and newer ones took its place."""
+        name, size = self._shards[shard]
+        file = (self.folder / name).open("rb")
+        if fault := _strange(file, size, mark(self._content, shard, len(self._shards))):
+            raise ValueError(f"{fault}; {_AGAIN}")
+        return file
+
+    def decode(self, parts: source.Parts) -> source.Parts:
+        fine = tf.debugging.Assert(parts["fault"] == "", [parts["fault"]])
+        with tf.control_dependencies([fine]):  # else parsing may fail first, with words of its own
+            data = tf.identity(parts["data"])
+        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
+        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
+        sample = tf.io.parse_single_example(data, features)
         if self.kind == "map":
             label = tf.io.decode_png(pictures.fit(sample["label"]), channels=1)
         else:
@@ -75,53 +124,50 @@ class Records:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        where, place = self.where(index), tf.constant(index, tf.int64)
+        where = self.where(index)
         try:
-            for part in self._read_parts(place).values():
-                if part.dtype == tf.string and (fault := pictures.refused(part.numpy())):
-                    return f"{where} holds a picture that {fault}"
-            self.read(place)
-        except tf.errors.DataLossError as error:
-            return f"{where} does not match its checksum ({reason_of(error)}); {_AGAIN}"
+            record = tf.train.Example.FromString(self._data(index))
+            for part in record.features.feature.values():
+                for data in part.bytes_list.value:
+                    if fault := pictures.refused(data):
+                        return f"{where} holds a picture that {fault}"
+            self.read(tf.constant(index, tf.int64))
+        except (ValueError, OSError) as error:
+            return f"{where}: {error}"
         except tf.errors.OpError as error:
             return f"{where} cannot be read: {reason_of(error)}; {_AGAIN}"
         return None
 
-    def check_lengths(self) -> None:
-        """ValueError where a length is not the index's; too slow for each start of a run."""
-        for number, (name, _) in enumerate(self._shards):
-            with (self.folder / name).open("rb") as file:
-                for index in np.flatnonzero(self._shard_of == number).tolist():
-                    offset, length = self._index[index].tolist()
-                    if os.pread(file.fileno(), 8, offset) != length.to_bytes(8, "little"):
-                        raise ValueError(f"{self.where(index)} has another length; {_AGAIN}")
-
     def where(self, index: int) -> str:
         """File and bytes that hold sample `index`, as text."""
-        offset, length = self._index[index].tolist()
-        path = self.folder / self._shards[self._shard_of[index]][0]
-        return f"{path}, record of sample {index} (bytes {offset} to {offset + length + FRAMING})"
+        offset, length, _ = self._index[index].tolist()
+        path = self.folder / self._shards[self._shard(index)][0]
+        return f"{path}, record of sample {index} (bytes {offset} to {offset + length})"
 
     def fingerprint(self) -> str:
         """SHA-256 over shards' names and sizes, the packer's checksum of records, and `is_demo`."""
         about = [("is_demo", 0)] if self.is_demo else []
         return source.digest([*self._shards, (self._content, len(self)), *about])
 
-    def _read_parts(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Image and label of one record as they are stored, scalars.
+    def _checked(self) -> dict[str, Any]:
+        """What pack.json says, once all files fit it."""
+        meta = _read_meta(self.folder)
+        _check_shards(self.folder, meta)
+        _check_index(self.folder / INDEX, meta)
+        return meta
 
-        Uses TensorFlow's reader of TFRecords, starting at the record and fetching only it: one
-        read, both CRC32C of the record checked, no Python. See `check_lengths` for what crashes it.
-        """
-        shard, offset, length = tf.unstack(self._places[index])
-        how = {"compression_type": "", "buffer_size": length + FRAMING, "byte_offsets": [offset]}
-        records = tf.raw_ops.TFRecordDatasetV2(filenames=[self._files[shard]], **how)
-        one = {"output_types": [tf.string], "output_shapes": [[]]}
-        first = tf.raw_ops.TakeDataset(input_dataset=records, count=1, **one)
-        record = tf.raw_ops.DatasetToSingleElement(dataset=first, **one)[0]
-        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
-        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
-        return tf.io.parse_single_example(record, features)
+    def _compare(self, meta: dict[str, Any]) -> None:
+        if (own := _read_meta(self.folder)) != meta:
+            raise ValueError(
+                f"{self.folder} on {os.uname().nodename} is another pack than on rank 0's host "
+                f"({own['packed_from']}): copy it to every host again"
+            )
+        _open_index(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS)
 
 
 def mark(content: str, shard: int, shards: int) -> bytes:
@@ -129,16 +175,16 @@ def mark(content: str, shard: int, shards: int) -> bytes:
     return f"pack {content}, shard {shard} of {shards}".encode()
 
 
-def write_meta(folder: Path, meta: dict[str, Any], index: list[tuple[int, int]]) -> None:
-    """Writes index.bin and pack.json; the index has (offset, length) in the order of samples.
+def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
+    """Writes index.bin and pack.json; `index`: PLACE [n], in the order of samples.
 
     `meta`: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
     shards (a list of {name, records, bytes}); class_names (a list) and is_demo (True) where the
     source has them.
     """
-    data = np.array(index, "<u8").tobytes()
-    (folder / INDEX).write_bytes(data)
-    meta = {"version": VERSION, **meta, "index_sha256": hashlib.sha256(data).hexdigest()}
+    index.tofile(folder / INDEX)
+    sha = hashlib.sha256(index).hexdigest()
+    meta = {"version": VERSION, **meta, "index_sha256": sha}
     meta["checksum"] = _checksum(meta)
     (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
@@ -173,12 +219,14 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _check_types(meta: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError for what is not as `write_meta` has it."""
-    "".join([meta["kind"], meta["content"], *meta.get("class_names", [])])
+    "".join([meta["kind"], meta["content"], meta["packed_from"], *meta.get("class_names", [])])
     range(meta["num_classes"])
     for shard in meta["shards"]:
         count, size = operator.index(shard["records"]), operator.index(shard["bytes"])
-        if "/" in shard["name"] or not 0 <= count * FRAMING <= size < 2**60:
+        if "/" in shard["name"] or not 0 <= count * (BEFORE + AFTER) <= size < 2**60:
             raise ValueError(f"shard {shard}")
+    if not sum(shard["records"] for shard in meta["shards"]):
+        raise ValueError("no record")
 
 
 def _check_shards(folder: Path, meta: dict[str, Any]) -> None:
@@ -188,31 +236,44 @@ def _check_shards(folder: Path, meta: dict[str, Any]) -> None:
         path, size = folder / listed[number]["name"], listed[number]["bytes"]
         if not path.is_file():
             return f"{path} is missing"
-        end = mark(meta["content"], number, len(listed))
         with path.open("rb") as file:
-            if (found := file.seek(0, os.SEEK_END)) != size:
-                return f"{path} has {found} bytes where {size} were written"
-            file.seek(max(0, size - len(end) - 4))  # a record ends with a CRC of 4 bytes
-            fits = file.read(len(end)) == end
-        return "" if fits else f"{path} belongs to another pack or place, or its end is damaged"
+            return _strange(file, size, mark(meta["content"], number, len(listed)))
 
-    with ThreadPoolExecutor(16) as pool:  # waiting for a file server, not computing
-        if problems := [*filter(None, pool.map(problem, range(len(listed))))]:
-            raise ValueError(f"{join(problems)}; {_AGAIN}")
+    if problems := [*filter(None, _threads().map(problem, range(len(listed))))]:
+        raise ValueError(f"{join(problems)}; {_AGAIN}")
 
 
-def _read_index(path: Path, meta: dict[str, Any]) -> np.ndarray:
-    """(offset, length) of each record, int64 [records, 2]."""
+def _strange(file: BinaryIO, size: int, end: bytes) -> str:
+    """Why an open shard is not the one that was written with this size and mark; or ""."""
+    if (found := file.seek(0, os.SEEK_END)) != size:
+        return f"{file.name} has {found} bytes where {size} were written"
+    if os.pread(file.fileno(), len(end), max(0, size - len(end) - AFTER)) != end:
+        return f"{file.name} belongs to another pack or place, or its end is damaged"
+    return ""
+
+
+def _open_index(path: Path, records: int) -> np.ndarray:
+    """PLACE of each record, read from the disk when it is looked at."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
+    if (size := path.stat().st_size) != PLACE.itemsize * records:
+        raise ValueError(
+            f"{path} has {size} bytes, not {PLACE.itemsize} for each of {records}; {_AGAIN}"
+        )
+    return np.memmap(path, PLACE, "r")
+
+
+def _check_index(path: Path, meta: dict[str, Any]) -> None:
     counts = [shard["records"] for shard in meta["shards"]]
-    if (size := path.stat().st_size) != 16 * sum(counts):
-        raise ValueError(f"{path} has {size} bytes, not 16 for each of {sum(counts)}; {_AGAIN}")
-    data = whole_files.read(path, 2**32, links=True)
-    if hashlib.sha256(data).hexdigest() != meta["index_sha256"]:
+    index, sha = _open_index(path, sum(counts)), hashlib.sha256()
+    outside, first = False, 0
+    for count, shard in zip(counts, meta["shards"]):  # a part of it in memory at a time
+        places = index[first : first + count]
+        first += count
+        sha.update(places)
+        ends = places["offset"] + places["length"]
+        outside |= bool((places["offset"] > ends).any() or (ends > shard["bytes"]).any())
+    if sha.hexdigest() != meta["index_sha256"]:
         raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
-    index = np.frombuffer(data, "<u8").reshape(-1, 2)
-    ends = np.repeat([shard["bytes"] for shard in meta["shards"]], counts).astype(np.uint64)
-    if (index > ends[:, None]).any() or (index.sum(1) + FRAMING > ends).any():
+    if outside:
         raise ValueError(f"{path} has a record outside its shard; {_AGAIN}")
-    return index.astype(np.int64)
