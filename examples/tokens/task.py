@@ -62,7 +62,9 @@ class Task:
         for number in range(LAYERS):
             named = f"block{number}_{{}}".format
             y = keras.layers.LayerNormalization(name=named("norm1"))(x)
-            attend = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name=named("attention"))
+            # A bias of keys has no effect, so its gradient is noise.
+            how = {"use_bias": False, "name": named("attention")}
+            attend = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS, **how)
             x = x + attend(y, y, use_causal_mask=True)
             y = keras.layers.LayerNormalization(name=named("norm2"))(x)
             y = keras.layers.Dense(4 * WIDTH, activation="gelu", name=named("mlp1"))(y)

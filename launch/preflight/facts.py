@@ -202,7 +202,7 @@ def listing(folder: str) -> tuple[str, list[Fault]]:
     if files and not problem:
         return f"{files:,} files of {size:,} bytes (SHA-256 {digest.hexdigest()[:8]})", []
     what = f"the data folder {os.path.abspath(folder)}: {problem or 'it is empty'}"
-    todo = "copy or mount it there (launch/stage.py copies it), or give --data_dir"
+    todo = "copy or mount it there (launch/README.md: rsync), or give --data_dir"
     return "", [(what, todo, "wrong")]
 
 

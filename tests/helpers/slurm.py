@@ -78,9 +78,11 @@ class Slurm:
             (self._folder / name).mkdir()
         self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
 
-    def kill_node(self, node: Host) -> None:
+    def kill_node(self, node: Host, daemon_alone: bool = False) -> None:
         """As when its power is cut: Slurm's daemon, and what it has started there."""
-        node.sh("pkill -KILL slurmd; pkill -KILL slurmstepd; pkill -KILL -f [r]un_dir= || true")
+        node.sh("pkill -KILL slurmd")
+        if not daemon_alone:
+            node.sh("pkill -KILL slurmstepd; pkill -KILL -f [r]un_dir= || true")
 
     def kill_on_bad_exit(self, value: int) -> None:
         """What srun does from now on without a flag."""

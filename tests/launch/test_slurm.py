@@ -251,13 +251,15 @@ def test_a_rank_that_ends_in_its_start_requeues_nothing(
 
 
 @pytest.mark.slow  # Slurm takes a while to miss it
-def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path):
+@pytest.mark.parametrize("daemon_alone", [False, True])
+def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path, *, daemon_alone: bool):
     """Slurm requeues the job by itself; it resumes from its last checkpoint."""
-    job = stand_in(slurm, tmp_path, "--steps=40")
+    job = stand_in(slurm, tmp_path, f"--steps={400 if daemon_alone else 40}")
     job.wait_for("begins at step 0")
     time.sleep(2)
-    slurm.kill_node(hosts[2])
+    slurm.kill_node(hosts[2], daemon_alone)
     job.wait_for(lambda: job.state() == "PENDING", 90)
     slurm.start_node(hosts[2])
     assert job.end(120) == ("COMPLETED", "0:0", "1"), job.log()
     assert starts(job)[1] > 0
+    assert not [host.name for host in hosts if STAND_IN[1] in host.sh("ps ax")]

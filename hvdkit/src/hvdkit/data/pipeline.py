@@ -25,7 +25,8 @@ _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before the disk is tried again
 
-_FETCHED, _FETCHES = 32, 2  # samples that a ReadAhead fetches at a time, and how often at once
+# Samples that a ReadAhead fetches at a time, at most, and their bytes; and how often at once.
+_FETCHED, _FETCHED_BYTES, _FETCHES = 32, 2**25, 2
 
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
@@ -44,6 +45,7 @@ class Reader(NamedTuple):
     read: tf.types.experimental.ConcreteFunction
     parts: frozenset[str]  # of the sample
     ahead: Callable[[tf.Tensor], Parts] | None  # the source's, if it is a ReadAhead
+    at_once: int  # samples that it fetches then
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
         """An example by itself; raises what TensorFlow does where it cannot be read."""
@@ -60,7 +62,7 @@ class Reader(NamedTuple):
             def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
                 return index, self.ahead(index), *key
 
-            many = samples.batch(_FETCHED).map(as_written(fetch), _FETCHES, deterministic=True)
+            many = samples.batch(self.at_once).map(as_written(fetch), _FETCHES, deterministic=True)
             samples = many.prefetch(1).unbatch()
         examples = samples.map(as_written(self.read), workers, deterministic=True)
         return examples.with_options(_on_own_threads(workers + _FETCHES * bool(self.ahead)))
@@ -94,7 +96,8 @@ def reader(
     signature = [tf.TensorSpec([], tf.int64), *([owner.form] if ahead else [])]
     signature += [tf.TensorSpec([2], tf.int32)] * keyed
     traced = tf.function(read, input_signature=signature, autograph=False)
-    return Reader(traced.get_concrete_function(), frozenset(parts), ahead)
+    at_once = max(1, min(_FETCHED, int(_FETCHED_BYTES / owner.bytes_each))) if ahead else 0
+    return Reader(traced.get_concrete_function(), frozenset(parts), ahead, at_once)
 
 
 class BadSample(ValueError):

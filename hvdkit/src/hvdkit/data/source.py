@@ -64,11 +64,13 @@ Parts = dict[str, tf.Tensor]
 class ReadAhead:
     """Base of a Source whose samples Python fetches, many at a time, on threads that wait.
 
-    A subclass has `form`, `fetch` and, where what is fetched is no sample yet, `decode`. Feeds
-    fetch ahead of what decodes, so that a slow disk is waited for beside the computing.
+    A subclass has `form`, `bytes_each`, `fetch` and, where what is fetched is no sample yet,
+    `decode`. Feeds fetch ahead of what decodes, so that a slow disk is waited for beside the
+    computing.
     """
 
     form: dict[str, tf.TensorSpec]  # of the parts of one sample, as they are fetched
+    bytes_each: float  # of a sample's parts, about
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         """The parts in the order of `form`, [n, ...] each, of n indices (int64).
@@ -130,7 +132,8 @@ class Arrays(ReadAhead):
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
-        self.is_large = sum(array.nbytes for array in self._arrays.values()) > _LARGE
+        size = sum(array.nbytes for array in self._arrays.values())
+        self.is_large, self.bytes_each = size > _LARGE, size / len(self)
         if self.is_large:
             spec = {n: (a.shape[1:], tf.as_dtype(a.dtype)) for n, a in self._arrays.items()}
             self.form = {name: tf.TensorSpec(*of) for name, of in spec.items()}
