@@ -317,6 +317,7 @@ def damage(spoil: Callable[[Job, Path], None]) -> Callable[[Job], None]:
         job.wait_for("the ranks' end", lambda: not job.ranks(), 60)
         spoil(job, job.checkpoints()[-1])
         send(supervisor, signal.SIGCONT)
+        job.process.send_signal(signal.SIGCONT)  # nsenter, which stops with what it has started
 
     return event
 
