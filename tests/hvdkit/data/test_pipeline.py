@@ -9,6 +9,7 @@ from collections.abc import Container
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.data import pipeline
 from hvdkit.data import source as sources
@@ -41,8 +42,16 @@ class Busy:
         return {"x": tf.ensure_shape(tf.numpy_function(stay, [sample["x"]], tf.int64), [])}
 
 
+@pytest.fixture
+def deterministic():
+    """As --deterministic does, for one test."""
+    _pywrap_determinism.enable(True)
+    yield
+    _pywrap_determinism.enable(False)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
-def test_as_many_examples_at_once_as_there_are_workers(workers: int):
+def test_as_many_examples_at_once_as_there_are_workers(workers: int, deterministic):
     busy = Busy()
     made = reader(SOURCE, busy, keyed=True)
     feed = TrainingFeed(SOURCE, Sampler(40, 20, 1, 1, 0, 1), made, num_steps=2, workers=workers)

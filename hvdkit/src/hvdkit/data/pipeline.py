@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Parts, Source, fetched
@@ -64,8 +65,11 @@ class Reader(NamedTuple):
 
             many = samples.batch(self.at_once).map(as_written(fetch), _FETCHES, deterministic=True)
             samples = many.prefetch(1).unbatch()
-        examples = samples.map(as_written(self.read), workers, deterministic=True)
-        return examples.with_options(_on_own_threads(workers + _FETCHES * bool(self.ahead)))
+        return samples.map(as_written(self.read), workers, deterministic=True)
+
+    def options(self, workers: int) -> tf.data.Options:
+        """For a pipeline of `examples`, after its last part."""
+        return _on_own_threads(workers + _FETCHES * bool(self.ahead))
 
 
 def reader(
@@ -189,7 +193,8 @@ class TrainingFeed:
 
         size = order.micro_batches * order.local_micro_size
         examples = self._reader.examples(samples, self._workers)
-        return examples.batch(size, drop_remainder=True).map(fold)
+        batches = examples.batch(size, drop_remainder=True).map(fold)
+        return batches.with_options(self._reader.options(self._workers))
 
     def _open(self) -> None:
         batches, parts = self._all, tf.nest.flatten(self.spec)
@@ -199,7 +204,7 @@ class TrainingFeed:
             batches = batches.apply(tf.data.experimental.prefetch_to_device(self._device, 2))
         else:
             batches = batches.prefetch(2)
-        self._batches = iter(batches)
+        self._batches = _begun(batches)
 
     def __enter__(self) -> Self:
         return self
@@ -313,14 +318,15 @@ class EvaluationFeed:
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
         samples = tf.data.Dataset.from_tensor_slices(ids)
         examples = self.reader.examples(samples, self._workers)
-        return examples.batch(self.batch_size).prefetch(2)
+        batches = examples.batch(self.batch_size).prefetch(2)
+        return batches.with_options(self.reader.options(self._workers))
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read; tries a disk again."""
         done, pauses = 0, iter(_PAUSES)
         while self.ids(done):
             try:
-                for batch in self._batches(done) if done else self._all:
+                for batch in _begun(self._batches(done) if done else self._all):
                     yield batch
                     done, pauses = done + 1, iter(_PAUSES)
             except _READ_ERRORS as error:
@@ -331,6 +337,20 @@ class EvaluationFeed:
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
         return self._ids[place * self.batch_size :][: self.batch_size]
+
+
+def _begun(batches: tf.data.Dataset) -> Iterator[Example]:
+    """An iterator over a pipeline as it is written, which has one order on any number of threads.
+
+    Under --deterministic TensorFlow would take threads and reading ahead out of each pipeline that
+    reads a variable, or asserts (its make_deterministic). There is no public way to say not to.
+    """
+    is_on = _pywrap_determinism.is_enabled()
+    _pywrap_determinism.enable(False)
+    try:
+        return iter(batches)
+    finally:
+        _pywrap_determinism.enable(is_on)
 
 
 def _on_own_threads(threads: int) -> tf.data.Options:
