@@ -276,6 +276,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
 
 def test_what_is_written_are_the_values_at_the_step(kept):
     """Whatever the next step makes of them meanwhile."""
+    kept.folder.mkdir()
     weights = tf.Variable(tf.ones([4_000_000]))
     with Saver(kept) as saver:
         saver.save(1, {"w": weights}, Settings())
@@ -289,6 +290,11 @@ def test_what_is_written_are_the_values_at_the_step(kept):
 
 
 def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
+    with Saver(kept) as saver:
+        saver.save(1, {"w": tf.Variable(1.0)}, Settings())  # as where the disk is away
+        saver.wait()
+        assert saver.failed == 1 and "is its disk mounted?" in capsys.readouterr().out
+    assert not kept.folder.exists()
     kept.folder.mkdir()
     with Saver(kept) as saver:
         for step, failed in [(1, 1), (2, 2), (3, 0), (4, 1)]:

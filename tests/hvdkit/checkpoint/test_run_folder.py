@@ -194,6 +194,18 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
 
 
+def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
+    """As where the disk was not mounted then; what was there, and unsound, makes way."""
+    old = tmp_path / "checkpoints" / "step-00000003"
+    old.mkdir(parents=True)
+    how = {"evaluates_first": False, "listed": set()}
+    with pytest.raises(NotNow, match="step-00000003, which was not there when this start looked"):
+        run_folder.begin(tmp_path, None, Settings(), **how)
+    assert old.exists() and not (tmp_path / "config.cfg").exists()
+    run_folder.begin(tmp_path, None, Settings(), **how | {"listed": {old.name}})
+    assert not old.exists() and (tmp_path / "aside-1/checkpoints" / old.name).exists()
+
+
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     monkeypatch.chdir(project.folder())  # from elsewhere, its paths would read as absolute ones
     run_dir = tmp_path / "runs" / "new"

@@ -185,6 +185,15 @@ def test_after_a_kill_the_next_try_goes_on(demo, tmp_path, monkeypatch, function
         assert (once / name).read_bytes() == (tmp_path / "train" / name).read_bytes()
 
 
+def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(demo, tmp_path, monkeypatch):
+    killed_at(monkeypatch, "_join", 1)
+    with pytest.raises(KeyboardInterrupt):
+        packed(demo, tmp_path)
+    shard = tmp_path / ".train.packing" / "00001" / "shard"
+    os.truncate(shard, shard.stat().st_size // 2)
+    refused(lambda: packed(demo, tmp_path), tmp_path / ".train.packing", "was cut since")
+
+
 def test_ranks_share_the_work(tmp_path: Path):
     """Of each file about 256 MB, which is one here."""
     readers.write_classes(tmp_path / "raw")

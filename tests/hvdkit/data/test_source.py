@@ -27,6 +27,11 @@ def test_arrays_of_no_or_different_lengths_are_refused(lengths):
     refused(lambda: Arrays(**arrays), "of one length", lengths)
 
 
+@pytest.mark.parametrize("dtype", [">i4", ">f8", "datetime64[s]", "i4,f4"])
+def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
+    refused(lambda: Arrays(odd=np.zeros(3, dtype)), "array odd is of ", "byte order")
+
+
 def test_what_is_shipped_is_what_scikit_learn_has():
     """SHA-256 of load_digits and load_sample_images as arrays of bytes."""
     arrays = [*shipped.digits(), *map(np.asarray, shipped.photographs())]

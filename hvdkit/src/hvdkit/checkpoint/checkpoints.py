@@ -90,6 +90,7 @@ class Checkpoints:
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     train_source: Any = None
+    listed: set[str] = dataclasses.field(default_factory=set, init=False)  # when `find` looked
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
@@ -172,8 +173,10 @@ class Checkpoints:
         """
         found = None
         with self.world.fail_together(f"--resume={resume}"):
-            if self.world.is_chief and resume != "never":
-                found = self._choose(resume)
+            if self.world.is_chief:
+                self.listed.clear()
+                self.listed.update(path.name for path in files.candidates(self.folder))
+                found = None if resume == "never" else self._choose(resume)
             if found and found.step > num_steps:
                 raise ValueError(
                     f"{found.path} is of step {found.step}, past --num_steps={num_steps}: give "

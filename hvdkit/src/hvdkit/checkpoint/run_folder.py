@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from hvdkit.checkpoint import files as checkpoint_files
 from hvdkit.checkpoint import lease
 from hvdkit.checkpoint.checkpoints import Found
 from hvdkit.settings import Settings, project
+from hvdkit.stop import NotNow
 
 BAD_SAMPLES = "bad_samples.jsonl"
 _LOGS = ("metrics.jsonl", "gradients.jsonl", BAD_SAMPLES)
@@ -31,7 +32,14 @@ _BOARD = "tensorboard"
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
 
 
-def begin(run_dir: Path, found: Found | None, config: Settings, *, evaluates_first: bool) -> str:
+def begin(
+    run_dir: Path,
+    found: Found | None,
+    config: Settings,
+    *,
+    evaluates_first: bool,
+    listed: Set[str] | None = None,
+) -> str:
     """Prepares the folder for a run that resumes from `found`, or starts anew where it is None.
 
     For rank 0, right before the first step: a start that is refused must change nothing. A kill
@@ -45,15 +53,23 @@ def begin(run_dir: Path, found: Found | None, config: Settings, *, evaluates_fir
 
     `found`: what `Checkpoints.find` chose. `config`: the settings as this number of ranks made
     them. `evaluates_first`: the run first evaluates `found` itself, so an earlier evaluation of
-    that step is dropped from the records too. Returns a line that says what was set aside; empty
-    when nothing was. Raises OSError: a file cannot be written or moved, or another run is in the
-    folder (NotNow). ValueError: a speed is measured where a run was trained.
+    that step is dropped from the records too. `listed`: the checkpoints that `find` chose from.
+
+    Returns a line that says what was set aside; empty when nothing was. Raises OSError: a file
+    cannot be written or moved, another run is in the folder, or its disk came only now (NotNow).
+    ValueError: a speed is measured where a run was trained.
     """
     folder = run_dir / "checkpoints"
     for inner in (folder, run_dir / _BOARD):
         if inner.is_symlink():
             raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
+    there = {path.name for path in checkpoint_files.candidates(folder)}
+    if found is None and listed is not None and (new := there - listed):
+        raise NotNow(
+            f"{folder} has {min(new)}, which was not there when this start looked for checkpoints: "
+            "its disk came in between"
+        )
     lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         replaced = f"--benchmark would replace the records of the run in {run_dir}"

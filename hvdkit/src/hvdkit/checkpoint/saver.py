@@ -5,6 +5,8 @@ the next save tries again. The number of saves that failed in a row is a vote of
 (hvdkit/run/health.py), so that all ranks end together when there are too many.
 """
 
+import errno
+import os
 import threading
 import time
 from typing import Self
@@ -123,7 +125,12 @@ class Saver:
             raise self._outcome
 
     def _write(self, copy: Copy) -> None:
+        folder = self._checkpoints.folder
         try:
+            # Made anew, it would hide from the next start that the run's disk is away.
+            if not folder.is_dir():
+                away = f"{os.strerror(errno.ENODEV)}: is its disk mounted?"
+                raise OSError(errno.ENODEV, away, str(folder))
             self._checkpoints.write(copy)
         except Exception as error:
             self._outcome = error

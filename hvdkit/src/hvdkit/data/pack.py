@@ -59,18 +59,19 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
             "not begin with '.'; give another --as"
         )
     out.mkdir(parents=True, exist_ok=True)
-    if (out / split).exists():
+    if os.path.lexists(out / split):
         raise ValueError(f"{out / split} is there already; remove it, or give another --out")
     encoder = _Encoder(source)
     shards = min(shards or _fitting(encoder, len(source)), len(source))
     rank, (ranks, _) = launch_rank(), launched_ranks()
-    key = digest([(f"{source.fingerprint()} {packed_from}", shards)])
+    key = digest([(f"{source.fingerprint()} {packed_from} {records.VERSION}", shards)])
     with _unfinished(out, split, key, rank=rank) as work:
         for number in range(rank, shards, ranks):
             _pack_shard(encoder, work, number, indices=range(*share(len(source), number, shards)))
         if not rank:
             _join(source, work, shards, split=split, packed_from=packed_from)
             (work / "whole").rename(out / split)  # onto nothing, or it fails
+            (work / key).unlink()  # first: what is left of a kill is of no use
             shutil.rmtree(work)
     return out / split
 
@@ -148,7 +149,9 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
         if (part / shard["name"]).exists():
             (part / shard["name"]).rename(path)
         offset, length, _ = index[-1][-1].tolist()
-        size = _mark(path, offset + length + records.AFTER, records.mark(content, number, shards))
+        if path.stat().st_size < (size := offset + length + records.AFTER):
+            raise ValueError(f"{path} was cut since it was written: remove {work}, and pack again")
+        size = _mark(path, size, records.mark(content, number, shards))
         listed.append({"name": path.name, "records": len(index[-1]), "bytes": size})
     meta = {"packed_from": packed_from, "kind": metas[0]["kind"]}
     meta["num_classes"] = max(meta["num_classes"] for meta in metas)
@@ -299,7 +302,7 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
         pass  # some file systems have no locks
     try:
         if not (work / key).exists():
-            for path in work.iterdir():
+            for path in sorted(work.iterdir(), key=lambda path: path.is_dir()):  # keys first
                 is_folder = path.is_dir() and not path.is_symlink()
                 shutil.rmtree(path) if is_folder else path.unlink()
             (work / key).touch()

@@ -85,6 +85,8 @@ def reader(
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
     owner = getattr(ahead, "__self__", None)  # of several sources, one in the other, the innermost
+    if owner is not None and len(owner) != len(source):  # it has other indices, and reads by itself
+        ahead = owner = None
 
     def read(index: tf.Tensor, *rest: Any) -> Example:
         key = rest[len(rest) - keyed :]

@@ -88,7 +88,8 @@ class ReadAhead:
         # Stateless, as files do not change: else --deterministic would read nothing ahead.
         types = [spec.dtype for spec in self.form.values()]
         found = tf.numpy_function(self.fetch, [indices], types, stateful=False)
-        found = dict(zip(self.form, found, strict=True))
+        # Of one part it is a tensor where it is not in a graph.
+        found = dict(zip(self.form, [found] if tf.is_tensor(found) else found, strict=True))
         return {n: tf.ensure_shape(x, [None, *self.form[n].shape]) for n, x in found.items()}
 
     def read(self, index: tf.Tensor) -> Parts:
@@ -123,6 +124,8 @@ class Arrays(ReadAhead):
 
     def __init__(self, **arrays: np.ndarray) -> None:
         self._arrays = {name: np.asanyarray(array) for name, array in arrays.items()}
+        for name, array in self._arrays.items():
+            _check_type(name, array)
         # An array of objects holds addresses, which differ between ranks.
         objects = {n: a.tolist() for n, a in self._arrays.items() if a.dtype == object}
         for name, values in objects.items():
@@ -160,8 +163,22 @@ class Arrays(ReadAhead):
         sha = hashlib.sha256()
         for name, array in self._arrays.items():
             sha.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            sha.update(np.ascontiguousarray(array[sampled(len(array))] if self.is_large else array))
+            for part in (array[i] for i in sampled(len(array))) if self.is_large else [array]:
+                sha.update(np.ascontiguousarray(part))
         return sha.hexdigest()
+
+
+def _check_type(name: str, array: np.ndarray) -> None:
+    """Raises ValueError for what TensorFlow does not take, or takes for other numbers."""
+    try:
+        known = tf.as_dtype(array.dtype) is not None and array.dtype.isnative
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"array {name} is of {array.dtype}: make it numbers, in this machine's byte order, or "
+            "text"
+        )
 
 
 class Synthetic:

@@ -201,6 +201,7 @@ class Run:
         with world.fail_together("opening the run folder"):
             if world.is_chief:
                 folder, how = Path(settings.run_dir), {"evaluates_first": make_up}
+                how["listed"] = context.checkpoints.listed
                 if note := run_folder.begin(folder, start.found, settings, **how):
                     say(world, note)
                 card.keep_names(folder, context.checkpoints.card, context.train_source)

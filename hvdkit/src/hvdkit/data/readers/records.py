@@ -83,7 +83,7 @@ class Records(source.ReadAhead):
         for index in indices:
             try:
                 found.append((self._data(index), ""))
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, OverflowError) as error:
                 found.append((b"", f"{self.where(index)} {error}"))
         return found
 
@@ -134,7 +134,7 @@ class Records(source.ReadAhead):
                     if fault := pictures.refused(data):
                         return f"{where} holds a picture that {fault}"
             self.read(tf.constant(index, tf.int64))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, OverflowError) as error:
             return f"{where}: {error}"
         except tf.errors.OpError as error:
             return f"{where} cannot be read: {reason_of(error)}; {_AGAIN}"
