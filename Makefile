@@ -51,7 +51,7 @@ chaos: setup ## each of 45 faults once, on three hosts: the run ends with the sa
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
 soak: setup ## the same for two hours, a fault a minute; ARGS='--seed=2'
-	@$(IN_VENV) python tests/chaos.py --events=120 --every=60 $(ARGS)
+	@$(IN_VENV) python tests/chaos.py --events=120 --every=60 --minutes=120 $(ARGS)
 
 lint: setup ## Python, shell, spelling, links, imports between rooms
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check

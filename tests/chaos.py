@@ -1,9 +1,9 @@
 """A supervised run on three hosts ends with the bits of one to which nothing happened.
 
-    python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--folder=FOLDER] [KIND ...]
+    python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--minutes=M] [--folder=FOLDER] [KIND ...]
 
-`make chaos`: each kind once, in random order; `make soak`: one a minute for two hours. As root, with
-sshfs and a compiler. KINDs are names of EVENTS, or begin one.
+`make chaos`: each kind once, in random order; `make soak`: one a minute, or as soon as the last one
+is mended, for two hours. As root, with sshfs and a compiler. KINDs are names of EVENTS, or begin one.
 
 Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
 hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
@@ -382,10 +382,12 @@ class Outcome(NamedTuple):
     held: tuple[int, int, int]  # processes of the hosts, the supervisor's open files and MB
 
 
-def interrupted(job: Job, kinds: list[str], every: float) -> list[Outcome]:
-    """All that happens to the run, one after the other."""
+def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> list[Outcome]:
+    """All that happens to the run, one after the other, for so many minutes."""
     outcomes, begun = [], time.monotonic()
     for number, kind in enumerate(kinds):
+        if time.monotonic() > begun + 60 * minutes:
+            break
         seen = len(job.steps)
         job.wait_for("steps", lambda seen=seen: len(job.steps) >= seen + job.rng.randint(1, 4))
         job.wait_for("the first checkpoint", job.checkpoints)  # what is damaged must be there
@@ -436,13 +438,7 @@ def run_out(job: Job, outcomes: list[Outcome]) -> None:
 
 
 def table(outcomes: list[Outcome]) -> None:
-    head = (
-        "what happened",
-        "times",
-        "exit codes",
-        "steps again, at most",
-        "s to the next new step",
-    )
+    head = ("what happened", "times", "exit codes", "steps again, at most", "s to a new step")
     print(f"\n| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for kind in sorted({o.kind for o in outcomes}):
         of_it = [o for o in outcomes if o.kind == kind]
@@ -474,6 +470,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=0, help="how many; 0: each kind once")
     parser.add_argument("--every", type=float, default=0, help="seconds from one to the next")
+    parser.add_argument("--minutes", type=float, default=600, help="no new one after so many")
     parser.add_argument("--folder", type=Path, help="is left as it was at the end")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="by default all")
     args = parser.parse_args()
@@ -482,13 +479,13 @@ def main() -> int:
     order = _order(args, rng)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(exist_ok=True)
-    flags = [*USUAL, f"--num_steps={round(max(15, args.every) * len(order)) + 40}"]
+    flags = [*USUAL, f"--num_steps={round(max(15, args.every / 2) * len(order)) + 40}"]
     try:
         _undisturbed(folder, flags)
         job = Job(folder, flags, rng)
         try:
             job.prepare()
-            outcomes = interrupted(job, order, args.every)
+            outcomes = interrupted(job, order, args.every, args.minutes)
             table(outcomes)
             run_out(job, outcomes)
             shutil.copytree(job.run(), folder / "chaos")
