@@ -259,7 +259,7 @@ def _open_index(path: Path, records: int) -> np.ndarray:
     """PLACE of each record, read from the disk when it is looked at."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
-    if (size := path.stat().st_size) != PLACE.itemsize * records:
+    if (size := path.stat().st_size) != PLACE.itemsize * records or not size:
         raise ValueError(
             f"{path} has {size} bytes, not {PLACE.itemsize} for each of {records}; {_AGAIN}"
         )
