@@ -77,19 +77,18 @@ def opening(samples: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         hollow_pack(Path(folder, "train"), samples)
         opened: list[str] = []
-        look = lambda what, about: what == "open" and opened.append(str(about[0]))  # noqa: E731
-        sys.addaudithook(look)
+        sys.addaudithook(lambda what, of: what == "open" and opened.append(str(of[0])))
         for who, way in ways.items():
             opened.clear()
             before, start = own_memory(), time.perf_counter()
             with way():
                 source = records.Records(Path(folder), "train")
-            places = np.random.default_rng(1).integers(0, samples, 320)
-            for part in np.split(places, 10):
+            for part in np.split(np.random.default_rng(1).integers(0, samples, 320), 10):
                 source.fetch(part)
-            seconds, memory = time.perf_counter() - start, own_memory() - before
-            files = sum(name.startswith(folder) for name in opened)
-            print(f"| {who} | {seconds:.1f} | {memory:.0f} | {files:,} |", flush=True)
+            seconds, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
+            print(
+                f"| {who} | {seconds:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True
+            )
 
 
 def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:

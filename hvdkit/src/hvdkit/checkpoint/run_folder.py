@@ -64,12 +64,8 @@ def begin(
         if inner.is_symlink():
             raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
-    there = {path.name for path in checkpoint_files.candidates(folder)}
-    if found is None and listed is not None and (new := there - listed):
-        raise NotNow(
-            f"{folder} has {min(new)}, which was not there when this start looked for checkpoints: "
-            "its disk came in between"
-        )
+    if found is None and listed is not None:
+        _check_none_came(folder, listed)
     lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         replaced = f"--benchmark would replace the records of the run in {run_dir}"
@@ -96,6 +92,15 @@ def begin(
     with whole_files.written(run_dir / "config.cfg") as partial:
         settings_lib.write(config, partial)
     return note
+
+
+def _check_none_came(folder: Path, listed: Set[str]) -> None:
+    there = {path.name for path in checkpoint_files.candidates(folder)}
+    if new := there - listed:
+        raise NotNow(
+            f"{folder} has {min(new)}, which was not there when this start looked for checkpoints: "
+            "its disk came in between"
+        )
 
 
 def data_away(config: Settings) -> bool:
