@@ -8,15 +8,8 @@ DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED, NOT_NOW = 0, 1, 2, 3, 75, 76
 _PASSING = (
     *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOSPC, errno.EDQUOT, errno.EBUSY),
     *(errno.EAGAIN, errno.ENODEV, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
-    *(
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ETIMEDOUT,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-    ),
+    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
+    *(errno.EMFILE, errno.ENFILE),  # too many open files
 )
 
 # Where launchers tell a process its rank: horovodrun, mpirun, PMIx and PMI launchers; and srun,

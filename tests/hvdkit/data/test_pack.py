@@ -195,7 +195,7 @@ def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(demo, tmp_path
 
 
 def test_ranks_share_the_work(tmp_path: Path):
-    """Of each file about 256 MB, which is one here."""
+    """Three shards by two ranks; by itself, one: a shard takes about 256 MB."""
     readers.write_classes(tmp_path / "raw")
     tool = Path(sys.executable).with_name("mpirun")
     words = [tool, "-np", "2", "--oversubscribe", sys.executable, "-m", "hvdkit", "pack"]

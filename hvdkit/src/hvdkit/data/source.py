@@ -85,7 +85,7 @@ class ReadAhead:
 
     def ahead(self, indices: tf.Tensor) -> Parts:
         """`fetch` in a graph; indices: int64 [n]."""
-        # Stateless, as files do not change: else --deterministic would read nothing ahead.
+        # Stateless, as files do not change.
         types = [spec.dtype for spec in self.form.values()]
         found = tf.numpy_function(self.fetch, [indices], types, stateful=False)
         # Of one part it is a tensor where it is not in a graph.
