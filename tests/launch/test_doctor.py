@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import re
 import socket
 import sys
 import time
@@ -164,7 +165,9 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
     ended = hosts[1].run(*words, timeout=190)
     assert ended.code == 0, ended.output
     assert "3 rank(s) on 3 host(s), by MPI" in ended.output
-    assert "NOTE  " not in ended.output and "nothing is wrong\n" in ended.output, ended.output
+    notes = re.findall("NOTE  .*", ended.output)  # of speed: busy cores slow a pair of hosts
+    assert all("allreduce" in note for note in notes), ended.output
+    assert "nothing is wrong\n" in ended.output, ended.output
     hosts[3].sh("ip route add unreachable 10.77.0.2/32")
     try:
         ended = hosts[1].run(*words, timeout=190)
