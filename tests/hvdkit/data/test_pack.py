@@ -101,6 +101,8 @@ def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
     readers.explained(source, 5, path, "sample 5", "pack again")
     path.unlink()
     readers.explained(source, 5, path, "sample 5", "pack again")
+    (folder / "index.bin").write_bytes(b"")  # under a set that is open
+    readers.explained(source, 5, path, "sample 5", folder / "index.bin", "was cut")
 
 
 def test_broken_sets_are_named(demo: Path, tmp_path: Path):
@@ -207,6 +209,11 @@ def test_ranks_share_the_work(tmp_path: Path):
     for name, shards in (("one", 1), ("three", 3)):
         assert len([*(tmp_path / name).glob("*.tfrecord")]) == shards
         assert readers.same(source, Records(tmp_path, name))
+
+
+def test_a_rank_that_nobody_counts_is_refused(demo: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PMIX_RANK", "1")
+    refused(lambda: packed(demo, tmp_path), "rank 1, and not of how many")
 
 
 def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):

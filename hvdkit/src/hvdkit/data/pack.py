@@ -64,6 +64,8 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     encoder = _Encoder(source)
     shards = min(shards or _fitting(encoder, len(source)), len(source))
     rank, (ranks, _) = launch_rank(), launched_ranks()
+    if rank >= ranks:
+        raise ValueError(f"the launcher gives rank {rank}, and not of how many: use mpirun or srun")
     key = digest([(f"{source.fingerprint()} {packed_from} {records.VERSION}", shards)])
     with _unfinished(out, split, key, rank=rank) as work:
         for number in range(rank, shards, ranks):
@@ -136,8 +138,12 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
     """WORK/whole of all shards; if it is cut off, the next try goes on."""
     folder = work / "whole"
     parts = [work / f"{number:05d}" for number in range(shards)]
-    while not all(part.exists() for part in parts):  # other ranks'
+    said = time.monotonic()
+    while missing := sum(not part.exists() for part in parts):  # other ranks'
         time.sleep(0.2)
+        if time.monotonic() - said > 30:
+            said = time.monotonic()
+            print(f"waiting for other ranks to pack {missing} of {shards} shards", flush=True)
     folder.mkdir(exist_ok=True)
     metas = [json.loads((part / records.META).read_text()) for part in parts]
     content = hashlib.sha256("".join(meta["content"] for meta in metas).encode()).hexdigest()

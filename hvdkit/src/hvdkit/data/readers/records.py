@@ -9,8 +9,8 @@ ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 record of a shard is its mark: it names the pack and the shard, so that a shard of another pack is
 noticed when it is opened, even if its size fits.
 
-Shards stay open, and the index stays on the disk, in pages that all ranks of a host share: memory,
-and the time to open a set, do not depend on its size, but on rank 0, which compares checksums.
+Shards and the index stay open and on the disk, in pages that all ranks of a host share: memory, and
+the time to open a set, do not depend on its size, but on rank 0, which compares checksums.
 """
 
 import functools
@@ -39,6 +39,7 @@ BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
 _THREADS, _EACH = 32, 2  # threads that wait for the disk, and the reads that one makes in turn
 _OPEN = 512  # shards at a time: a process may have 1,024 files
+_INDEX = -1  # stands for the index among the open shards
 _AGAIN = "copy it again, or pack again"
 
 
@@ -64,13 +65,12 @@ class Records(source.ReadAhead):
         self._content: str = meta["content"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         self._ends = np.cumsum([shard["records"] for shard in meta["shards"]])
-        self._index = _open_index(self.folder / INDEX, int(self._ends[-1]))
         self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
         self.bytes_each = sum(size for _, size in self._shards) / len(self)
         self._open = functools.lru_cache(_OPEN)(self._opened)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return int(self._ends[-1])
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         """Records, and what is wrong with each, or ""."""
@@ -89,9 +89,9 @@ class Records(source.ReadAhead):
 
     def _data(self, index: int) -> bytes:
         """A record's data. Raises ValueError for a damaged one; OSError."""
-        offset, length, crc = self._index[index].tolist()
         try:
-            file = self._open(self._shard(index))  # held, or it may be closed before it is read
+            offset, length, crc = self._place(index)
+            file = self._open(self._shard(index))
             data = os.pread(file.fileno(), length, offset)
         except OSError:
             self._open.cache_clear()  # a file server may have forgotten an open file
@@ -100,11 +100,21 @@ class Records(source.ReadAhead):
             raise ValueError(f"does not match its checksum; {_AGAIN}")
         return data
 
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """PLACE of a record; read, not mapped: a mapped file that is cut ends the process."""
+        file = self._open(_INDEX)  # held, or it may be closed before it is read
+        place = os.pread(file.fileno(), PLACE.itemsize, PLACE.itemsize * index)
+        if len(place) < PLACE.itemsize:
+            raise ValueError(f"is not in {self.folder / INDEX}, which was cut; {_AGAIN}")
+        return np.frombuffer(place, PLACE)[0].item()
+
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, "right"))
 
     def _opened(self, shard: int) -> BinaryIO:
         """Closed when nothing reads from it and newer ones took its place."""
+        if shard == _INDEX:
+            return (self.folder / INDEX).open("rb")
         name, size = self._shards[shard]
         file = (self.folder / name).open("rb")
         if fault := _strange(file, size, mark(self._content, shard, len(self._shards))):
@@ -142,8 +152,11 @@ class Records(source.ReadAhead):
 
     def where(self, index: int) -> str:
         """File and bytes that hold sample `index`, as text."""
-        offset, length, _ = self._index[index].tolist()
         path = self.folder / self._shards[self._shard(index)][0]
+        try:
+            offset, length, _ = self._place(index)
+        except (ValueError, OSError):
+            return f"{path}, record of sample {index}"
         return f"{path}, record of sample {index} (bytes {offset} to {offset + length})"
 
     def fingerprint(self) -> str:
