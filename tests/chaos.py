@@ -389,7 +389,8 @@ def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> lis
         if time.monotonic() > begun + 60 * minutes:
             break
         seen = len(job.steps)
-        job.wait_for("steps", lambda seen=seen: len(job.steps) >= seen + job.rng.randint(1, 4))
+        more = job.rng.randint(6, 9)  # the supervisor looks for new steps every 5 s
+        job.wait_for("steps", lambda seen=seen, more=more: len(job.steps) >= seen + more)
         job.wait_for("the first checkpoint", job.checkpoints)  # what is damaged must be there
         job.late.unlink(missing_ok=True)  # from the next start on
         since, line, seen = time.monotonic(), len(job.lines), len(job.steps)
