@@ -49,13 +49,14 @@ def names_of_checks(*files: Path) -> list[str]:
 
 
 def run_checks(
-    files: Sequence[Path], ranks: int, backend: str = "", **how
+    files: Sequence[Path], ranks: int, backend: str = "", *, names: Sequence[str] = (), **how
 ) -> dict[str, str | None]:
-    """Runs every `check_*` function of the files on `ranks` ranks, in one launch.
+    """Runs the `check_*` functions of the files, or those of `names`, on ranks of one launch.
 
     Returns:
       By name: None where it passed on every rank, else the first failing rank's traceback.
     """
+    how["env"] = {**how.get("env", {}), "CHECKS": " ".join(names)}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         ended = launch(ranks, [Path(__file__), results, *files], backend, **how)
@@ -69,6 +70,7 @@ def _main(results: str, *files: str) -> None:
     import contextlib
     import importlib
     import os
+    import time
     import traceback
 
     folders = dict.fromkeys(str(Path(file).parent) for file in files)
@@ -85,7 +87,9 @@ def _main(results: str, *files: str) -> None:
         found = vars(importlib.import_module(Path(file).stem))
         checks |= {name: check for name, check in found.items() if name.startswith("check_")}
     outcomes, cores = {}, os.sched_getaffinity(0)
-    for name, check in checks.items():
+    names, begun = os.environ["CHECKS"].split() or [*checks], time.monotonic()
+    for name in sorted(names, key=[*checks].index):
+        check = checks[name]
         # A check that plays two hosts bound both ranks to the first core.
         for thread in map(int, os.listdir("/proc/self/task")):
             with contextlib.suppress(OSError):  # it has ended
@@ -97,6 +101,7 @@ def _main(results: str, *files: str) -> None:
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"
         everyone = world.gather_objects(failure, f"outcome.{name}")
         outcomes[name] = next((f for f in everyone if f), None)
+        print(f"{name}: {time.monotonic() - begun:.0f} s since the start", flush=True)
     if world.is_chief:
         Path(results).write_text(json.dumps(outcomes))
     world_lib.finish(world)

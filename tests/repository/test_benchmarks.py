@@ -145,6 +145,7 @@ def test_the_small_form_of_gpu_runs():
         assert bool(line[9]) == (line[0] == "| 2")  # the reduction
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_cost_rank_0_little():
     """As many exchanges as 2 ranks until the first step; a log line once took 200 ms at 1,024."""
     mocked = scale.run(8192, True, [*scale.SHORT, "--global_batch_size=8192"])[-1]
@@ -157,6 +158,7 @@ def test_thousands_of_ranks_cost_rank_0_little():
     assert mocked["MB"] < 1000 and mocked["files"] < 50
 
 
+@pytest.mark.slow
 def test_only_what_is_written_grows_with_steps():
     flags = ["--num_steps=1000", "--log_every=1", "--eval_every=100", "--checkpoint_every=100"]
     *rows, _ = scale.run(1, False, flags)

@@ -33,7 +33,6 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 _HORUN = (
     "from horovod.runner import launch; launch.gloo_built = lambda verbose=False: True; "

@@ -28,7 +28,11 @@ def outcomes():
 
 @pytest.mark.parametrize(
     ("backend", "ranks", "name"),
-    [(*launch, name) for launch, files in FILES.items() for name in names_of_checks(*files)],
+    [
+        pytest.param(*launch, name, marks=[pytest.mark.slow] * (launch[0] == "mpi"))
+        for launch, files in FILES.items()
+        for name in names_of_checks(*files)
+    ],
 )
 def test_number(backend, ranks, name, outcomes):
     """Against plain references."""
