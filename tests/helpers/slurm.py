@@ -38,7 +38,8 @@ KillWait=10
 SchedulerParameters=sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node[1-2] CPUs=2 RealMemory=4000
+GresTypes=gpu
+NodeName=node[1-2] CPUs=2 RealMemory=4000 Gres=gpu:1
 PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1 GraceTime=100 MaxTime=60
 PartitionName=high Nodes=node[1-2] PriorityTier=10 MaxTime=60
 """
@@ -50,6 +51,7 @@ class Slurm:
         self._folder, self._node = folder, hosts[1]
         (folder / "state").mkdir()
         self.kill_on_bad_exit(0)
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/zero\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self._env = {"SLURM_CONF": str(folder / "slurm.conf")}
         key = folder / "munge.key"

@@ -146,6 +146,15 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     assert found == [(node, cores) for node in ("node1", "node2") for cores in each], job.log()
 
 
+def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
+    """Its ranks are outside of the job, whose GPUs alone srun's would see."""
+    env = "ALL,INTERFACE=eth0,LAUNCH=ssh,LAUNCH_FLAGS=-p 2222"
+    for more, end in (("", ("FAILED", "2:0")), (" --exclusive", ("COMPLETED", "0:0"))):
+        job = Job(slurm, tmp_path / f"job{more}", SBATCH, "true", sbatch=f"--gpus-per-node=1{more}", env=env)
+        assert job.end()[:2] == end, job.log()
+        assert ("with GPUs needs whole nodes: add --exclusive" in job.log()) == (not more)
+
+
 @pytest.mark.parametrize(
     "launch",
     ["LAUNCH=srun", pytest.param("LAUNCH=ssh,LAUNCH_FLAGS=-p 2222", marks=pytest.mark.slow)],
