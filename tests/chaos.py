@@ -8,8 +8,8 @@ is mended, for two hours. As root, with sshfs and a compiler. KINDs are names of
 Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
 hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
 fork's that pauses for a second after each step. `hvdkit supervise` starts it again, nobody else.
-At last it runs out without pauses, and is compared with the other, which was trained on this machine
-by horovodrun on two ranks. No process may be left of it on any host, and neither the supervisor's
+At last it is told a step to end at, and compared with another that was trained to there without
+pauses, on this machine, by horovodrun on two ranks. No process may be left of it on any host, and neither the supervisor's
 memory nor its open files may have grown.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
@@ -60,7 +60,7 @@ OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnod
 USUAL = [
     *(f"--flagfile={ROOT}/template/configs/demo.cfg", "--virtual_ranks=6", "--keep=3"),
     *("--global_batch_size=12", "--warmup_steps=0", "--log_every=1", "--eval_every=40"),
-    "--checkpoint_every=3",
+    *("--checkpoint_every=3", "--num_steps=100000"),  # it is told when to end
 ]
 
 
@@ -71,18 +71,18 @@ class Failed(Exception):
 class Job:
     """`hvdkit supervise` on node1, watched step by step; started again by `start` alone."""
 
-    def __init__(self, folder: Path, flags: list[str], rng: random.Random) -> None:
+    def __init__(self, folder: Path, rng: random.Random) -> None:
         self.rng, self.lines, self.steps = rng, [], []  # numbers of the steps that were logged
         (folder / "hosts").mkdir()
         self.hosts = Hosts(folder / "hosts", 5, ssh_port=22)
         self._store, self._mounts = folder / "store", {"data": self.hosts[4], "runs": self.hosts[5]}
-        self.fast, self.late = folder / "fast", folder / "late"  # no pauses; a host's name
+        self.last, self.late = folder / "last", folder / "late"  # a step; a host's name
         self.listed = folder / "listed"
         self.listed.write_text(EVERYWHERE)
         self._words = [sys.executable, "-m", "hvdkit", "supervise", "--hosts-from"]
         self._words += [f"cat {self.listed}", "--min-hosts", "1", "--rejoin", "20", "--"]
-        self._words += [ROOT / "launch/hosts.sh", self._python(folder), _fork(folder, self.fast)]
-        self._words += [*flags, f"--data_dir={folder}/data", f"--run_dir={folder}/runs/run"]
+        self._words += [ROOT / "launch/hosts.sh", self._python(folder), _fork(folder, self.last)]
+        self._words += [*USUAL, f"--data_dir={folder}/data", f"--run_dir={folder}/runs/run"]
         self.folder, self._log = folder, folder / "chaos.log"
 
     def prepare(self) -> None:
@@ -195,14 +195,20 @@ class Job:
         return bool(list(self.checkpoints()[-1].parent.glob(".step-*.partial")))
 
 
-def _fork(folder: Path, fast: Path) -> Path:
-    """Its train.py: a second between steps, unless the file is there."""
+def _fork(folder: Path, last: Path) -> Path:
+    """Its train.py: a second after each step, until a file says which one is the last."""
     fork, ignore = folder / "fork", shutil.ignore_patterns("datasets", "runs")
     shutil.copytree(ROOT / "template", fork, symlinks=True, ignore=ignore)
-    code, loop = (fork / "train.py").read_text(), "    for batch in run.batches():"
-    pause = f"__import__('time').sleep(0 if __import__('os').path.exists('{fast}') else 1)"
-    assert code.count(loop) == 1
-    (fork / "train.py").write_text(code.replace(loop, f"{loop}\n        {pause}\n       "))
+    code = (fork / "train.py").read_text()
+    ends = f"""
+        import pathlib, time
+        if not (last := pathlib.Path({str(last)!r})).exists():
+            time.sleep(1)
+        elif run.step >= int(last.read_text()):
+            break"""
+    code, changed = re.subn(r"\n +run\.after_step\(.*", lambda line: line[0] + ends, code)
+    assert changed == 1
+    (fork / "train.py").write_text(code)
     return fork / "train.py"
 
 
@@ -419,8 +425,10 @@ def _held(job: Job) -> tuple[int, int, int]:
 
 
 def run_out(job: Job, outcomes: list[Outcome]) -> None:
-    """To its end without pauses; Failed if it leaves something behind."""
-    job.fast.touch()
+    """To its end, soon; Failed if it leaves something behind."""
+    soon = job.last.with_suffix(".partial")
+    soon.write_text(str(max(job.steps) + 10))  # ranks are at the same step, or at the next
+    soon.rename(job.last)
     try:
         if code := job.process.wait(3600):
             raise Failed(f"the run ended with {code}{job.tail()}")
@@ -458,10 +466,12 @@ def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
     return order[: args.events or len(kinds)]
 
 
-def _undisturbed(folder: Path, flags: list[str]) -> None:
+def _undisturbed(folder: Path) -> None:
     tool = Path(sys.executable).with_name("horovodrun")
-    words = [tool, "--gloo", "--disable-cache", "-np", "2", sys.executable, "train.py", *flags]
-    ended = run([*words, f"--run_dir={folder}/whole"], 3600, cwd=ROOT / "template")
+    words = [tool, "--gloo", "--disable-cache", "-np", "2", sys.executable]
+    words += [folder / "fork" / "train.py", *USUAL, f"--run_dir={folder}/whole"]
+    words += [f"--data_dir={ROOT}/template/datasets/demo"]
+    ended = run(words, 3600, cwd=ROOT / "template")
     if ended.code:
         raise Failed(f"without any event: exit code {ended.code}\n{ended.output[-2000:]}")
 
@@ -480,10 +490,8 @@ def main() -> int:
     order = _order(args, rng)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(exist_ok=True)
-    flags = [*USUAL, f"--num_steps={round(max(15, args.every / 2) * len(order)) + 40}"]
     try:
-        _undisturbed(folder, flags)
-        job = Job(folder, flags, rng)
+        job = Job(folder, rng)
         try:
             job.prepare()
             outcomes = interrupted(job, order, args.every, args.minutes)
@@ -492,6 +500,7 @@ def main() -> int:
             shutil.copytree(job.run(), folder / "chaos")
         finally:
             job.hosts.end()
+        _undisturbed(folder)
     except Failed as failed:
         print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
         return 1
