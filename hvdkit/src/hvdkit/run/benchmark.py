@@ -149,7 +149,7 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     Every rank must call it. None with one rank, and where gradients are sparse, of any size.
     """
     config, model = run.config, run.model
-    graph = train_step.get_concrete_function().graph
+    graph = train_step.graph
     gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
     sparse = gathers and config.compression != "bf16"
     if run.world.size == 1 or sparse:
