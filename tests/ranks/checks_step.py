@@ -60,7 +60,7 @@ def batch(seed=0, features=4, size=12):
 def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(world):
     """The loss's sums and the votes, however many ranks; each rank's own loss stays with it."""
     do, _ = regression_step(world, PLAIN)
-    graph = do.step.get_concrete_function().graph.as_graph_def(add_shapes=True)
+    graph = do.step.graph.as_graph_def(add_shapes=True)
     (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
     assert f"float64 [{4 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
@@ -185,7 +185,7 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
             for one, other in zip(before, state.model.get_weights()):
                 np.testing.assert_array_equal(one, other)
             found.append((before, [float(r["keras_loss"]) for r in results]))
-            functions = do.step.get_concrete_function().graph.as_graph_def().library.function
+            functions = do.step.graph.as_graph_def().library.function
             assert any("_XlaMustCompile" in f.attr for f in functions) == jit
         (plain, added), (weights, also_added) = found
         for one, other in zip([*plain, added], [*weights, also_added]):
