@@ -9,8 +9,8 @@ Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to no
 hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
 fork's that pauses for a second after each step. `hvdkit supervise` starts it again, nobody else.
 At last it is told a step to end at, and compared with another that was trained to there without
-pauses, on this machine, by horovodrun on two ranks. No process may be left of it on any host, and neither the supervisor's
-memory nor its open files may have grown.
+pauses, on this machine, by horovodrun on two ranks. No process may be left of it on any host, and
+neither the supervisor's memory nor its open files may have grown.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
 """

@@ -150,14 +150,8 @@ def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
     """Its ranks are outside of the job, whose GPUs alone srun's would see."""
     env = "ALL,INTERFACE=eth0,LAUNCH=ssh,LAUNCH_FLAGS=-p 2222"
     for more, end in (("", ("FAILED", "2:0")), (" --exclusive", ("COMPLETED", "0:0"))):
-        job = Job(
-            slurm,
-            tmp_path / f"job{more}",
-            SBATCH,
-            "true",
-            sbatch=f"--gpus-per-node=1{more}",
-            env=env,
-        )
+        how = {"sbatch": f"--gpus-per-node=1{more}", "env": env}
+        job = Job(slurm, tmp_path / f"job{more}", SBATCH, "true", **how)
         assert job.end()[:2] == end, job.log()
         assert ("with GPUs needs whole nodes: add --exclusive" in job.log()) == (not more)
 

@@ -7,7 +7,7 @@ from ranks import CHECKS, names_of_checks, run_checks
 # On 1 rank as on 2.
 BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
 PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers"), 3: ("objective",)}
-# Other ways of a rule that another check or test has too, or another number of ranks.
+# What few users have, and takes long.
 RARE = {
     "check_bad_samples_are_replaced_listed_and_counted_over_a_resume",  # test_pipeline.py: alike
     "check_state_without_a_rule_is_refused_before_the_first_step",
