@@ -136,7 +136,7 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     show = "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
     show += 'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
     show += '{e("NCCL_SOCKET_IFNAME")}\\n\'.encode())'
-    sbatch = "--ntasks-per-node=2 --cpus-per-task=1"
+    sbatch = "--exclusive --ntasks-per-node=2 --cpus-per-task=1"
     command = (SBATCH, sys.executable, "-c", show)
     job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,INTERFACE=eth0,{launch}")
     assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
@@ -147,13 +147,12 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
 
 
 def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
-    """Its ranks are outside of the job, whose GPUs alone srun's would see."""
+    """Its ranks are outside of the job, whose GPUs alone srun's would see; also if it has none."""
     env = "ALL,INTERFACE=eth0,LAUNCH=ssh,LAUNCH_FLAGS=-p 2222"
-    for more, end in (("", ("FAILED", "2:0")), (" --exclusive", ("COMPLETED", "0:0"))):
-        how = {"sbatch": f"--gpus-per-node=1{more}", "env": env}
-        job = Job(slurm, tmp_path / f"job{more}", SBATCH, "true", **how)
+    for more, end in (("", ("FAILED", "2:0")), ("--exclusive", ("COMPLETED", "0:0"))):
+        job = Job(slurm, tmp_path / f"job{more}", SBATCH, "true", sbatch=more, env=env)
         assert job.end()[:2] == end, job.log()
-        assert ("with GPUs needs whole nodes: add --exclusive" in job.log()) == (not more)
+        assert ("on nodes with GPUs needs whole nodes: add --exclusive" in job.log()) == (not more)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,9 @@ def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
 def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
     slurm: Slurm, hosts: Hosts, tmp_path: Path, launch: str
 ):
-    job = stand_in(slurm, tmp_path, "--steps=1000", env=f"ALL,{launch},MAX_RESTARTS=1")
+    job = stand_in(
+        slurm, tmp_path, "--steps=1000", sbatch="--exclusive", env=f"ALL,{launch},MAX_RESTARTS=1"
+    )
     job.near_its_limit()
     job.wait_for("its time limit is near (exit code 75): back into the queue")
     job.wait_for(lambda: len(starts(job)) == 2)
