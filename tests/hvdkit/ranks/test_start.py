@@ -18,7 +18,7 @@ if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: tim
 start.leave_out_interfaces()
 start.start_mpi(6)
 from mpi4py import MPI
-print("met", sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank)))
+print(f"met {sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank))}")
 """
 
 
