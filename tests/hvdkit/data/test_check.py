@@ -74,7 +74,7 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     code, printed = run(f"--data_dir={tmp_path}", "--num_classes=3")
     lines = printed.splitlines()
     assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, printed
-    assert "images/2.png is neither PNG nor JPEG" in lines[0]
+    assert "images/2.png is no PNG, JPEG or WebP" in lines[0]
     assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
     assert "labels/7.png: label value 3" in lines[2]
     assert lines[3] == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
@@ -92,7 +92,7 @@ def test_the_command_ends_with_what_it_found(tmp_path: Path):
     command = [sys.executable, "-m", "hvdkit", "check", f"--data_dir={tmp_path}"]
     (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
     ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
-    assert ended.returncode == 1 and "bad.png is neither PNG nor JPEG" in ended.stdout, ended
+    assert ended.returncode == 1 and "bad.png is no PNG, JPEG or WebP" in ended.stdout, ended
     lines = ended.stderr.splitlines()  # and none of TensorFlow's
     assert "samples: 5/5" in lines and all(line.startswith("samples: ") for line in lines), ended
 

@@ -3,7 +3,7 @@
     hvdkit export --run_dir=runs/demo --out=exported [--check=photo.jpg]
 
 OUT/saved_model has two signatures, for any number of pictures of one size:
-    serving_default   "image": JPEG or PNG files, text [B]
+    serving_default   "image": JPEG, PNG or WebP files, text [B]
     pictures          "image": uint8 [B, height, width, 3]
 Both give what the task's `decode` returns; without it "probabilities", float32 [B, classes] or
 [B, height, width, classes], and "classes", int64, the most probable class. The SavedModel includes
@@ -71,7 +71,7 @@ class Exported(tf.Module):
             return self._decode(outputs)
 
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Of JPEG or PNG files, text [B], whose pictures are of one size."""
+        """Of JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
         kind = tf.TensorSpec([None, None, 3], tf.uint8)
         return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
 
@@ -144,7 +144,7 @@ def _picture(file: Path | None) -> bytes:
     try:
         pictures.decode_image(tf.constant(data))
     except tf.errors.OpError:
-        raise ValueError(f"--check={file} holds no JPEG or PNG that can be decoded") from None
+        raise ValueError(f"--check={file} holds no JPEG, PNG or WebP that can be decoded") from None
     return data
 
 
@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
     made = load_run.parser(__doc__)
     made.add_argument("--out", type=Path, required=True, help="output folder")
-    made.add_argument("--check", type=Path, help="JPEG or PNG for the check; default: noise")
+    made.add_argument("--check", type=Path, help="a picture for the check; default: noise")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, export)

@@ -35,7 +35,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 
-_OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF", "WEBP")  # EPS would start Ghostscript
+_OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
 WRITTEN = ("labels", "overlays", "predictions.csv", "predictions.jsonl")  # in --out
 # Of predictions.csv: file, then classes and probabilities in turn; of predictions.jsonl: file, dict
 Row = list[Any]
@@ -121,7 +121,7 @@ def _inside(path: Path, above: tuple[str, ...] = ()) -> list[Path]:
 
 
 def load(file: Path) -> np.ndarray:
-    """The picture as viewers show it, uint8 [H, W, 3]; PNG and JPEG are decoded as in training.
+    """The picture as viewers show it, uint8 [H, W, 3]; what training takes is decoded as there.
 
     Raises ValueError or OSError, naming the file and what is wrong with it.
     """
@@ -130,7 +130,7 @@ def load(file: Path) -> np.ndarray:
     data = file.read_bytes()
     fault = pictures.refused(data)
     try:
-        if not fault and (tf.io.is_jpeg(data) or data[:4] == b"\x89PNG"):
+        if not fault and (tf.io.is_jpeg(data) | pictures.is_webp(data) or data[:4] == b"\x89PNG"):
             return pictures.decode_image(tf.constant(data)).numpy()
         if not fault:
             with Image.open(io.BytesIO(data), formats=_OTHERS) as picture:
@@ -140,6 +140,8 @@ def load(file: Path) -> np.ndarray:
             fault = fault or "has more than 8 bits a channel: convert it to 8 bits"
     except tf.errors.OpError:
         fault = "is damaged: it cannot be decoded"
+    except Image.DecompressionBombError:  # of twice the limit, before its size is known here
+        fault = f"has more pixels than --max_pixels={pictures.most_pixels}"
     # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
     except Exception as error:
         fault = f"cannot be read: {error}"

@@ -57,8 +57,8 @@ def recognized(root: Path) -> list[Item]:
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES
     if unread := [path for path in others if path.name.lower().endswith(endings)]:
         raise ValueError(
-            f"{unread[0]} ({len(unread)} such files) is not read: pictures must be PNG or JPEG, "
-            "masks PNG: convert it, or move it away"
+            f"{unread[0]} ({len(unread)} such files) is not read: pictures must be PNG, JPEG or "
+            "WebP, masks PNG: convert it, or move it away"
         )
     if masks and pictures:
         return _pairs(root, pictures, masks)

@@ -1,7 +1,7 @@
 """Packs a data set into a few large files (TFRecord shards), which records.py reads.
 
-Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG and JPEG
-files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers. With
+Sample ids and pixels stay the same, so a run on the packed set gives the same batches. PNG, JPEG
+and WebP files are stored unchanged; labels as PNGs of class ids (255: ignored), or as numbers. With
 --short_side larger pictures are scaled down once, here: another data set, faster to read.
 
 With mpirun or srun each rank packs some of the shards. OUT/.SPLIT.packing holds a finished shard as

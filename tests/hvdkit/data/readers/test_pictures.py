@@ -49,6 +49,9 @@ FILES = {
     "PNG": file("PNG"),
     "palette": file("PNG", "P"),
     "turned PNG": file("PNG", orientation=8),
+    "lossy WebP": file("WEBP"),
+    "WebP": file("WEBP", "RGBA", lossless=True),
+    "turned WebP": file("WEBP", "RGBA", orientation=6),
 }
 # Colours are stored for pairs of columns: at a part's edges a neighbour is missing.
 SPREAD = ("half the colours", "half of them in rows only", "progressive", "CMYK", "upright by EXIF")
@@ -121,11 +124,11 @@ RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # t
 
 def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
     """RAMP in a file that says how it is turned."""
-    how = {"subsampling": 0, "quality": 100} if format == "JPEG" else {}
+    how = {"subsampling": 0, "quality": 100} if format == "JPEG" else {"lossless": True}
     return file(format, orientation=orientation, pixels=RAMP, order=order, **how)
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
 def test_every_orientation_as_pillow_turns_it(format):
     seen = set()
     for orientation in range(10):  # 0 and 9 mean nothing

@@ -262,7 +262,7 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
         (changed, ""),
         (whole[:-12], "cannot be read"),  # Pillow reads it without its end, TensorFlow does not
         (b"", "zero bytes"),
-        (b"<html>No such page</html> and more of it", "neither PNG nor JPEG"),
+        (b"<html>No such page</html> and more of it", "no PNG, JPEG or WebP"),
         (None, ""),
     ):
         if file.suffix == ".jpg" and content in (changed, whole[:-12]):

@@ -1,6 +1,6 @@
 """A folder a class, as ImageNet is usually laid out (arXiv:1409.0575).
 
-ROOT/train/CLASS/*.jpg          .jpeg and .png too, in any case; splits may have other names
+ROOT/train/CLASS/*.jpg          .jpeg, .png and .webp too, in any case; splits may have other names
 ROOT/val/CLASS/*.jpg            the same classes
 
 Labels are the places of the classes in their sorted order. A class is a folder's name.
@@ -147,7 +147,7 @@ def _pictures(folder: Path) -> Packed:
         raise ValueError(
             f"{folder} has {len(others)} files whose names do not end in "
             f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
-            "convert them to PNG or JPEG, or remove them"
+            "convert them to PNG, JPEG or WebP, or remove them"
         )
     if not found:
         raise ValueError(

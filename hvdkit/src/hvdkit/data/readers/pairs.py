@@ -148,7 +148,7 @@ def _check_sizes(pair: dict[Path, Image.Image]) -> None:
 class ImageLabelFolder(PicturePairs):
     """One split of a layout that most segmentation sets can be converted to, as a `source.Source`.
 
-    ROOT/images/NAME.png            8-bit colour or grey pictures; .jpg and .jpeg too
+    ROOT/images/NAME.png            8-bit colour or grey pictures; .jpg, .jpeg and .webp too
     ROOT/labels/NAME.png            class ids: 8-bit grey PNG, or palette PNG (the indices)
     ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 

@@ -2,7 +2,8 @@
 
 Pictures are turned by their EXIF orientation. Cameras store what the sensor saw and note how to
 turn it (Exif 2.32, tag 0x0112); viewers turn it, TensorFlow's decoders do not. It is looked for in
-the first 16 KiB of JPEG and PNG files. Anything invalid counts as no orientation.
+the first 16 KiB of JPEG and PNG files, and in all of a WebP, which has it last. Anything invalid
+counts as no orientation.
 """
 
 import functools
@@ -16,9 +17,9 @@ from PIL import Image
 
 from hvdkit import whole_files
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # Endings of pictures that are not read; they are reported, not skipped silently.
-OTHER_SUFFIXES = (".webp", ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
+OTHER_SUFFIXES = (".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_START = _PNG_SIGNATURE + b"\0\0\0\x0dIHDR"  # decoders pass over other chunks before it
@@ -29,6 +30,7 @@ _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
 most_pixels = 64_000_000
 
 _BEGINNING = 2**14
+_EXIF = r"(?:Exif\x00\x00|eXIf|EXIF\C{4})"  # before a directory
 # By orientation, 0 to 8: how stored rows and columns become the displayed ones.
 _TRANSPOSED = (False, False, False, False, False, True, True, True, True)
 _UPSIDE_DOWN = (False, False, False, True, True, False, False, True, True)
@@ -38,7 +40,8 @@ _MIRRORED = (False, False, True, True, False, False, True, True, False)
 def _orientation_pattern(value: int) -> str:
     r"""Matches a file's beginning if its first Exif directory says orientation `value`.
 
-    A JPEG has the directory after "Exif\0\0", a PNG after "eXIf": the order of bytes (II: lowest
+    A JPEG has the directory after "Exif\0\0", a PNG after "eXIf", a WebP after "EXIF" and a length
+    (RFC 9649, 2.7.1.5): the order of bytes (II: lowest
     first, or MM), 42, the directory's place (8: next), the number of entries, and entries of 12
     bytes sorted by tag: tag, type (3: 16 bits), number of values, value.
     """
@@ -47,7 +50,7 @@ def _orientation_pattern(value: int) -> str:
     little += rf"\x12\x01\x03\x00\C\C\C\C\x0{value}\x00"
     big = r"MM\x00\*\x00{3}\x08\C\C(?:(?:\x01[\x00-\x11]|\x00\C)\C{10})*"
     big += rf"\x01\x12\x00\x03\C\C\C\C\x00\x0{value}"
-    return rf"\C*(?:Exif\x00\x00|eXIf)(?:{little}|{big})\C*"
+    return rf"\C*{_EXIF}(?:{little}|{big})\C*"
 
 
 # A function for what few pictures need, traced once a process. Inlined in each reader's graph, its
@@ -79,13 +82,13 @@ def _is_bare_jpeg(data: tf.Tensor) -> tf.Tensor:
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
 def _searched(data: tf.Tensor) -> tf.Tensor:
-    head = tf.strings.substr(data, 0, _BEGINNING)
+    head = tf.where(is_webp(data), data, tf.strings.substr(data, 0, _BEGINNING))
 
     def found() -> tf.Tensor:
         turns = [tf.strings.regex_full_match(head, _orientation_pattern(n)) for n in range(2, 9)]
         return tf.reduce_max(tf.where(turns, tf.range(2, 9), 1))
 
-    named = tf.strings.regex_full_match(head, r"\C*(?:Exif\x00\x00|eXIf)\C*")  # in few pictures
+    named = tf.strings.regex_full_match(head, rf"\C*{_EXIF}\C*")  # in few pictures
     return tf.cond(named, found, lambda: tf.constant(1))
 
 
@@ -116,18 +119,39 @@ def limit(pixels: int) -> None:
 
 
 def _stored_size(data: tf.Tensor) -> tf.Tensor:
-    """Height and width by the header of a PNG or JPEG, int32 [2]; zeros for other files."""
+    """Height and width by the header of a PNG, JPEG or WebP, int32 [2]; zeros for other files."""
 
     def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
         numbers = tf.strings.substr(data, 16, 8)
         return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
 
     is_png = tf.strings.substr(data, 0, 16) == _PNG_START
-    return tf.cond(
-        tf.io.is_jpeg(data),
-        lambda: tf.io.extract_jpeg_shape(data)[:2],
-        lambda: tf.cond(is_png, of_png, lambda: tf.zeros([2], tf.int32)),
+    return tf.case(
+        [
+            (tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]),
+            (is_png, of_png),
+            (is_webp(data), lambda: _size_of_webp(data)),
+        ],
+        default=lambda: tf.zeros([2], tf.int32),
     )
+
+
+def is_webp(data: tf.Tensor) -> tf.Tensor:
+    """Whether a file's bytes begin as a WebP does, bool scalar."""
+    return tf.strings.regex_full_match(tf.strings.substr(data, 0, 15), r"RIFF\C{4}WEBPVP8")
+
+
+@seldom(input_signature=[tf.TensorSpec([], tf.string)])
+def _size_of_webp(data: tf.Tensor) -> tf.Tensor:
+    """Height and width, int32 [2], from the first chunk: VP8, VP8L or VP8X (RFC 9649)."""
+    head = tf.io.decode_raw(tf.strings.substr(data, 0, 30), tf.uint8, fixed_length=30)
+    byte, kind = tf.cast(head, tf.int32), tf.strings.substr(data, 15, 1)
+    lossy = tf.stack([byte[28] + 2**8 * byte[29], byte[26] + 2**8 * byte[27]]) % 2**14
+    both = byte[21] + 2**8 * byte[22] + 2**16 * byte[23] + 2**24 * (byte[24] % 16)
+    lossless = 1 + tf.stack([both // 2**14, both % 2**14])
+    width, height = (byte[n] + 2**8 * byte[n + 1] + 2**16 * byte[n + 2] for n in (24, 27))
+    extended = 1 + tf.stack([height, width])
+    return tf.where(kind == b" ", lossy, tf.where(kind == b"L", lossless, extended))
 
 
 def fit(data: tf.Tensor) -> tf.Tensor:
@@ -144,18 +168,23 @@ def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
-    """Colours, uint8 [H, W, 3], from the bytes of a JPEG, or of a PNG of at most 8 bits.
+    """Colours, uint8 [H, W, 3], from the bytes of a JPEG or WebP, or a PNG of at most 8 bits.
 
     Turned by its EXIF orientation, as viewers show it. Decoding 16 bits would keep the high byte
     only, which loses nearly all of a 12-bit camera's picture: such a PNG fails the sample, as do
-    pictures of more than --max_pixels and other kinds of files.
+    pictures of more than --max_pixels and other kinds of files. Of several pictures the first.
     """
-    image = tf.io.decode_image(fit(data), channels=3, expand_animations=False)
+    image = tf.cond(
+        is_webp(data),
+        # Its decoder gives the number of channels that the file has, and no other.
+        lambda: tf.io.decode_image(fit(data), expand_animations=False)[..., :3],
+        lambda: tf.io.decode_image(fit(data), channels=3, expand_animations=False),
+    )
     return _upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
 def size(data: tf.Tensor) -> tf.Tensor:
-    """Height and width, int32 [2], of `decode_image`'s result; for PNG and JPEG from the header."""
+    """Height and width, int32 [2], of `decode_image`'s result, from the header."""
     return tf.cond(
         _is_bare_jpeg(data),
         lambda: tf.io.extract_jpeg_shape(data)[:2],
@@ -251,12 +280,12 @@ def load(path: Path, deep: bool = False) -> Image.Image:
     try:
         data = whole_files.read(path, _MOST_BYTES, links=True)
         if not (fault := refused(data, deep)):
-            picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+            picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
             picture.load()
     except Image.UnidentifiedImageError:
         what = f"starts with {data[:8]!r}" if data else "has zero bytes"
         raise ValueError(
-            f"{path} is neither PNG nor JPEG (it {what}); convert it, or copy it again"
+            f"{path} is no PNG, JPEG or WebP (it {what}); convert it, or copy it again"
         ) from None
     except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
@@ -266,7 +295,7 @@ def load(path: Path, deep: bool = False) -> Image.Image:
 
 
 def refused(data: bytes, deep: bool = False) -> str:
-    """Why a PNG or JPEG is not decoded, without its name; "" where its header is fine."""
+    """Why a PNG, JPEG or WebP is not decoded, without its name; "" where its header is fine."""
     if not deep and data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
         return (
             "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "

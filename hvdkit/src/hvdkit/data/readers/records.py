@@ -4,8 +4,8 @@ ROOT/SPLIT/pack.json                    what is packed, and the shards with thei
 ROOT/SPLIT/index.bin                    PLACE of each record
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
-`hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG or JPEG) and
-"label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The last
+`hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG, JPEG or WebP)
+and "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The last
 record of a shard is its mark: it names the pack and the shard, so that a shard of another pack is
 noticed when it is opened, even if its size fits.
 
