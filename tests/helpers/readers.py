@@ -1,6 +1,7 @@
 """Files of data sets in their own formats, and what tests of readers ask of an error."""
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def save(path: Path, pixels: np.ndarray, palette: bytes | None = None) -> None:
 def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
     """A picture, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(pixels: np.ndarray, kind: str) -> bytes:
+    """A picture's file."""
+    Image.fromarray(pixels).save(out := io.BytesIO(), kind)
+    return out.getvalue()
 
 
 def write_pairs(root: Path, pairs: dict[str, tuple], *splits: str) -> None:

@@ -13,7 +13,7 @@ from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import pictures
 from hvdkit.data.source import Source, Synthetic
 from hvdkit.settings import Settings
-from hvdkit.settings.data import READERS
+from hvdkit.settings.data import PACK_ONLY, READERS
 
 _LOOKED_AT = 32  # label pictures, at the start of a run
 _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  # of labels
@@ -24,15 +24,16 @@ def reader_of(name: str) -> Callable[[Path, str, int], Source]:
 
     Raises ValueError if it cannot be imported, or called.
     """
-    module, _, attribute = READERS[name].rpartition(".")
-    where = f"--data_format={name}: its reader {READERS[name]}"
+    reader = (READERS | PACK_ONLY)[name]
+    module, _, attribute = reader.rpartition(".")
+    where = f"--data_format={name}: its reader {reader}"
     try:
-        reader = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{where} cannot be imported: {error}") from None
-    if not callable(reader):
+    if not callable(found):
         raise ValueError(f"{where} is neither a class nor a function")
-    return reader
+    return found
 
 
 def kind_of(reader: object) -> str:

@@ -33,7 +33,7 @@ from hvdkit.data.readers import pictures, records
 from hvdkit.data.sampler import share
 from hvdkit.data.source import Source, digest, sampled
 from hvdkit.settings import of_project
-from hvdkit.settings.data import READERS
+from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.stop import launch_rank, launched_ranks
 
 _SHARD_BYTES = 2**28
@@ -319,7 +319,7 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
 
 def main(argv: list[str]) -> int:
     of_project()  # it may add readers
-    formats = [name for name in READERS if name != "records"]
+    formats = [name for name in READERS | PACK_ONLY if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=formats, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")

@@ -48,6 +48,11 @@ READERS = {
     "digits": "hvdkit.data.shipped.Digits",
     "records": "hvdkit.data.readers.records.Records",
 }
+# What `hvdkit pack` reads besides; to train from them, pack them.
+PACK_ONLY = {
+    "webdataset": "hvdkit.data.readers.archives.Tars",
+    "tfrecords": "hvdkit.data.readers.archives.Examples",
+}
 FORMATS = ["", *READERS]  # the choices of --data_format, to which add_reader appends
 
 

@@ -1,0 +1,218 @@
+"""Pictures with a class in WebDataset tars and TFRecords of other tools, for `hvdkit pack`.
+
+ROOT/SPLIT-000000.tar ...           of each sample NAME.jpg (or .jpeg, .png, .webp) and NAME.cls,
+                                    one after the other (WebDataset)
+ROOT/SPLIT-00000-of-01024 ...       tf.train.Example records, with or without .tfrecord in the name,
+                                    of "image/encoded" and "image/class/label", which begins at 1
+                                    (ImageNet, by TensorFlow's models), or "image", "label" (TFDS)
+
+SPLIT may stand anywhere in the name, between two of . - and _; or the files lie in ROOT/SPLIT. What
+else a sample has is left out. They are read from first to last; to train, pack them.
+"""
+
+import functools
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+
+from hvdkit.data import source
+from hvdkit.data.pipeline import reason_of
+from hvdkit.data.readers import listing, pictures
+from hvdkit.data.readers.records import AFTER, BEFORE
+
+_THREADS = 16  # that wait for the disk
+# Key of the picture, key of the class, the first class.
+_EXAMPLES = (("image/encoded", "image/class/label", 1), ("image", "label", 0))
+
+
+class _Archives(source.ReadAhead):
+    """The files of a split one after the other, as a `source.Source` of pictures with a class.
+
+    ValueError, naming the file, if none is there, one is missing by its name, or cannot be read.
+    """
+
+    kind = "class"
+    form = dict.fromkeys(("file", "fault"), tf.TensorSpec([], tf.string))
+    form["label"] = tf.TensorSpec([], tf.int64)
+    names = ""  # of files, a regular expression
+
+    def __init__(self, root: Path, split: str, _: int = 0) -> None:
+        self._files = _found(Path(root), split, self.names)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            places = [*threads.map(self._listed, self._files)]
+        self._ends = np.cumsum([len(part) for part in places])
+        if not len(self):
+            raise ValueError(f"{self._files[0].parent}: the files of split {split} hold no sample")
+        self._places = np.concatenate([part for part in places if len(part)])
+        self.bytes_each = float(self._places[:, 1].mean())
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
+        found = [self._one(index) for index in indices.tolist()]
+        kinds = (object, object, np.int64)
+        return [np.array(part, kind) for part, kind in zip(zip(*found), kinds)]
+
+    def decode(self, parts: source.Parts) -> source.Parts:
+        fine = tf.debugging.Assert(parts["fault"] == "", [parts["fault"]])
+        with tf.control_dependencies([fine]):
+            file = tf.identity(parts["file"])
+        label = tf.cast(parts["label"], tf.int32)
+        return {"image": pictures.decode_image(file), "label": label, "file": file}
+
+    def explain(self, index: int) -> str | None:
+        data, fault, _ = self._one(index)
+        try:
+            fault = fault or pictures.refused(data)
+            pictures.decode_image(tf.constant(data))
+        except tf.errors.OpError as error:
+            fault = fault or f"cannot be decoded: {reason_of(error)}"
+        return f"{self._where(index)} {fault}" if fault else None
+
+    def fingerprint(self) -> str:
+        return source.digest((path.name, path.stat().st_size) for path in self._files)
+
+    def _one(self, index: int) -> tuple[bytes, str, int]:
+        """The picture's file, what is wrong with the sample, or "", and its class."""
+        file = int(np.searchsorted(self._ends, index, "right"))
+        offset, length, label = self._places[index].tolist()
+        try:
+            with self._files[file].open("rb") as opened:
+                data = os.pread(opened.fileno(), length, offset)
+            if len(data) < length:
+                raise ValueError("is cut off")
+            data, label = self._sample(self._files[file], data, label)
+        except (ValueError, OSError) as error:
+            return b"", str(error), -1
+        return data, "", label
+
+    def _where(self, index: int) -> str:
+        file = self._files[int(np.searchsorted(self._ends, index, "right"))]
+        return f"{file}, sample {index} (at byte {self._places[index, 0]})"
+
+    def _listed(self, path: Path) -> np.ndarray:
+        """Place, length and class of each sample of a file, int64 [n, 3]."""
+        try:
+            return np.array([*self._samples(path)], np.int64).reshape(-1, 3)
+        except (tarfile.TarError, tf.errors.OpError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}; copy it again") from None
+
+    def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
+        raise NotImplementedError
+
+    def _sample(self, path: Path, data: bytes, label: int) -> tuple[bytes, int]:
+        """The picture's file and class, of what lies in a sample's place and was listed there."""
+        return data, label
+
+
+class Tars(_Archives):
+    """WebDataset: sample NAME is all files whose name begins with NAME and a dot."""
+
+    names = r".*\.tar"
+
+    def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
+        with path.open("rb") as file:
+            file.seek(-min(512, path.stat().st_size), os.SEEK_END)
+            if file.read().strip(b"\0"):  # tarfile takes one that was cut between two files
+                raise EOFError("its end is cut off")
+        with tarfile.open(path, "r:") as tar:
+            now, parts = "", {}
+            for member in tar:
+                if not member.isfile() or os.path.basename(member.name).startswith("."):
+                    continue
+                folder, name = os.path.split(member.name)
+                name, _, ending = name.partition(".")
+                if (key := f"{folder}/{name}") != now:
+                    yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
+                    now, parts = key, {}
+                parts[f".{ending.lower()}"] = member
+            yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
+
+
+def _of_parts(
+    tar: tarfile.TarFile, parts: dict[str, tarfile.TarInfo], *, where: str
+) -> list[tuple[int, int, int]]:
+    """Place, length and class of the sample that these files, by ending, make; none of none."""
+    if not parts:
+        return []
+    images = [part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES]
+    if len(images) != 1 or ".cls" not in parts:
+        raise ValueError(f"{where} has {', '.join(parts)}: one picture and a .cls were expected")
+    text = tar.extractfile(parts[".cls"]).read(32)
+    if not re.fullmatch(rb"\s*\d{1,9}\s*", text):
+        raise ValueError(f"{where}: its .cls holds {text!r}, not the number of a class")
+    return [(images[0].offset_data, images[0].size, int(text))]
+
+
+class Examples(_Archives):
+    """TFRecord files of tf.train.Example."""
+
+    names = r".*(tfrecord.*|-\d{5}-of-\d{5})"
+
+    def __init__(self, root: Path, split: str, _: int = 0) -> None:
+        super().__init__(root, split)
+        self._damage = functools.cache(_damage)  # each file once, when it is first read
+
+    def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
+        place, size = 0, path.stat().st_size
+        with path.open("rb") as file:
+            while place < size:
+                length = int.from_bytes(os.pread(file.fileno(), 8, place), "little")
+                if place + BEFORE + length + AFTER > size:
+                    raise EOFError("its last record is cut off, or a length is damaged")
+                yield place + BEFORE, length, -1
+                place += BEFORE + length + AFTER
+
+    def _sample(self, path: Path, data: bytes, label: int) -> tuple[bytes, int]:
+        if damage := self._damage(path):
+            raise ValueError(f"is in a file with damage: {damage}; copy the file again")
+        try:
+            parts = tf.train.Example.FromString(data).features.feature
+        except DecodeError:
+            raise ValueError("is no tf.train.Example") from None
+        for image, name, first in _EXAMPLES:
+            if image in parts and name in parts:
+                files, labels = parts[image].bytes_list.value, parts[name].int64_list.value
+                if len(files) != 1 or len(labels) != 1 or labels[0] < first:
+                    raise ValueError(f"has {len(files)} {image}, and {[*labels]} as {name}")
+                return files[0], labels[0] - first
+        known = " or ".join(f"{image} and {name}" for image, name, _ in _EXAMPLES)
+        raise ValueError(f"has {', '.join(sorted(parts)) or 'nothing'}: {known} were expected")
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a TFRecord file's checksums, or ""."""
+    try:
+        dataset = tf.data.TFRecordDataset(os.fsencode(path))
+        dataset.reduce(np.int64(0), lambda count, _: count + 1)
+    except tf.errors.OpError as error:
+        return reason_of(error)
+    return ""
+
+
+def _found(root: Path, split: str, names: str) -> list[Path]:
+    """A split's files by name; ValueError if there is none, or some are missing."""
+    folder = root / split if (root / split).is_dir() else root
+    if folder == root:
+        names = rf"(?=(.*[-_.])?{re.escape(split)}[-_.]){names}"
+    listing.check_folder(folder, "files of the split")
+    found = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
+    if not found:
+        raise ValueError(f"{folder} has no file of split {split} whose name fits {names}")
+    of = {match[2]: 0 for path in found if (match := re.search(r"-(\d+)-of-(\d+)", path.name))}
+    for count in of:
+        there = {int(m[1]) for p in found if (m := re.search(rf"-(\d+)-of-{count}", p.name))}
+        if missing := [number for number in range(int(count)) if number not in there]:
+            raise ValueError(
+                f"{folder}, split {split}: {len(missing)} of {int(count)} files are missing, "
+                f"number {missing[0]} first"
+            )
+    return found
