@@ -1,0 +1,76 @@
+"""Several sets as one, each with its share of every epoch."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.data.source import Parts, ReadAhead, Source, digest
+
+
+class Mixture(ReadAhead):
+    """Sources as one: `Mixture((streets, 3), (rain, 1))` has three of `streets` for one of `rain`.
+
+    An epoch is as short as holds each sample of each set at least once, with these shares to within
+    a sample: a set that is small for its share comes several times, each time augmented anew.
+    Packed sets of one kind are read ahead, others where they are decoded, whole and without "file".
+    ValueError: a share that is not above 0, or sets of other classes or kinds of labels.
+    """
+
+    def __init__(self, *sets: tuple[Source, float]) -> None:
+        self._sources, shares = zip(*sets)
+        if not all(0 < share < float("inf") for share in shares):
+            raise ValueError(f"the shares of a mixture are {list(shares)}: give numbers above 0")
+        for name in ("class_names", "kind"):
+            found = [getattr(source, name, None) for source in self._sources]
+            if any(one != found[0] for one in found):
+                raise ValueError(f"the sets of a mixture differ in {name}: {found}")
+            if found[0] is not None:
+                setattr(self, name, found[0])
+        if known := [s.num_classes for s in self._sources if hasattr(s, "num_classes")]:
+            self.num_classes = max(known)
+        self._sizes = np.array([len(source) for source in self._sources])
+        parts = np.array(shares) * max(self._sizes / shares)
+        self._ends = np.cumsum(np.ceil(parts - 1e-6).astype(np.int64))
+        forms = [getattr(source, "form", None) for source in self._sources]
+        ahead = [getattr(source, "ahead", None) for source in self._sources]
+        if all(ahead) and all(form == forms[0] for form in forms):
+            self.form, self.decode = forms[0], self._sources[0].decode
+            self.bytes_each = float(np.mean([source.bytes_each for source in self._sources]))
+        else:
+            self.ahead = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _place(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The set of each sample, and its index there."""
+        which = np.searchsorted(self._ends, indices, "right")
+        return which, (indices - np.append(0, self._ends)[which]) % self._sizes[which]
+
+    def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
+        which, own = self._place(indices)
+        order, found = np.argsort(which, kind="stable"), []
+        for number in np.unique(which):
+            found.append(self._sources[number].fetch(own[which == number]))
+        back = np.argsort(order)
+        return [np.concatenate(part)[back] for part in zip(*found)]
+
+    def read(self, index: tf.Tensor) -> Parts:
+        if self.ahead:
+            return super().read(index)
+        which = tf.searchsorted(self._ends, [index], "right")[0]
+        own = (index - tf.gather(np.append(0, self._ends), which)) % tf.gather(self._sizes, which)
+
+        def sample(source: Source) -> Parts:
+            # All pictures are decoded whole here: of a file, nothing is gained.
+            return {name: part for name, part in source.read(own).items() if name != "file"}
+
+        return tf.switch_case(which, [lambda of=of: sample(of) for of in self._sources])
+
+    def explain(self, index: int) -> str | None:
+        which, own = self._place(index)
+        return self._sources[which].explain(int(own))
+
+    def fingerprint(self) -> str:
+        return digest((s.fingerprint(), int(end)) for s, end in zip(self._sources, self._ends))

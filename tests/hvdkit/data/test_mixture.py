@@ -1,0 +1,66 @@
+"""Sets with shares: what an epoch of them holds, and that each sample is its set's."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import readers
+from refusals import refused
+
+from hvdkit.data import pack
+from hvdkit.data.mixture import Mixture
+from hvdkit.data.readers.records import Records
+from hvdkit.data.source import Arrays, Synthetic
+
+
+def numbers(first: int, count: int) -> Arrays:
+    return Arrays(label=np.arange(first, first + count))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "expected"),
+    [
+        ((6, 2), (3, 1), (6, 2)),
+        ((6, 5), (3, 1), (15, 5)),
+        ((4, 100, 3), (0.25, 0.5, 0.25), (50, 100, 50)),
+        ((3, 7), (1, 3), (3, 9)),
+        ((10, 10), (1, 1.001), (10, 11)),
+    ],
+)
+def test_an_epoch_has_every_sample_in_these_shares(sizes, shares, expected):
+    sets = [numbers(1000 * number, size) for number, size in enumerate(sizes)]
+    mixed = Mixture(*zip(sets, shares))
+    found = Counter(int(sample["label"]) for sample in readers.read_all(mixed))
+    for number, (size, count) in enumerate(zip(sizes, expected)):
+        times = [found[1000 * number + n] for n in range(size)]
+        assert sum(times) == count and max(times) - min(times) <= 1 <= min(times)
+    assert mixed.fingerprint() != Mixture(*zip(sets, (*shares[1:], shares[0]))).fingerprint()
+
+
+def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
+    for name, seeds in (("a", (1, 2, 3)), ("b", (4,))):
+        pictures = np.stack([readers.noise(seed) for seed in seeds])
+        pack.pack(Arrays(image=pictures, label=np.array(seeds)), tmp_path, name)
+    a, b = Records(tmp_path, "a"), Records(tmp_path, "b")
+    ahead, other = Mixture((a, 1), (b, 1)), Mixture((a, 1), (b, 1))
+    other.ahead = None
+    assert ahead.ahead and ahead.num_classes == 5 and ahead.kind == "class"
+    found, again = readers.read_all(ahead), readers.read_all(other)
+    assert [int(sample["label"]) for sample in found] == [1, 2, 3, 4, 4, 4]
+    for one, two in zip(found, again, strict=True):
+        np.testing.assert_array_equal(one["image"], two["image"])
+        assert one["label"] == two["label"] and "file" not in two
+    order = np.array([5, 0, 3, 2])
+    datas = [data for index in order for data in ahead.fetch(np.array([index]))[0]]
+    assert [*ahead.fetch(order)[0]] == datas
+    shard = next((tmp_path / "b").glob("*.tfrecord"))
+    shard.write_bytes(shard.read_bytes()[:60])
+    readers.explained(ahead, 4, shard, "record of sample 0")
+
+
+def test_what_cannot_be_mixed_is_refused():
+    form = {"label": ((), np.int32, 3)}
+    named = Synthetic(3, form)
+    named.class_names = ["a", "b"]
+    refused(lambda: Mixture((named, 1), (Synthetic(3, form), 1)), "class_names", "['a', 'b'], None")
+    refused(lambda: Mixture((named, 0)), "shares", "[0]")
