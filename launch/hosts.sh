@@ -22,7 +22,7 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-hosts='' file=${LAUNCH_HOSTFILE:-} np='' interface='' port='' key='' # hvdkit supervise sets LAUNCH_HOSTFILE
+hosts='' file='' np='' interface='' port='' key=''
 plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
 die() { echo "error: $*" >&2 && exit 2; }
@@ -46,6 +46,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
+[ -z "${LAUNCH_HOSTFILE:-}" ] || { file=$LAUNCH_HOSTFILE && hosts=''; } # hvdkit supervise: who answers
 if [ -z "$hosts" ] && [ -n "$file" ]; then
     [ -r "$file" ] || die "cannot read the hostfile $file"
     hosts=$(sed -E -e 's/#.*//' -e '/^[[:space:]]*$/d' -e 's/[[:space:]]*max[-_]slots=[0-9]+//' \
@@ -66,6 +67,7 @@ done
 hosts=$(IFS=, && echo "${entries[*]}")
 np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]{0,5}$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
+[ -z "${LAUNCH_HOSTFILE:-}" ] || [ "$np" -le "$slots" ] || np=$slots
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
 [[ $key$port != *[[:space:]]* ]] || die "-i '$key' -p '$port': mpirun splits words at spaces: copy the key elsewhere"
 
@@ -184,6 +186,7 @@ mpi_words() {
 link_hosts() {
     local name fd
     mkfifo "$work/end"
+    exec {over}<>"$work/end"
     for name in "${others[@]}"; do
         mkfifo "$work/$name"
         exec {fd}<>"$work/$name"
@@ -198,7 +201,8 @@ link_hosts() {
 # Until the run ends: tells the hosts that this one is there; ends the run if one of them is not.
 keep_hosts() {
     local number
-    while kill -0 "$job" 2>/dev/null && ! read -r -t 5 <>"$work/end"; do
+    while kill -0 "$job" 2>/dev/null && ! read -r -t 5 -u "$over"; do
+        mkdir -p "$work" && touch -c "$work" "$work"/* || true # cleaners of /tmp take what is old
         if ! kill -0 $$ 2>/dev/null; then # hosts.sh was killed: as if its host were lost
             send LEFT
             bash "$here/stop.sh" "$LAUNCH_ID" LEFT || true
@@ -213,7 +217,7 @@ keep_hosts() {
             echo "error: lost ${others[number]}, which has not answered for 15 s: ending the run" >&2 || true
             touch "$work/lost"
             kill -TERM "$job"
-            read -r -t 2 <>"$work/end" || kill -KILL -- "-$job"
+            read -r -t 2 -u "$over" || kill -KILL -- "-$job"
             return
         done
     done
@@ -226,7 +230,7 @@ send() { for link in "${links[@]}"; do echo "$1" >&"$link"; done; }
 unlink_hosts() {
     local connection end=$((SECONDS + 30))
     send "$1"
-    echo end 1<>"$work/end"
+    echo end >&"$over"
     if [ "$1" != DONE ]; then bash "$here/stop.sh" "$LAUNCH_ID" "$1" >/dev/null || true; fi
     for connection in "${connections[@]}"; do
         while kill -0 "$connection" 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do sleep 0.1; done

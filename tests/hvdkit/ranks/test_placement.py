@@ -113,8 +113,8 @@ def test_one_gpu_a_task(machine):
         ("0::/pod/one", {"pod/cpu.max": "600000 100000", "pod/one/cpu.max": "max 100000"}, 3),
         ("0::/", {"cpu.max": "50000 100000"}, 1),  # in a container: its own group is the root
         ("0::/", {"cpu.max": "max 100000"}, 8),
-        ("4:cpu,cpuacct:/docker/1\n3:cpuset:/a", {"cpu,cpuacct/cpu.cfs_quota_us": "400000",
-         "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2),
+        ("4:cpuacct,cpu:/docker/1\n3:cpuset:/a", {"cpu/cpu.cfs_quota_us": "400000",
+         "cpu/cpu.cfs_period_us": "100000"}, 2),
         ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
     ],
 )  # fmt: skip

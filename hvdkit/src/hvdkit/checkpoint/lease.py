@@ -41,7 +41,8 @@ def take(run_dir: Path) -> None:
         there = _read(folder)
         older = there.get("job") == own["job"] and str(there.get("by")) <= own["by"]
         if not older or time.monotonic() > end:
-            who = f"{folder} is in use by another run, on {there.get('host', 'some host')}"
+            whose = "a later start of this job" if there.get("job") == own["job"] else "another run"
+            who = f"{folder} is in use by {whose}, on {there.get('host', 'some host')}"
             raise NotNow(f"{who}: wait for its end or choose another --run_dir")
         if there != own:
             whole_files.write_json(folder / ".lease", own)

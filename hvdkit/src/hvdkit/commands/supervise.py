@@ -6,6 +6,9 @@ run's folder, which COMMAND's own flags name. Imports no TensorFlow.
 
 import argparse
 import contextlib
+import ctypes
+import functools
+import itertools
 import json
 import os
 import re
@@ -41,9 +44,17 @@ RULES = (  # exit codes, what they mean, what follows
 # How srun names the first rank that ends; it then kills the others, and returns 137.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
-_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::(\d+)|\s.*?slots\s*=\s*(\d+))?(?:\s.*)?")
-_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 15 ssh -o ConnectTimeout=5 \
--o BatchMode=yes -o StrictHostKeyChecking=accept-new {} true >/dev/null 2>&1 && echo {} || true'"""
+# How mpirun, a rank and hosts.sh name the host that a run has failed on.
+_FAILED = re.compile(
+    r"mpirun noticed that process rank \d+ with PID \d+ on node (\S+) exited"
+    r"|error: the run ends: rank \d+ on (\S+) |error: lost (\S+),"
+)
+_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?")
+_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 30 ssh -o ConnectTimeout=5 \
+-o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true >/dev/null 2>&1 \
+&& echo {} || true'"""
+_set_of_process, _PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+_NO_STEP = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
 _READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
@@ -65,7 +76,7 @@ def newest_step(folder: Path) -> int:
     with contextlib.suppress(OSError), whole_files.opened(folder / "metrics.jsonl") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
         for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+            with contextlib.suppress(*_NO_STEP):
                 steps.append(int(json.loads(line)["step"]))
     return max(steps)
 
@@ -76,23 +87,32 @@ class Supervisor:
     def __init__(self, options: argparse.Namespace, command: Sequence[str]) -> None:
         self._options, self._command = options, command
         self._told, self._starting, self._child, self._died = 0, False, None, None
+        self._files = [*filter(os.path.exists, command)]
         given = of_command(command)
         if given and given.resume == "never":
             refuse("--resume=never would begin anew at each start: leave it out, or start it once")
-        self._folder = Path(given.run_dir).absolute() if given else None
+        if given and given.virtual_ranks:
+            options.max_np = min(options.max_np or given.virtual_ranks, given.virtual_ranks)
+        folder = options.run_dir or (given and Path(given.run_dir))
+        self._folder = folder.absolute() if folder else None
+        where = self._folder or "no folder: a minute without a crash counts as a step (--run-dir)"
+        _say(f"looks for new steps in {where}")
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
         self._seen = self._newest  # while a start runs: its disk may be gone when it has ended
         self._restarts = self._crashes = self._tries = 0  # since the newest step
         self._ended = self._since = time.monotonic()  # the last end, the newest step
         self._used, self._rejoins = {}, False  # ranks by host
+        self._failed: dict[str, int] = {}  # how often, by host
         own = f"{time.time_ns()} {os.uname().nodename}"  # see hvdkit/checkpoint/lease.py
         slurm = os.environ.get("SLURM_JOB_ID")
-        os.environ.setdefault("LAUNCH_JOB", f"slurm {slurm}" if slurm else own)
+        if not os.environ.setdefault("LAUNCH_JOB", f"slurm {slurm}" if slurm else own):
+            refuse("LAUNCH_JOB is empty: it names the job, so that no other one is taken for it")
         os.environ |= {"LAUNCH_BY": own, "LAUNCH_HOSTFILE": str(options.live)}
         if not options.hosts_from:
             del os.environ["LAUNCH_HOSTFILE"]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, self._hear)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._hear)
 
     def run(self) -> int:
         """Starts the command until a rule ends it; returns the exit code."""
@@ -102,6 +122,8 @@ class Supervisor:
             begun, self._rejoins = time.monotonic(), False
             code = NOT_NOW if self._is_empty() else self._start()
             self._ended = time.monotonic()
+            if self._is_away(code):
+                code = NOT_NOW
             what, then = next(row for codes, *row in RULES if code in codes or not codes)
             self._count(then, self._ended - begun)
             ends = self._options.stop_ends and not self._rejoins
@@ -131,11 +153,21 @@ class Supervisor:
         _say(f"{why} in {self._folder}, which had step {self._newest}: is its disk mounted?")
         return True
 
+    def _is_away(self, code: int) -> bool:
+        """The command was there before: the disk that holds it is not."""
+        if code == WRONG_USE:  # as Python ends, without its program
+            return not all(map(os.path.exists, self._files))
+        return code in (126, 127) and self._newest > self._first
+
     def _start(self) -> int:
         """One start of the command; its exit code, as a shell has it."""
         self._starting, self._died = True, None
         try:
-            self._child = child = subprocess.Popen(self._command, stderr=subprocess.PIPE)
+            # Killed itself, it leaves no run that nobody watches.
+            ends_too = functools.partial(_set_of_process, _PR_SET_PDEATHSIG, signal.SIGTERM)
+            self._child = child = subprocess.Popen(
+                self._command, stderr=subprocess.PIPE, preexec_fn=ends_too
+            )
         except OSError as error:
             complain(f"{self._command[0]}: {error.strerror}")
             return 127
@@ -162,7 +194,11 @@ class Supervisor:
 
     def _show(self) -> None:
         for line in self._child.stderr:
-            self._died = self._died or _ENDED.search(line.decode(errors="replace"))
+            text = line.decode(errors="replace")
+            self._died = self._died or _ENDED.search(text)
+            if failed := _FAILED.search(text):
+                host = next(filter(None, failed.groups()))
+                self._failed[host] = self._failed.get(host, 0) + 1
             with contextlib.suppress(OSError):
                 os.write(2, line)
 
@@ -173,9 +209,9 @@ class Supervisor:
             time.sleep(5)
 
     def _hear(self, number: int, frame: object) -> None:
-        if not (self._child or self._starting):
-            sys.exit(PREEMPTED)  # between two starts: nothing to save
         first, self._told = not self._told, self._told or number
+        if not (self._child or self._starting):
+            sys.exit(self._after_stop(PREEMPTED))  # between two starts: nothing to save
         if first and self._child:
             self._pass_on()
 
@@ -199,6 +235,8 @@ class Supervisor:
             there = self._answering(listed)
             missing = ", ".join(name for name in listed if name not in there)
             waited = time.monotonic() - self._ended
+            if not (lack or missing) and len(there) < options.min_hosts:
+                lack = f"of --min-hosts={options.min_hosts} hosts there are {len(there)}"
             if not (lack or missing):
                 break
             if waited >= options.pause and len(there) >= (options.min_hosts or len(listed) + 1):
@@ -213,6 +251,7 @@ class Supervisor:
             said = lack
             time.sleep(2)
         self._used = self._capped(there)
+        options.live.parent.mkdir(exist_ok=True)  # /tmp may have been cleaned since
         options.live.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
 
     def _rejoin(self) -> None:
@@ -222,34 +261,41 @@ class Supervisor:
         except ValueError as error:
             _say(f"hosts are not asked: {error}")
             return
+        if self._folder and self._seen <= self._newest:
+            return  # without a step in each start it would go on for ever
+        more = [name for name, count in there.items() if count > self._used.get(name, 0)]
         if sum(there.values()) > sum(self._used.values()) and not (self._told or self._rejoins):
-            _say(f"{', '.join(there.keys() - self._used)} answers: starting again on all hosts")
+            _say(f"{', '.join(more)} answers: starting again on all hosts")
             self._rejoins = True
             self._child.send_signal(signal.SIGUSR1)
 
     def _listed(self) -> tuple[dict[str, int], str]:
         """Ranks by host, and why there is none; ValueError for a line that is no host."""
         command, found = self._options.hosts_from, {}
-        try:
-            asked = subprocess.run(["bash", "-c", command], check=False, timeout=30, **_READ)
-        except subprocess.TimeoutExpired:
+        words = ["timeout", "30", "bash", "-c", command]  # it ends what the command started, too
+        asked = subprocess.run(words, check=False, **_READ)
+        if asked.returncode == 124:
             return {}, f"no host from '{command}' within 30 s"
         lines = (line.partition("#")[0].strip() for line in asked.stdout.splitlines())
         for line in filter(None, lines):
-            if not (host := _HOST.fullmatch(line)):  # it becomes a word of ssh's command line
-                rule = "a host is letters, digits, . _ and -, not - first"
+            # It becomes a word of ssh's command line.
+            if not (host := _HOST.fullmatch(re.sub(r"\s*max[-_]slots=\d+", "", line))):
+                rule = "a host is letters, digits, . _ and -, not - first; node1:8 has 8 ranks"
                 raise ValueError(f"'{line}' of '{command}' is no host: {rule}")
-            found.setdefault(host[1], int(host[2] or host[3] or 1))
+            found[host[1]] = found.get(host[1], 0) + int(host[2] or host[3] or 1)
         if found and not asked.returncode:
             return found, ""
         return {}, f"no host from '{command}', which ended with exit code {asked.returncode}"
 
     def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
+        """Those that ssh reaches; last, to be left out first, those that a run has failed on."""
         asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], check=False, **_READ)
-        return {name: count for name, count in hosts.items() if name in asked.stdout.split()}
+        there = [name for name in hosts if name in asked.stdout.split()]
+        there.sort(key=lambda name: self._failed.get(name, 0))
+        return {name: hosts[name] for name in there}
 
     def _capped(self, hosts: dict[str, int]) -> dict[str, int]:
-        """The first hosts, with --max-np ranks in all."""
+        """The first hosts, with --max-np ranks in all: those after them are spares."""
         left, found = self._options.max_np or sum(hosts.values()), {}
         for name, count in hosts.items():
             found[name] = min(count, left)
@@ -261,7 +307,9 @@ class Supervisor:
     def _count(self, then: str, seconds: float) -> None:
         """Without a run's folder, a minute that does not end in a crash counts as a new step."""
         lasted = seconds >= 60 and then != _CRASH
-        now = newest_step(self._folder) if self._folder else self._newest + lasted
+        # A folder that is never there has another name in a container.
+        known = self._folder and (self._newest or self._folder.exists())
+        now = newest_step(self._folder) if known else self._newest + lasted
         newest = max(now, self._seen)
         if newest > self._newest:
             self._newest, self._since = newest, time.monotonic()
@@ -289,7 +337,7 @@ class Supervisor:
             _say(f"error: {why}: is --time longer than the warning before it (--signal, 300 s)?")
             return BUG
         # 129, ...: by the signal itself, which came before there was a handler.
-        return PREEMPTED if code in (129, 130, 138, 143) or self._options.stop_ends else code
+        return PREEMPTED if code in (129, 138, 143) or self._options.stop_ends else code
 
     def _end(self, code: int) -> int:
         """For good, also for a new pod, which knows nothing else of this job."""
@@ -302,7 +350,8 @@ class Supervisor:
 
 
 def _say(text: str) -> None:
-    print(f"supervise: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a run goes on without its log
+        os.write(2, f"supervise: {text}\n".encode(errors="backslashreplace"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -319,9 +368,21 @@ def main(argv: Sequence[str]) -> int:
             refuse(f"{options.ended} does not hold an exit code: remove it")
         _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
         return code
-    with tempfile.TemporaryDirectory() as work:
+    os.environ["SSH_OPTIONS"] = shlex.join(_of_ssh(command))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         options.live = Path(work, "hosts")
         return Supervisor(options, command).run()
+
+
+def _of_ssh(command: Sequence[str]) -> list[str]:
+    """Port and key, -p and -i, that hosts.sh is given."""
+    found, before = [], "-"
+    for flag, value in itertools.pairwise(command[1:]):
+        if Path(command[0]).name != "hosts.sh" or not (flag + before).count("-"):
+            break  # the program that it runs
+        before = flag
+        found += [flag, value] if flag in ("-p", "-i") else []
+    return found
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -331,16 +392,17 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--hostfile", help="wait until these hosts answer ssh; hosts.sh starts on them")
     add("--hosts-from", help="the same with the hosts, node1:8 a line, that this command prints")
     add("--min-hosts", help="start on so many hosts, where the others do not answer", **count)
-    add("--max-np", help="start at most so many ranks", **count)
+    add("--max-np", help="start at most so many ranks; hosts beyond them are spares", **count)
     often = "ask so often (60 s) for hosts that the run lacks: it saves, and starts again on all"
     add("--rejoin", nargs="?", type=float, const=60.0, metavar="SECONDS", help=often)
     add("--pause", type=float, default=5.0, help="seconds before a second start (5)")
     add("--patience", type=float, default=86400.0, help="seconds to wait for what is away (a day)")
     add("--ended", type=Path, help="keep the final exit code here; a later start returns it")
+    add("--run-dir", type=Path, help="the run's folder, where COMMAND does not say it")
     add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
     options = parser.parse_args(words)
-    if options.pause < 0:
-        parser.error("--pause: seconds, 0 or more")
+    if min(options.pause, options.min_hosts, options.max_np, options.rejoin or 0) < 0:
+        parser.error("--pause, --min-hosts, --max-np, --rejoin: 0 or more")
     if options.hostfile and options.hosts_from:
         parser.error("--hostfile and --hosts-from: choose one")
     if options.hostfile:

@@ -149,7 +149,8 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
     for rank in sorted(range(len(usable) if len(usable) > 1 else 0), key=lambda r: len(usable[r])):
         cores = sorted({min(siblings[cpu]) for cpu in usable[rank]})
         share = len(cores) // sum(bool(other & usable[rank]) for other in usable)
-        own = [core for core in cores if core not in taken][:share]
+        free = [core for core in cores if core not in taken]
+        own = sorted(free, key=lambda core: sum(core in other for other in usable))[:share]
         taken.update(own)
         found[rank] = sorted(cpu for cpu in usable[rank] if min(siblings[cpu]) in own)
     return found
@@ -162,7 +163,7 @@ def _quota() -> tuple[float, str]:
         _, kinds, path = line.split(":", 2)
         if kinds and "cpu" not in kinds.split(","):
             continue
-        root = _ROOT / "sys/fs/cgroup" / kinds
+        root = _ROOT / "sys/fs/cgroup" / (kinds and "cpu")
         here = root / path.lstrip("/")
         for group in [here, *here.parents] if here != root else [root]:
             limit, period, *_ = [*_read(group / "cpu.max").split(), "max", "100000"]
@@ -193,7 +194,7 @@ def _siblings(cpu: int) -> list[int]:
 
 def _read(name: str | Path) -> str:
     try:
-        return (_ROOT / name).read_text()
+        return (_ROOT / name).read_text(errors="surrogateescape")
     except OSError:
         return ""
 
