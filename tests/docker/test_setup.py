@@ -286,6 +286,7 @@ def test_what_is_in_the_way_is_refused(checkout):
     assert said in complaint(setup(checkout))
 
 
+@pytest.mark.slow
 def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -114,6 +114,7 @@ def test_a_rank_that_never_reports_is_named_with_its_host(tmp_path: Path):
     assert "rank 0 on node1 hung for 12 s while waiting for all ranks to start MPI" in ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpus_that_tensorflow_does_not_see_over_gloo_on_one_host(tmp_path: Path, folders):
     """The CPU build of TensorFlow that is installed here; nothing else is found."""

@@ -96,6 +96,7 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
     assert "2 ranks on 2 host(s) (node1, node2)" in job.log() and ", MPI" in job.log()
 
 
+@pytest.mark.slow
 def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path):
     """Slurm gives the script a rank too, though it has no peers."""
     alone = " ".join([*BLANK, f"--run_dir={tmp_path}/run"])

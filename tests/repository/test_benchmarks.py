@@ -75,6 +75,7 @@ def test_the_others_run_when_one_fails_or_hangs(results, tmp_path):
     assert (tmp_path / "left").exists(), "it could clean up"
 
 
+@pytest.mark.slow
 def test_benchmarks_have_the_flags_that_make_bench_gives(results):
     for part in results.PARTS.values():
         file, *flags = part.command.partition(" -- ")[0].split() + ["--torch"] * part.torch

@@ -188,7 +188,7 @@ if modules:
 @pytest.mark.parametrize(
     ("run", "modules", "shapes"),
     [
-        ("digits", ["hvdkit.train.dropout"], "(3,) (3, 10)"),
+        pytest.param(*("digits", ["hvdkit.train.dropout"], "(3,) (3, 10)"), marks=pytest.mark.slow),
         ("scenes", [], "(3, 24, 40) (3, 24, 40, 11)"),
     ],
 )

@@ -15,8 +15,8 @@ HOST = os.uname().nodename
 @pytest.mark.parametrize(
     "backend, wait, how",
     [
-        ("gloo", "sum", "hang"),
         ("mpirun", "sum", "stop"),
+        pytest.param("gloo", "sum", "hang", marks=pytest.mark.slow),
         pytest.param("gloo", "sum", "stop", marks=pytest.mark.slow),
         pytest.param("mpirun", "sum", "hang", marks=pytest.mark.slow),
         pytest.param("mpirun", "message", "hang", marks=pytest.mark.slow),

@@ -31,7 +31,10 @@ def fail(flags, backend, ranks=2):
     ("backend", "flag", "words"),
     [
         ("gloo", "--reduce_backend=mpi", ["horovodrun --mpi"]),
-        ("mpi", "--global_batch_size=1", ["--global_batch_size=1", "ranks, 2"]),
+        pytest.param(
+            *("mpi", "--global_batch_size=1", ["--global_batch_size=1", "ranks, 2"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bad_flags_under_horovodrun(backend, flag, words, tiny):
