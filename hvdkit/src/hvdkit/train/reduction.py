@@ -5,7 +5,6 @@ docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-
 
 import ast
 import contextlib
-import dataclasses
 import inspect
 import os
 import textwrap
@@ -81,16 +80,20 @@ def arguments(config: Settings) -> dict[str, Any]:
     With --deterministic all gradients are one group, one message with a fixed layout: fusion by
     arrival time would change which bytes share a ring chunk, and so the order of additions.
     """
-    device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
     groups = 1 if config.deterministic else None
     fp16 = config.compression == "fp16"
     return {
-        "device_dense": device,
-        "device_sparse": device,
+        "device_dense": device(config),
+        "device_sparse": device(config),
         "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
         "groups": groups,
         "sparse_as_dense": groups is not None,  # a group of sparse and dense ones is refused
     }
+
+
+def device(config: Settings) -> str:
+    """Where Horovod reduces; "": where the tensor is."""
+    return "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
 
 
 @contextlib.contextmanager
@@ -165,9 +168,8 @@ def rank_sums(
     )
     if special:
         flat = [tf.reshape(tf.cast(own[i], tf.float64), [-1]) for i in special]
-        device = arguments(config)["device_dense"]
-        most = tf.concat(flat, 0)
-        most = hvd.allreduce(most, op=hvd.Max, name="grads.overwriting", device_dense=device)
+        how = {"name": "grads.overwriting", "device_dense": device(config)}
+        most = hvd.allreduce(tf.concat(flat, 0), op=hvd.Max, **how)
         for i, part in zip(special, tf.split(most, [part.shape[0] for part in flat])):
             sums[i] = tf.cast(tf.reshape(part, own[i].shape), own[i].dtype)
     return sums
@@ -176,33 +178,37 @@ def rank_sums(
 def _sums_in_groups(
     own: Gradients, config: Settings, variables: Sequence[keras.Variable]
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
-    """Only known gradients show which variables have one: Horovod fails on a group without any."""
-    sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
-    places: dict[tf.DType, list[_Place]] = {}
-    for i, g in enumerate(own):
-        if g is not None:
-            places.setdefault(g.dtype, []).append(_Place(i))
-    groups = []  # each of one type
-    for alike in places.values():
+    """Only known gradients show which variables have one: Horovod's tape fails on empty groups."""
+    sums, there = list(own), [i for i, g in enumerate(own) if g is not None]
+    if hvd.size() == 1:
+        return sums
+    how = arguments(config) | {"op": hvd.Sum, "ignore_name_scope": True}
+    del how["groups"], how["sparse_as_dense"]
+    if not (config.deterministic or config.pack_bytes or config.gradient_groups):
+        for i in there:
+            sums[i] = hvd.allreduce(own[i], name=f"grad_{i}", **how)
+        return sums
+    by_type: dict[tf.DType, list[int]] = {}
+    for i in there:
+        by_type.setdefault(own[i].dtype, []).append(i)
+    groups: list[list[int]] = []  # places of gradients of one type
+    for alike in by_type.values():
         if config.pack_bytes and not config.deterministic:
             # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group
-            alike = [place for place in alike if sizes[place.number] <= config.pack_bytes]
+            sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
+            small = [i for i in alike if sizes[i] <= config.pack_bytes]
             most = config.pack_count
-            groups += [alike[i : i + most] for i in range(0, len(alike), most)]
-        elif count := 1 if config.deterministic else min(config.gradient_groups, len(alike)):
+            groups += [small[i : i + most] for i in range(0, len(small), most)]
+        else:
+            count = 1 if config.deterministic else min(config.gradient_groups, len(alike))
             groups += split_list(alike, count)
-
-    class Known(tf.GradientTape):
-        """The base class of Horovod's tape, which reduces what this `gradient` returns."""
-
-        def gradient(self, target, sources, output_gradients=None):
-            return own
-
-    grouped = bool(config.deterministic or config.pack_bytes or config.gradient_groups)
-    own_groups = {"groups": groups if grouped else None, "sparse_as_dense": grouped}
-    tape = hvd.DistributedGradientTape(Known(), op=hvd.Sum, **arguments(config) | own_groups)
-    sources = [_Place(i) for i in range(len(own))]
-    return tape.gradient(None, sources, use_generic_names=True)
+    groups += [[i] for i in there if not any(i in group for group in groups)]
+    for number, group in enumerate(groups):
+        dense = [tf.convert_to_tensor(own[i]) for i in group]
+        parts = hvd.grouped_allreduce(dense, name=f"grad_{number}", **how)
+        for i, part in zip(group, parts):
+            sums[i] = part
+    return sums
 
 
 def _sums_as_bfloat16(own: Gradients) -> list[tf.Tensor | None]:
@@ -226,24 +232,3 @@ def _sums_as_bfloat16(own: Gradients) -> list[tf.Tensor | None]:
         dense = [tf.reshape(tf.cast(t, g.dtype), g.shape) for g, t in zip(dense, total)]
     sums = iter(dense)
     return [g if g is None else next(sums) for g in own]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Stands for the variable at a place of the list, in what Horovod's tape asks of one.
-
-    Horovod puts gradients into groups by their variables' names. In a subclassed Keras model those
-    repeat, and of two gradients of one name the first would be lost.
-    """
-
-    number: int
-
-    @property
-    def name(self) -> str:
-        return f"variable_{self.number}"
-
-    def ref(self) -> "_Place":
-        return self
-
-    def deref(self) -> "_Place":
-        return self
