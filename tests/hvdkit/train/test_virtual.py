@@ -13,9 +13,8 @@ import tensorflow as tf
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
-from hvdkit.data.sampler import Sampler
+from hvdkit.data.sampler import Sampler, share
 from hvdkit.observe import compare
-from hvdkit.train import virtual
 from hvdkit.train.dropout import Seeds
 from ranks import CHECKS, PROJECT, last_lines, launch, names_of_checks, run_checks
 
@@ -172,9 +171,11 @@ def test_a_virtual_rank_holds_the_same_samples_whoever_computes_it(batch, micro_
             order = Sampler(50, batch, micro_batches, 1, rank, size, count)
             own = order.local_positions(tf.constant(3)).numpy()
             own = own.reshape(micro_batches, order.local_micro_size)
-            for part in virtual.shares(batch // micro_batches, count, rank=rank, size=size):
-                assert part.number not in found
-                found[part.number] = own[:, part.first : part.first + part.size].tolist()
+            held = range(*share(count, rank, size))
+            bounds = [share(batch // micro_batches, v, count) for v in held]
+            for v, (first, last) in zip(held, bounds):
+                assert v not in found
+                found[v] = own[:, first - bounds[0][0] : last - bounds[0][0]].tolist()
         return found
 
     one = dealt(1)

@@ -1,8 +1,7 @@
 """A task's figures over its validation set, the same on any number of ranks."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -19,6 +18,7 @@ from hvdkit.settings import Settings
 from hvdkit.train import across, graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.dropout import Seeds
+from hvdkit.train.state import unchanged
 from hvdkit.train.task import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
@@ -221,21 +221,6 @@ class Evaluator:
 def _losses(sums: Iterable[str]) -> list[str]:
     """Names of the sums of the loss, or of its terms."""
     return [name for name in sums if name.split("/")[0] == "loss"]
-
-
-@contextlib.contextmanager
-def unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Restores them afterwards.
-
-    A layer may count in evaluation too, and Keras's recurrent ones draw dropout masks. Ranks have
-    different batches: each begins with the same state, and so does training, after any number.
-    """
-    before = [(v, tf.identity(v)) for v in variables]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
 
 
 class Ballot:

@@ -25,6 +25,10 @@ def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Va
     return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
 
 
+def moving_ids(model: keras.Model) -> set[int]:
+    return {id(v) for part in moving_statistics(model) for v in part}
+
+
 def normalizing(model: keras.Model) -> list[str]:
     """Names of the batch norms that normalize with a rank's own batch in training."""
     layers = [layer for layer in _batch_norms(model) if layer.trainable]

@@ -27,10 +27,10 @@ from hvdkit.logs import join
 from hvdkit.ranks.world import World, raw, say, weights_sha256
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
-from hvdkit.train import task_checks
-from hvdkit.train.batch_norm import moving_statistics
+from hvdkit.train import reduction, task_checks
+from hvdkit.train.batch_norm import moving_ids
 from hvdkit.train.graph_checks import assigned_handles
-from hvdkit.train.state import State
+from hvdkit.train.state import State, unchanged
 
 KINDS = ("mean", "sum", "max", "min", "concatenate", "same")
 _KNOWN = {
@@ -42,6 +42,9 @@ _KNOWN = {
 class Rule(NamedTuple):
     kind: str
     number: float = 1.0  # sum: what one update keeps of the old value; concatenate: rows a sample
+
+
+SAME = Rule("same")  # also of what has none: `Combiner.try_out` looks
 
 
 class Changed(NamedTuple):
@@ -61,7 +64,7 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
             named = isinstance(of_layer, Mapping)
             if rule := of_layer.get(variable.name) if named else of_layer:
                 found[id(raw(variable))] = _rule(rule, variable.name)
-    found |= {id(v): Rule("same") for v in _seeds(state)}
+    found |= {id(v): SAME for v in _seeds(state)}
     for name, variable in state.variables.items():
         chosen = [r for key, r in declared.items() if _matches(name, key)]
         if rule := next(iter(chosen), getattr(variable, "combines", None)):
@@ -85,8 +88,7 @@ class Combiner:
         self._steps = settings.accumulation_steps
         self._samples = tf.nest.flatten(spec)[0].shape[1]
         self._share = self._samples * self._steps / settings.global_batch_size
-        on_host = settings.reduce_backend in ("gloo", "mpi")
-        self._device = {"device_dense": "/cpu:0" if on_host else ""}
+        self._device = {"device_dense": reduction.device(settings)}
         self._assigned: dict[int, tf.Tensor] = {}  # handles
         self._seeds = {id(v) for v in _seeds(state)}
 
@@ -102,7 +104,7 @@ class Combiner:
         """
         if self._world.size == 1:
             return
-        synced = {id(v) for part in moving_statistics(self._state.model) for v in part}
+        synced = moving_ids(self._state.model)
         changed = [
             Changed(v, self.rules[id(v)], start)
             for v, start in zip(self._state.of_forward, before)
@@ -146,12 +148,11 @@ class Combiner:
         """
         world = self._world
         names = {id(raw(v)): name for name, v in self._state.variables.items()}
-        synced = {id(v) for part in moving_statistics(self._state.model) for v in part}
+        synced = moving_ids(self._state.model)
         changed = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
-        ruled = [v for v in changed if id(v) in self.rules and id(v) not in synced | self._seeds]
-        ruled = [v for v in ruled if self.rules[id(v)].kind != "same"]  # tried as one without
-        sure = {id(v) for v in ruled} | synced | self._seeds
-        loose = [v for v in changed if id(v) not in sure]
+        changed = [v for v in changed if id(v) not in synced | self._seeds]
+        ruled = [v for v in changed if self.rules.get(id(v), SAME).kind != "same"]
+        loose = [v for v in changed if self.rules.get(id(v), SAME).kind == "same"]
         if not (loose or (near and ruled)) or (world.size == 1 and not self._virtual):
             return
         with world.fail_together("trying the state"), task_checks.user_code_errors("the model"):
@@ -193,16 +194,15 @@ class Combiner:
         """Of each variable wanted: its values after the first, the second, both samples."""
         found: dict[int, list[tf.Tensor]] = {id(v): [] for v in wanted}
         state = [*map(raw, self._state.model.trainable_variables), *self._state.of_forward]
-        before = [tf.identity(v) for v in state]
-        for chosen in (read[:1], read[1:], read):
-            batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
-            tf.function(partial(forward, batch), autograph=False).get_concrete_function()()
-            for variable in wanted:
-                found[id(variable)].append(tf.identity(variable))
-            for variable, value in zip(state, before):
-                # Seeds go on, as a share draws others than another; then all goes back.
-                if len(chosen) > 1 or id(variable) not in self._seeds:
-                    variable.assign(value)
+        seeds = [v for v in state if id(v) in self._seeds]
+        others = [v for v in state if id(v) not in self._seeds]
+        with unchanged(seeds):  # in the end: a share draws others than another
+            for chosen in (read[:1], read[1:], read):
+                batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
+                with unchanged(others):
+                    tf.function(partial(forward, batch), autograph=False).get_concrete_function()()
+                    for variable in wanted:
+                        found[id(variable)].append(tf.identity(variable))
         return found
 
 

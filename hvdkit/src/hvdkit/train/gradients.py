@@ -19,7 +19,6 @@ class Reduced(NamedTuple):
 
     sums: tf.Tensor  # those of `Forward`, of all ranks
     votes: tf.Tensor
-    adds_losses: bool  # whether the model adds any
     losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank's own sums were (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
@@ -135,12 +134,6 @@ def unscale(
     ]
 
 
-def global_norm(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
-    """Euclidean norm over all gradients, float64, layer by layer; finite only if they all are."""
-    squares = [tf.reduce_sum(tf.square(g)) for g in grads if g is not None]
-    return tf.sqrt(tf.add_n([tf.cast(s, tf.float64) for s in squares]))
-
-
 def finish(
     grads: Sequence[tf.Tensor | None],
     variables: Sequence[keras.Variable],
@@ -158,7 +151,9 @@ def finish(
             g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
             for g, v in zip(grads, variables)
         ]
-    norm = global_norm([g for g, v in zip(grads, variables) if not overwritten(v)])
+    summed = [g for g, v in zip(grads, variables) if g is not None and not overwritten(v)]
+    squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in summed]
+    norm = tf.sqrt(tf.add_n(squares))  # finite only if all gradients are
     if clip_norm:
         shrink = clip_norm / tf.maximum(norm, clip_norm)
         grads = unscale(grads, shrink, variables)

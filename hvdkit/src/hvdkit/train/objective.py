@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import graph_checks
 from hvdkit.train.losses import at_least_float32
+from hvdkit.train.state import State, unchanged
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
 
@@ -186,18 +188,13 @@ def gradient(task: Task) -> Callable[[Any, Any], float]:
 
 
 def check_own(
-    forward: Callable[[Any], Any],
-    samples: list[Any],
-    *,
-    weights: Sequence[tf.Variable],
-    untrained: Sequence[tf.Variable],
-    whole: int,
-    near: float,
+    forward: Callable[[Any], Any], samples: list[Any], *, state: State, settings: Settings
 ) -> None:
     """`check_sum` of the losses that run.loss was given, and of their gradient by the weights.
 
-    `forward` makes targets, means over `whole` samples, and sums of a batch.
+    `forward` makes targets, means over the global batch, and sums of a batch.
     """
+    weights, whole = list(map(raw, state.model.trainable_variables)), settings.global_batch_size
     graphs: list[tf.Graph] = []
 
     def along(g: tf.Tensor) -> tf.Tensor:
@@ -207,7 +204,6 @@ def check_own(
 
     def sums(*chosen: Any) -> dict[str, float]:
         batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
-        before = [tf.identity(v) for v in untrained]
 
         def tried() -> tuple[tf.Tensor, tf.Tensor]:
             with tf.GradientTape() as tape:
@@ -218,11 +214,10 @@ def check_own(
 
         traced = tf.function(tried, autograph=False).get_concrete_function()
         graphs.append(traced.graph)
-        found, grad = traced()
-        for variable, value in zip(untrained, before):
-            variable.assign(value)
+        with unchanged(state.of_forward):
+            found, grad = traced()
         losses, counts = (float(tf.reduce_sum(found[i:-1:3])) for i in range(2))
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
     random = lambda: graph_checks.draws(graphs[0])  # noqa: E731
-    check_sum("run.loss(batch, losses): ", sums, samples, draws=random, near=near)
+    check_sum("run.loss(batch, losses): ", sums, samples, draws=random, near=nearness(settings))

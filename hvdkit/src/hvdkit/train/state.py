@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -189,6 +189,21 @@ def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Varia
 
 
 @contextlib.contextmanager
+def unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Restores them afterwards.
+
+    A layer may count in evaluation too, and Keras's recurrent ones draw dropout masks. Ranks have
+    different batches: each begins with the same state, and so does training, after any number.
+    """
+    before = [(v, tf.identity(v)) for v in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+@contextlib.contextmanager
 def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Inside, the model's trainable weights are their averages; afterwards its own again.
 
@@ -199,15 +214,11 @@ def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
         yield
         return
     check_trainable(optimizer, model)
-    variables = model.trainable_variables
-    own = [tf.identity(raw(v)) for v in variables]
-    try:
+    variables = list(map(raw, model.trainable_variables))
+    with unchanged(variables):
         for variable, average in zip(variables, average_variables(optimizer), strict=True):
-            raw(variable).assign(raw(average))
+            variable.assign(raw(average))
         yield
-    finally:
-        for variable, value in zip(variables, own):
-            raw(variable).assign(value)
 
 
 def names_of_model(model: keras.Layer) -> list[str]:

@@ -67,6 +67,7 @@ class _Traced:
     votes: tf.Tensor
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
     terms: tuple[str, ...] = ()  # names of the loss's terms, once they are known
+    adds_losses: bool = False  # whether the model adds any to them
     known: Reduced | None = None  # once the loss is: all but the gradients
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
     updated: list[Result] = dataclasses.field(default_factory=list)  # what `update` returned
@@ -100,11 +101,10 @@ class Step:
         how = (settings.accumulation_steps, self._variables)
         self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
         across.used = False
-        self._rows = across.Batch(settings.global_batch_size, world.rank, world.size)
-        if settings.accumulation_steps > 1:
-            flag = f"--accumulation_steps={settings.accumulation_steps}"
-            why = f"{flag} computes a batch in parts, one after the other: leave it out"
-            self._rows = self._rows._replace(refused=why)
+        flag = f"--accumulation_steps={settings.accumulation_steps}"
+        why = f"{flag} computes a batch in parts, one after the other: leave it out"
+        refused = why if settings.accumulation_steps > 1 else ""
+        self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
 
@@ -135,8 +135,7 @@ class Step:
         name = ".".join(filter(None, ["step.totals", *step.terms]))
         totals = hvd.allreduce(totals, op=hvd.Sum, name=name)
         totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
-        adds_losses = len(targets) > len(step.terms)
-        step.known = Reduced(totals, all_votes, adds_losses, losses=own_loss, ready=ready)
+        step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
         to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
         scale = tf.cast(self._state.loss_scale.value, tf.float64)
         if len(targets) == 1:
@@ -189,7 +188,7 @@ class Step:
             "moments": tf.stack([found.ready, moment(norm)]),
         }
         result |= {} if found.faults is None else {"faults": found.faults}
-        result |= {"keras_loss": found.sums[-1]} if found.adds_losses else {}
+        result |= {"keras_loss": found.sums[-1]} if traced.adds_losses else {}
         if any(traced.terms):
             result["terms"] = dict(zip(traced.terms, tf.unstack(means)))
         traced.updated.append(dict(result))  # a copy: the step may change its own
@@ -282,7 +281,7 @@ class Step:
                 pair = (outputs, micro["targets"])
                 terms = objective.loss(self._task, *pair, samples=samples)
         if self._traced:
-            self._traced.terms = tuple(terms)
+            self._traced.terms, self._traced.adds_losses = tuple(terms), added is not None
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
         self._combiner.look(graph)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
@@ -317,9 +316,8 @@ class Step:
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
-                    how = {"weights": self.weights, "untrained": self._untrained, "near": near}
-                    whole = self._settings.global_batch_size
-                    objective.check_own(forward, tried, whole=whole, **how)
+                    how = {"state": self._state, "settings": self._settings}
+                    objective.check_own(forward, tried, **how)
 
     def _check(self, graph: tf.Graph) -> None:
         graph_checks.check_variables(self._state.model, self._state.variables.values())

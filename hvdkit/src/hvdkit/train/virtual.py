@@ -23,9 +23,9 @@ from hvdkit.logs import join
 from hvdkit.ranks.stragglers import own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import fixed_point, gathered
+from hvdkit.train import fixed_point, gathered, reduction
 from hvdkit.train.across import Turn
-from hvdkit.train.combine import Changed, Rule, check_micro_batches, joined, parts, settled
+from hvdkit.train.combine import SAME, Changed, Rule, check_micro_batches, joined, parts, settled
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import (
     Forward,
@@ -44,23 +44,7 @@ _Values = list[tuple[tf.Variable, tf.Tensor]]
 # the grid, state beyond it, all gradients below it.
 _NUM_FAULTS = 4
 
-
 _SUMMED, _LARGEST = ("mean", "sum"), ("max", "min", "same")
-
-
-class Share(NamedTuple):
-    """A virtual rank's part of a micro-batch: `size` samples from `first` on of the rank's own."""
-
-    number: int
-    first: int
-    size: int
-
-
-def shares(micro_batch: int, virtual_ranks: int, *, rank: int, size: int) -> list[Share]:
-    """The virtual ranks that real rank `rank` of `size` holds, and their samples."""
-    first, last = share(virtual_ranks, rank, size)
-    parts = [(v, *share(micro_batch, v, virtual_ranks)) for v in range(first, last)]
-    return [Share(v, start - parts[0][1], end - start) for v, start, end in parts]
 
 
 class _Sums(NamedTuple):
@@ -88,10 +72,12 @@ class Passes:
         rules: Mapping[int, Rule],
     ) -> None:
         self._count = config.virtual_ranks
-        micro = config.global_batch_size // config.accumulation_steps
-        self._own = shares(micro, self._count, rank=world.rank, size=world.size)
+        self._samples = config.global_batch_size // config.accumulation_steps
+        shares = [share(self._samples, v, self._count) for v in range(self._count)]
+        self._firsts, self._sizes = [s[0] for s in shares], [s[1] - s[0] for s in shares]
+        self._own = range(*share(self._count, world.rank, world.size))
         self._jit = config.jit
-        self._device = "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""
+        self._device = reduction.device(config)
         self._forward, self._state, self._micro_batches = forward, state, micro_batches
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
@@ -101,9 +87,6 @@ class Passes:
         # that it only reads stays as it is, to the last bit.
         self._changed: list[Changed] = []
         self._rules, self._steps = rules, config.accumulation_steps
-        firsts = [share(micro, v, self._count)[0] for v in range(self._count)]
-        self._firsts = tf.constant(firsts, tf.int64)  # of each virtual rank's samples
-        self._samples = micro
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
@@ -117,7 +100,7 @@ class Passes:
         held = [*self._untrained, *self._seeds.variables]
         start = [(v, v.read_value()) for v in held]
         total = None
-        sizes = sorted({part.size for part in self._own})  # two at most, each traced once
+        sizes = sorted({self._sizes[v] for v in self._own})  # two at most, each traced once
         self._shared = gathered.Rows()
         turn = self._turn(self._pass, batch, start, trace=sizes)
         if self._gathers and self._jit:
@@ -126,8 +109,8 @@ class Passes:
             self._shared = self._exchange(batch, start)
             turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
         for size in sizes:
-            group = [part for part in self._own if part.size == size]
-            total = self._over(group, total, turn)
+            group = [v for v in self._own if self._sizes[v] == size]
+            total = self._over(group, total, lambda number, n=size: turn(number, n))
         # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
         ready = own_part(total.table)
         parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
@@ -141,7 +124,6 @@ class Passes:
         return Reduced(
             grads=self._means(total.grads, sums, faults),
             sums=sums,
-            adds_losses=len(total.grads) > num_sums // 3,
             votes=parts[-votes.shape[0] :],
             losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
             ready=ready,
@@ -153,13 +135,16 @@ class Passes:
     ) -> Callable[..., Any]:
         """`body(part of the batch, number, ...)` of a virtual rank, from the step's start.
 
-        Its arguments: the rank's number, its first sample of this rank's, how many it has, ...
-        `trace`: numbers of samples to trace it for at once.
+        Its arguments: the rank's number, how many samples it has, ... `trace`: numbers of samples
+        to trace it for at once.
         """
 
         # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def one(number: tf.Tensor, first: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
+        def one(number: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
+            self._first = tf.gather(tf.constant(self._firsts, tf.int64), number)
+            first = self._first - self._firsts[self._own[0]]  # among this rank's samples
+
             def cut(t: tf.Tensor) -> tf.Tensor:
                 shape = [t.shape[0], size, *t.shape[2:]]
                 return tf.ensure_shape(t[:, first : first + size], shape)
@@ -168,11 +153,10 @@ class Passes:
                 variable.assign(value)
             self._seeds.assign(self._state.step, number)
             self._start = {id(variable): value for variable, value in start}
-            self._first = tf.gather(self._firsts, number)
             return body(tf.nest.map_structure(cut, batch), number, *more)
 
         for size in trace:
-            one.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2, size)
+            one.get_concrete_function(tf.TensorSpec([], tf.int64), size)
         return one
 
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
@@ -180,8 +164,7 @@ class Passes:
         scale, size = self._state.loss_scale.value, {"rows": self._samples, "addends": self._count}
         passes = gathered.Passes(self._in_turn, scale, **size)
         learn, pull = (self._turn(body, batch, start) for body in (passes.learn, passes.pull))
-        own = [tf.constant([part.number, part.first], tf.int64) for part in self._own]
-        own = [(*tf.unstack(numbers), part.size) for numbers, part in zip(own, self._own)]
+        own = [(tf.constant(v, tf.int64), self._sizes[v]) for v in self._own]
         everyone = passes.over_ranks([learn(*part) for part in own])
         if not any(x.dtype.is_floating for x in everyone):
             return gathered.Rows(everyone)
@@ -193,19 +176,16 @@ class Passes:
         turn = Turn(self._first, tf.nest.flatten(micro)[0].shape[0], everyone)
         return turn, self._forward(micro, turn=turn)
 
-    def _over(self, group: list[Share], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
-        """Shares of one size, one after the other, added to `total`."""
-        numbers = tf.constant([part.number for part in group], tf.int64)
-        firsts = tf.constant([part.first for part in group], tf.int64)
-        size = group[0].size
-        begun = 0
+    def _over(self, group: list[int], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
+        """Virtual ranks of one size, one after the other, added to `total`."""
+        numbers, begun = tf.constant(group, tf.int64), 0
         if total is None:
-            total, begun = self._add(None, one(numbers[0], firsts[0], size)), 1
+            total, begun = self._add(None, one(numbers[0])), 1
         if begun == len(group):
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda i, total: (i + 1, self._add(total, one(numbers[i], firsts[i], size))),
+            lambda i, total: (i + 1, self._add(total, one(numbers[i]))),
             (tf.constant(begun), total),
             parallel_iterations=1,  # one share's memory; and they all set the same state
         )[1]
@@ -277,9 +257,8 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        same = Rule("same")  # what has no rule; `combine.try_out` looks
         self._changed = [
-            Changed(v, self._rules.get(id(v), same), self._start[id(v)])
+            Changed(v, self._rules.get(id(v), SAME), self._start[id(v)])
             for v in self._untrained
             if id(v.handle) in changed
         ]
