@@ -152,7 +152,7 @@ def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value,
         base.check_read(task, config)
     read = {"class_weights": "class_weight_list", "scale_range": "scale_limits"}.get(name, name)
     task = load(f"{text}(config or self.config).{read}\n", **{name: value})
-    base.optional(task, by)(*[config] * bool(function))
+    base.optional(task, by)(*[base.settings_of(task, config)] * bool(function))
     base.check_read(task, config)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvdkit.settings import Settings
-from hvdkit.train.task import Task, optional
+from hvdkit.train.task import Task, optional, settings_of
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
@@ -24,7 +24,7 @@ def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
     own = optional(task, "schedule")
     if own is None:
         return make(config, world_size)
-    policy, factor = own(config), config.lr_factor(world_size)
+    policy, factor = own(settings_of(task, config)), config.lr_factor(world_size)
     for step in (0, config.num_steps - 1):
         rate = float(policy(tf.constant(step, tf.int64)))
         if not 0 <= rate < math.inf:

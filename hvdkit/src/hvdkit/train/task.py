@@ -173,11 +173,11 @@ def load(config: Settings) -> Task:
         raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     where = f"tasks/{config.task}.py: class Task has no"
-    if missing := [name for name in _REQUIRED if not _has(task_class, name)]:
-        raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
     watched = config.watched()
     task = task_class(watched)
     task._watched = watched
+    if missing := [name for name in _REQUIRED if not optional(task, name)]:
+        raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
     if not isinstance(getattr(task, "main_metric", None), str):
         raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
     return task
@@ -226,21 +226,10 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
                 )
 
 
-def _has(task_class: type, name: str) -> bool:
-    """Whether it has the function; the protocol's empty ones, inherited, do not count."""
-    return getattr(task_class, name, None) not in (None, vars(Task)[name])
-
-
 def optional(task: Task, name: str) -> Callable | None:
-    """One of the functions that a task may leave out; None where it does."""
+    """One of the task's functions; None where it leaves it out: the protocol's are empty."""
     inherited = getattr(type(task), name, None) is vars(Task)[name]
-    found = None if inherited else getattr(task, name, None)
-    if found is None or name not in _REPLACED:
-        return found
-    # What it reads of the settings that it is given counts too.
-    return lambda *given: found(
-        *(settings_of(task, x) if isinstance(x, Settings) else x for x in given)
-    )
+    return None if inherited else getattr(task, name, None)
 
 
 def available() -> list[str]:
