@@ -85,14 +85,19 @@ def _require_logits(logits: tf.Tensor) -> None:
             "cross_entropy of one output is 0, whatever it is: give the last layer a unit for each "
             "class, also of two (or take tf.nn.sigmoid_cross_entropy_with_logits)"
         )
-    op = getattr(logits, "op", None) if tf.is_symbolic_tensor(logits) else None
-    while op is not None and op.type in ("Cast", "Identity", "Reshape"):
-        op = op.inputs[0].op
-    if op is not None and op.type in ("Softmax", "Sigmoid"):
+    last = origin(logits).op.type if tf.is_symbolic_tensor(logits) else ""
+    if last in ("Softmax", "Sigmoid"):
         raise ValueError(
-            f"the model ends with a {op.type.lower()}, and cross_entropy takes logits, to which it "
+            f"the model ends with a {last.lower()}, and cross_entropy takes logits, to which it "
             "applies a softmax: leave out the last layer's activation"
         )
+
+
+def origin(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of a graph that this one has the values of, perhaps in another shape or type."""
+    while tensor.op.type in ("Cast", "Identity", "Reshape"):
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 @contextlib.contextmanager

@@ -11,12 +11,11 @@ import tensorflow as tf
 
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
-from hvdkit.train.losses import at_least_float32
+from hvdkit.train.losses import at_least_float32, origin
 from hvdkit.train.task import Task
 
 Decoded = dict[str, tf.Tensor]
 _SOFTMAX_LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-_SAME_VALUES = ("Cast", "Identity", "Reshape")
 _DEFINE = "let its class Task say what outputs mean: decode(outputs), see hvdkit/train/task.py"
 
 
@@ -85,13 +84,6 @@ def _require_softmax(task: Task, outputs: Any) -> None:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{where}its loss could not be looked at ({why}): {_DEFINE}") from error
     logits = [op.inputs[0] for op in graph.get_operations() if op.type in _SOFTMAX_LOSSES]
-    if not any(_is_all_of(part, graph.inputs[0]) for part in logits):
+    logits = [part for part in logits if part.shape[-1] == outputs.shape[-1]]
+    if not any(origin(part) is graph.inputs[0] for part in logits):
         raise ValueError(f"{where}its loss is no softmax cross-entropy of all outputs: {_DEFINE}")
-
-
-def _is_all_of(found: tf.Tensor, outputs: tf.Tensor) -> bool:
-    """Whether a tensor holds these values, perhaps in another shape or type."""
-    classes = found.shape[-1]
-    while found is not outputs and found.op.type in _SAME_VALUES:
-        found = found.op.inputs[0]
-    return found is outputs and classes == outputs.shape[-1]
