@@ -44,8 +44,9 @@ def test_evaluations_and_checkpoints_come_as_asked_and_at_the_end(score, save, s
     settings = config(eval_every=score, checkpoint_every=save)
     assert [step for step in range(1, 11) if evaluation_due(settings, step)] == scored
     context = SimpleNamespace(config=settings)
-    run = SimpleNamespace(context=context, saver=None, sync=None, telemetry=None)
-    assert due(Save(run, None)) == saved  # one with each evaluation
+    start = SimpleNamespace(step=0, source="new")
+    run = SimpleNamespace(context=context, saver=None, sync=None, telemetry=None, start=start)
+    assert due(Save(run)) == saved  # one with each evaluation
 
 
 def test_what_looks_at_weights_waits_until_the_step_was_judged():
@@ -65,8 +66,9 @@ def test_one_step_is_saved_once():
         save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
     )
     telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
-    run = SimpleNamespace(context=context, saver=saver, sync=lambda: None, telemetry=telemetry)
-    save = Save(run, saved_at=4)
+    parts = {"saver": saver, "sync": lambda: None, "telemetry": telemetry}
+    start = SimpleNamespace(step=4, source="own")
+    save = Save(SimpleNamespace(context=context, start=start, **parts))
     for step in (4, 5, 5, 6):
         save(step)
     assert saved == [5, 6]

@@ -110,11 +110,6 @@ def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_plot_of_a_schedule():
-    lines = dry_run.plot([1.0, 0.5, 0.0]).splitlines()
-    assert lines[0] == "        1 |#" and lines[4] == "          |##" and lines[-1].endswith("+---")
-
-
 # --find_lr
 
 FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]

@@ -8,10 +8,8 @@ an action may hold collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
-
-import tensorflow as tf
 
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.evaluate import metrics
@@ -26,11 +24,10 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
 from hvdkit.train.state import averaged_weights
+from hvdkit.train.step import Result
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
-
-Result = Mapping[str, tf.Tensor]  # what the train step returns
 
 
 class Action(Protocol):
@@ -104,7 +101,7 @@ class CheckDrift:
     def __init__(self, run: RunContext) -> None:
         # Each rank has moving statistics of its own until they are synced.
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
-        apart = set() if alike else _moving_statistics(run)
+        apart = set() if alike else batch_norm.moving_ids(run.model)
         named = run.state.variables.items()
         self._drift = Drift(run.world, {n: v for n, v in named if id(raw(v)) not in apart})
 
@@ -149,11 +146,11 @@ class Save:
 
     settles = True
 
-    def __init__(self, run: Run, saved_at: int | None) -> None:
-        """`saved_at`: the step whose checkpoint is there already."""
+    def __init__(self, run: Run) -> None:
         self._run, self._saver = run.context, run.saver
         self._sync, self._telemetry = run.sync, run.telemetry
-        self._saved_at = saved_at
+        # A checkpoint of another folder is not in this one yet.
+        self._saved_at = run.start.step if run.start.source == "own" else None
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
@@ -182,15 +179,11 @@ def check_alike(run: RunContext) -> None:
     Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
     statistics of its own. (Weights get the same update everywhere; they are compared at the end.)
     """
-    apart = _moving_statistics(run) if run.config.bn_sync == "none" else set()
+    apart = batch_norm.moving_ids(run.model) if run.config.bn_sync == "none" else set()
     untrained = set(map(id, run.state.untrained)) - apart
     named = run.state.variables.items()
     named = {n: v for n, v in named if id(raw(v)) in untrained}
     agreement.check_same_state(run.world, named, "state that is not trained")
-
-
-def _moving_statistics(run: RunContext) -> set[int]:
-    return {id(v) for part in batch_norm.moving_statistics(run.model) for v in part}
 
 
 class Evaluate:
@@ -201,12 +194,16 @@ class Evaluate:
 
     settles = True
 
-    def __init__(self, run: Run, scored_since: int) -> None:
-        """`scored_since`: the step from which this run's folder has scores."""
+    def __init__(self, run: Run) -> None:
         self._run, self._saver = run.context, run.saver
         self._evaluator, self._stop_signal = run.evaluator, run.health.stop_signal
         self._sync, self._telemetry = run.sync, run.telemetry
-        self._best, self._scored_since = run.context.checkpoints.best(), scored_since
+        other_step, other_measure = run.context.checkpoints.other_scores()
+        if other_measure:
+            say(run.world, f"note: {other_measure}")
+        # From where on this folder has scores of this measure.
+        self._scored_since = other_step if run.start.source == "own" else run.start.step
+        self._best = run.context.checkpoints.best()
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
     def due(self, step: int) -> bool:

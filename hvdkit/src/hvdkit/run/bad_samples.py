@@ -23,7 +23,6 @@ class BadSamples:
         self._world, self._file = world, Path(config.run_dir) / BAD_SAMPLES
         self._limit, self._most = config.max_bad_samples, config.most_bad_samples(samples)
         self._why: dict[int, str] = {}  # by sample
-        self._steps: set[int] = set()  # that were added
 
     def begin(self) -> None:
         """Counts those of earlier starts; on every rank, once the run's folder is open.
@@ -42,21 +41,19 @@ class BadSamples:
     def add(self, step: int, own: list[Replaced]) -> str:
         """Adds what this rank replaced at a step; a sentence where there are too many by now.
 
-        Every rank must call it for a step at which any rank replaced a sample; again is harmless.
+        Every rank must call it once for each step at which any rank replaced a sample.
         """
-        if step not in self._steps:
-            self._steps.add(step)
-            everyone = self._world.gather_objects([list(one) for one in own], "bad_samples.add")
-            found = sorted(Replaced(*one) for theirs in everyone for one in theirs)
-            self._why |= {one.sample: one.why for one in found}
-            what = f"{len(found)} bad samples replaced: {found[0].why}"
-            say(self._world, f"note: step {step}: {what}")
-            try:
-                if self._world.is_chief:
-                    with whole_files.opened(self._file, append=True) as file:
-                        file.writelines(json.dumps(one._asdict()) + "\n" for one in found)
-            except OSError as error:  # a full disk ends no run
-                say(self._world, f"note: {self._file} cannot be written: {error.strerror or error}")
+        everyone = self._world.gather_objects([list(one) for one in own], "bad_samples.add")
+        found = sorted(Replaced(*one) for theirs in everyone for one in theirs)
+        self._why |= {one.sample: one.why for one in found}
+        what = f"{len(found)} bad samples replaced: {found[0].why}"
+        say(self._world, f"note: step {step}: {what}")
+        try:
+            if self._world.is_chief:
+                with whole_files.opened(self._file, append=True) as file:
+                    file.writelines(json.dumps(one._asdict()) + "\n" for one in found)
+        except OSError as error:  # a full disk ends no run
+            say(self._world, f"note: {self._file} cannot be written: {error.strerror or error}")
         return self._too_many()
 
     def _too_many(self) -> str:

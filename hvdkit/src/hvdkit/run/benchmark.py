@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -19,22 +19,14 @@ from hvdkit import whole_files
 from hvdkit.observe import speed
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
-from hvdkit.run.actions import Result
 from hvdkit.run.context import RunContext
 from hvdkit.train import graph_checks, reduction, task_checks
+from hvdkit.train.step import Result
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
 
 _REDUCTIONS = 10  # that are timed by themselves
-
-
-class _Clocks(NamedTuple):
-    """Seconds so far."""
-
-    now: float
-    input: float  # waited for data
-    step: float  # in the step's call, or waited for a step that was called before
 
 
 class Benchmark:
@@ -51,7 +43,8 @@ class Benchmark:
         self._loop, self._run = run, run.context
         first_step, num_steps = run.start.step, run.settings.num_steps
         self._ends = speed.window_ends(first_step, num_steps)
-        self._clocks: list[_Clocks] = []
+        # Seconds so far; of them waited for data; and in steps' calls, or waited for such a step.
+        self._clocks: list[tuple[float, float, float]] = []
         if not self._ends:
             few = f"note: --benchmark measures no speed in {num_steps - first_step} step(s)"
             more = f"--num_steps={speed.FEWEST + first_step} or more"
@@ -67,7 +60,7 @@ class Benchmark:
 
     def __call__(self, step: int, result: Result) -> None:
         in_step = self._loop.seconds_in_steps + self._loop.health.waited
-        self._clocks.append(_Clocks(time.perf_counter(), self._loop.feed.waited, in_step))
+        self._clocks.append((time.perf_counter(), self._loop.feed.waited, in_step))
         if step != self._ends[-1]:
             return
         world = self._run.world
@@ -85,9 +78,9 @@ class Benchmark:
         on_host, on_gpu = peak_bytes()
         _, per_step, *_ = tf.nest.flatten(self._loop.feed.spec)[0].shape
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
-        first, last = self._clocks[0], self._clocks[-1]
-        whole, waited, in_step = (b - a for a, b in zip(first, last))
-        times = np.diff([clocks.now for clocks in self._clocks])
+        clocks = np.array(self._clocks)
+        whole, waited, in_step = (clocks[-1] - clocks[0]).tolist()
+        times = np.diff(clocks[:, 0])
         return {
             "host": world_lib.hostname(),
             "device": _device_name() if on_gpu else "CPU",
@@ -161,7 +154,7 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         if virtual:
-            how = {"device_dense": "/cpu:0" if config.reduce_backend in ("gloo", "mpi") else ""}
+            how = {"device_dense": reduction.device(config)}
             named = zip(virtual, zeros)
             sums = [hvd.allreduce(x, op=hvd.Sum, name=op.name, **how) for op, x in named]
         else:

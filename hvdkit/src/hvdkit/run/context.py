@@ -178,8 +178,7 @@ def notes(run: RunContext) -> list[str]:
             f"{join(own)} normalize with each rank's own batch, so weights depend on the number of "
             "ranks (with --bn_sync=full they do not)"
         )
-    random = dropout.drawing_layers(run.model) if by_rank else []
-    if random:
+    if by_rank and (random := dropout.drawing_layers(run.model)):
         found.append(
             f"random numbers of {join(random)} are drawn by rank: weights depend on the number of "
             "ranks (with hvdkit.train.dropout.SampleDropout they do not)"

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,14 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, lease
-from hvdkit.data.sampler import Sampler
-from hvdkit.data.source import Source
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.run.actions import Result
 from hvdkit.run.benchmark import count_operations, peak_bytes
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import schedule
+from hvdkit.train.step import Result
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
@@ -38,9 +36,9 @@ if TYPE_CHECKING:
 STEPS = 2
 _PREFIX = ".dry-run-"
 _STEPS_OF_RATES = 200  # of --find_lr
-_BATCHES = 4  # of each rank, that are evaluated
+BATCHES = 4  # of each rank, that are evaluated
 _SHOWN = 8  # ranks, and samples of each
-_WIDTH, _HEIGHT = 60, 8  # of the plot, in characters
+_RATES = 9  # that are shown, of steps at equal distances
 _WIRE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of a float32's bytes
 
 
@@ -81,20 +79,6 @@ def _clear(parent: Path) -> None:
             shutil.rmtree(lock.parent, ignore_errors=True)
 
 
-class Few:
-    """The first samples of a source."""
-
-    def __init__(self, source: Source, config: Settings, world: World) -> None:
-        self._source = source
-        self._count = min(len(source), _BATCHES * config.eval_batch_size * world.size)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._source, name)
-
-
 class DryRun:
     """The last action of a dry run: a save and an evaluation, then the run ends."""
 
@@ -126,20 +110,20 @@ class DryRun:
         return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
 
 
-def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -> None:
+def describe(run: Run) -> None:
     """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
-    config, world = run.config, run.world
-    ids = sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
+    config, world = run.context.config, run.world
+    ids = run.sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
     everyone = world.gather_objects((len(ids), ids[:_SHOWN].tolist()), "dry_run.shares")
     if not world.is_chief:
         return
     say(world, "\nsettings that are not the defaults:")
-    for name, value in given.not_defaults().items():
+    for name, value in run.given.not_defaults().items():
         say(world, f"  --{name}={value}")
     say(world, "")
     os.environ["COLUMNS"] = "100"  # or it is cut where a terminal, or none, has 80
     run.model.summary(line_length=100, print_fn=lambda line: say(world, line))
-    for line in _sizes(run, spec):
+    for line in _sizes(run.context, run.feed.spec):
         say(world, line)
     for rank, (count, first) in enumerate(everyone[:_SHOWN]):
         named = ", ".join(map(str, first)) + (", ..." if count > len(first) else "")
@@ -147,21 +131,11 @@ def describe(run: RunContext, given: Settings, *, sampler: Sampler, spec: Any) -
     if world.size > _SHOWN:
         say(world, f"... and {world.size - _SHOWN} more ranks")
     rates = schedule.of_run(run.task, config, world.size)
-    steps = np.linspace(0, config.num_steps - 1, min(config.num_steps, _WIDTH)).round()
-    values = [float(rates(tf.constant(int(step), tf.int64))) for step in steps]
+    steps = sorted(set(np.linspace(1, config.num_steps, _RATES).astype(int).tolist()))
+    values = [float(rates(tf.constant(step - 1, tf.int64))) for step in steps]
+    shown = ", ".join(f"{value:.3g} at {step:,}" for step, value in zip(steps, values))
     policy = schedule.describe(run.task, config, world.size)
-    say(world, f"\nlearning rate ({policy}), steps 1 to {config.num_steps:,}:")
-    say(world, plot(values) + "\n")
-
-
-def plot(values: Sequence[float]) -> str:
-    """A bar for each value, as columns of #; lines of text."""
-    most, lines = max(values) or 1.0, []
-    for level in range(_HEIGHT, 0, -1):
-        label = f"{most:.3g}" if level == _HEIGHT else ""
-        bars = ("#" if round(v / most * _HEIGHT) >= level else " " for v in values)
-        lines.append(f"{label:>9} |{''.join(bars)}".rstrip())
-    return "\n".join([*lines, f"{'0':>9} +" + "-" * len(values)])
+    say(world, f"\nlearning rate ({policy}), by step: {shown}\n")
 
 
 def _sizes(run: RunContext, spec: Any) -> list[str]:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hvdkit.ranks.world import say
-from hvdkit.run.actions import Result
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE
+from hvdkit.train.step import Result
 
 _WINDOW = math.log(32.0)  # over which the loss is smoothed: a factor of the rate
 _CLEAR = 4.0  # standard errors that a fall must have

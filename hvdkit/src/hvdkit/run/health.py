@@ -1,18 +1,17 @@
 """What can go wrong in mid-run: this rank's votes, and a verdict that is the same on all ranks."""
 
+from __future__ import annotations
+
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint import lease, run_folder
-from hvdkit.checkpoint.saver import MOST_FAILED, Saver
-from hvdkit.data.pipeline import TrainingFeed
-from hvdkit.data.sampler import Sampler
+from hvdkit.checkpoint.saver import MOST_FAILED
 from hvdkit.logs import join
 from hvdkit.ranks import agreement
 from hvdkit.ranks.interrupt import StopSignal
@@ -20,17 +19,17 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.run.bad_samples import BadSamples
-from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
 from hvdkit.train import fixed_point
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import LossScale
-from hvdkit.train.state import State
+from hvdkit.train.step import Result
+
+if TYPE_CHECKING:
+    from hvdkit.run.loop import Run
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20
-
-Result = Mapping[str, tf.Tensor]  # what a train step returns
 
 
 class Ending(NamedTuple):
@@ -46,28 +45,17 @@ class Ending(NamedTuple):
 class Health:
     """This rank's votes, and what the votes and figures of all ranks say about the run."""
 
-    def __init__(
-        self,
-        world: World,
-        config: Settings,
-        *,
-        sampler: Sampler,
-        feed: TrainingFeed,
-        stop_signal: StopSignal,
-        saver: Saver,
-        state: State,
-    ) -> None:
-        self._world, self._feed, self.stop_signal = world, feed, stop_signal
-        self._sampler, self._config = sampler, config
-        self.pace = Pace(world, sampler.micro_batches * sampler.local_micro_size)
-        self.bad_samples = BadSamples(world, config, sampler.num_samples)
-        self._saver, self._state = saver, state
-        self._trainable = state.trainable_flags()
+    def __init__(self, run: Run, stop_signal: StopSignal) -> None:
+        self._world, self._config, self._sampler = run.world, run.settings, run.sampler
+        self._feed, self._saver, self._state = run.feed, run.saver, run.state
+        self.stop_signal = stop_signal
+        self.pace = Pace(run.world, run.sampler.micro_batches * run.sampler.local_micro_size)
+        self.bad_samples = BadSamples(run.world, run.settings, run.sampler.num_samples)
+        self._trainable = run.state.trainable_flags()
         self._fault: tuple | None = None  # of this rank at the newest step, an Ending
-        self._num_steps = config.num_steps
-        self._float16 = config.precision == "float16"
+        self._float16 = run.settings.precision == "float16"
         self._noted = False  # that gradients are too small
-        self._noted_step = 0  # the newest step that was skipped
+        self._waits: Result | None = None  # of the newest step, until it is judged
         self.waited = 0.0  # seconds that verdicts waited for steps to be done: a GPU works then
 
     def votes(self) -> tf.Tensor:
@@ -85,34 +73,34 @@ class Health:
             code, reason = (NOT_NOW, "data away") if away else (WRONG_USE, "bad data")
             return Ending(code, reason, error, save=True)
         if self._state.trainable_flags() != self._trainable:
-            why = optimizers.changed_trainable(self._state.optimizer, self._state.model)
-            return why and Ending(WRONG_USE, "trainable changed", why, save=True)
+            try:
+                optimizers.check_trainable(self._state.optimizer, self._state.model)
+            except ValueError as why:
+                return Ending(WRONG_USE, "trainable changed", str(why), save=True)
         if why := lease.lost(Path(self._config.run_dir)):
             return Ending(NOT_NOW, "taken over", why, save=False)
         return None
 
-    def after_step(
-        self, previous: Result | None, result: Result, *, at_once: bool
-    ) -> Ending | None:
+    def after_step(self, result: Result, *, at_once: bool) -> Ending | None:
         """`verdict` one step late, so that a GPU already has the next step to work on, unless
         `at_once` or the run ends."""
-        ending = self.verdict(previous)
+        ending = self.verdict()
+        self._waits = result
         if ending or at_once:
-            ending = self.verdict(previous, result)
+            newest = self.verdict()
+            if not ending or (newest and ending.code == PREEMPTED):  # others are graver
+                ending = newest
         heartbeat.leave_step()
         return ending
 
-    def verdict(self, *results: Result | None) -> Ending | None:
-        """Why the run must end after these steps, the same on every rank; None: it goes on.
+    def verdict(self) -> Ending | None:
+        """Why the run must end after the newest step, the same on every rank; None: it goes on.
 
-        All ranks must call it with the results of the same steps; None: a step that was not made.
+        All ranks must call it after the same steps. Each step is judged once.
         """
-        endings = [self._judge(result) for result in results if result is not None]
-        found = [ending for ending in endings if ending]
-        graver = [ending for ending in found if ending.code != PREEMPTED]  # than a stop signal
-        return next(iter(graver or found), None)
-
-    def _judge(self, result: Result) -> Ending | None:
+        result, self._waits = self._waits, None
+        if result is None:
+            return None
         start = time.perf_counter()
         counted = result["votes"].numpy()
         self.waited += time.perf_counter() - start
@@ -158,15 +146,14 @@ class Health:
         if self._float16:  # a smaller loss scale may help
             most = MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
         # A run whose second half was skipped has not trained, however short it is.
-        trained = step < self._num_steps or skipped <= self._num_steps // 2
+        trained = step < self._config.num_steps or skipped <= self._config.num_steps // 2
         whose = self._whose(result)
         if skipped >= most or not trained:
             ending = Ending(DIVERGED, "diverged", _figures(result) + whose, save=False)
             return ending._replace(bad_since=step - skipped + 1)
         # A gradient that float16's loss scale made too large is usual.
         usual = self._float16 and math.isfinite(float(result["loss"]))
-        if not usual and step != self._noted_step:
-            self._noted_step = step
+        if not usual:
             what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
             say(self._world, f"note: step {step} is skipped, its {what}{whose}")
         return None

@@ -25,13 +25,13 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
-from hvdkit.run.actions import Action, Result, evaluates_first
+from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
 from hvdkit.run.context import begin, describe, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
-from hvdkit.train.step import Step
+from hvdkit.train.step import Result, Step
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 
@@ -74,10 +74,8 @@ class Run:
         self.parts = Step(context.config, world, self.task, state=self.state, spec=self.feed.spec)
         self.weights, self.reduction = self.parts.weights, self.parts.reduction
         self.saver = Saver(context.checkpoints)
-        parts = {n: getattr(self, n) for n in ("sampler", "feed", "saver", "state")}
-        self.health = Health(world, self.settings, stop_signal=stop_signal, **parts)
+        self.health = Health(self, stop_signal)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
-        self._result: Result | None = None  # of the newest step
         self._ending: Ending | None = None
         self._waits_for_result = False
         self.actions: list[Action] = []  # once the run's folder is open
@@ -101,9 +99,9 @@ class Run:
         with world.fail_together("reading the validation data"):
             reader = task_checks.reader(self.task, context.val_source, training=False)
             share = {"rank": world.rank, "size": world.size, "workers": workers}
-            scored = modes.scored(context)
-            val_feed = EvaluationFeed(scored, reader, settings.eval_batch_size, **share)
-        self.evaluator = Evaluator(context, val_feed)
+            parts = context.val_source, reader, settings.eval_batch_size
+            self.val_feed = EvaluationFeed(*parts, **share)
+        self.evaluator = Evaluator(context, self.val_feed)
 
     # ---- the step ---------------------------------------------------------------------------
 
@@ -180,10 +178,9 @@ class Run:
             raise Stop(WRONG_USE, _ONE_EACH)
         self._waits_for_result = False
         self.seconds_in_steps += time.perf_counter() - self._called
-        previous, self._result = self._result, result
         due = [action for action in self.actions if action.due(self.step)]
         at_once = any(action.settles for action in due)  # an action looks at the weights
-        ending = self.health.after_step(previous, result, at_once=at_once)
+        ending = self.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
             # A stop ends the run after this step, which is logged and saved like any other. A rerun
             # makes up for an evaluation.
@@ -212,7 +209,7 @@ class Run:
         self.health.bad_samples.begin()
         if start.found:
             say(world, f"resuming from {start.path} at step {start.step}")
-        self.save, self.evaluate = modes.save_and_evaluate(self)
+        self.save, self.evaluate = Save(self), Evaluate(self)
         self.actions = modes.actions(self, others)
         # However it ends: nothing reads ahead any more, what is being written is written.
         for part in (self.feed, self.saver, self.telemetry):
@@ -226,7 +223,7 @@ class Run:
         if not self.actions or self._waits_for_result:
             raise Stop(WRONG_USE, _ONE_EACH)
         with self.open_parts:
-            ending = self._ending or self.health.verdict(self._result)
+            ending = self._ending or self.health.verdict()
             if ending is None and self.step < self.settings.num_steps:
                 message = f"train.py ended the run at step {self.step} of {self.settings.num_steps}"
                 ending = Ending(DONE, "ended by train.py", message, save=True)

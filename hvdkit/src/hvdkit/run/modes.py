@@ -10,16 +10,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdkit.data.source import Source
-from hvdkit.ranks.world import World, say
+from hvdkit.ranks.world import World
 from hvdkit.run import dry_run, find_lr
-from hvdkit.run.actions import Action, CheckDrift, Evaluate, Log, Own, Save, Sync
+from hvdkit.run.actions import Action, CheckDrift, Log, Own, Sync
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
@@ -36,28 +34,18 @@ def of(settings: Settings) -> str:
     return next(found, "train")
 
 
-@contextlib.contextmanager
-def folder(settings: Settings, world: World) -> Iterator[Settings]:
+def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]:
     """The settings with the folder of this kind of run; every rank must call it."""
-    if of(settings) in ("dry_run", "find_lr"):
-        with dry_run.throwaway(settings, world) as changed:
-            yield changed
-    else:
-        yield settings
-
-
-def scored(context: RunContext) -> Source:
-    """The validation samples that an evaluation takes."""
-    if of(context.config) == "dry_run":
-        return dry_run.Few(context.val_source, context.config, context.world)
-    return context.val_source
+    leaves_nothing = of(settings) in ("dry_run", "find_lr")
+    return dry_run.throwaway(settings, world) if leaves_nothing else nullcontext(settings)
 
 
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
     run.parts.try_state(run.feed.sample)
     if run.mode == "dry_run":
-        dry_run.describe(run.context, run.given, sampler=run.sampler, spec=run.feed.spec)
+        run.val_feed.rounds = min(run.val_feed.rounds, dry_run.BATCHES)
+        dry_run.describe(run)
     if run.mode == "benchmark":
         run.benchmark = Benchmark(run)
     else:
@@ -76,21 +64,6 @@ def actions_of_task(context: RunContext) -> list[Action]:
     with context.world.fail_together(what), task_checks.user_code_errors("actions"):
         seen = dataclasses.replace(context, config=tasks.settings_of(context.task, context.config))
         return [Own(context.world, action) for action in task_checks.actions(make(seen))]
-
-
-def save_and_evaluate(run: Run) -> tuple[Save, Evaluate]:
-    """The two actions that write checkpoints and scores.
-
-    A checkpoint of another folder is not in this one yet, nor are the scores before it; scores of
-    another measure do not count.
-    """
-    start = run.start
-    is_own = start.source == "own"
-    other_step, other_measure = run.context.checkpoints.other_scores()
-    if other_measure:
-        say(run.world, f"note: {other_measure}")
-    save = Save(run, start.step if is_own else None)
-    return save, Evaluate(run, other_step if is_own else start.step)
 
 
 def actions(run: Run, others: list[Action]) -> list[Action]:

@@ -137,7 +137,13 @@ def build(
     """
     variables = model.trainable_variables
     _check_weights(config, variables)
-    optimizer = _own(config, own(model)) if own else _of_flags(config, variables)
+    if own:
+        found = own(model)
+        optimizer = groups.Groups(found) if isinstance(found, (list, tuple)) else found
+        for one in groups.parts(optimizer):
+            _check_own(config, one)
+    else:
+        optimizer = _of_flags(config, variables)
     optimizer.build(variables)
     return optimizer
 
@@ -161,15 +167,8 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
     return optimizer
 
 
-def _own(config: Settings, found: Any) -> keras.optimizers.Optimizer:
-    """The task's optimizer, or one of its groups; refused where it does what the run does."""
-    optimizer = groups.Groups(found) if isinstance(found, (list, tuple)) else found
-    for one in groups.parts(optimizer):
-        _check_own(config, one)
-    return optimizer
-
-
 def _check_own(config: Settings, optimizer: Any) -> None:
+    """A task's optimizer, or that of a group: refused where it does what the run does."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -226,22 +225,15 @@ def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
 
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
     """Raises ValueError when other weights are trainable than those the optimizer was built for."""
-    if why := changed_trainable(optimizer, model):
-        raise ValueError(why)
-
-
-def changed_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> str | None:
-    """A sentence about weights that are trainable now and were not, or the reverse."""
     built = {id(v): v for v in optimizer._trainable_variables}
     now = {id(v): v for v in model.trainable_variables}
     changed = [v.path for key, v in (built | now).items() if (key in built) != (key in now)]
-    if not changed:
-        return None
-    return (
-        f"`trainable` changed after the optimizer was built, first of {changed[0]}, which has "
-        "no effect: set it in the task's build_model. To train a part later, start another run "
-        "from this one's weights (--init_from)"
-    )
+    if changed:
+        raise ValueError(
+            f"`trainable` changed after the optimizer was built, first of {changed[0]}, which has "
+            "no effect: set it in the task's build_model. To train a part later, start another run "
+            "from this one's weights (--init_from)"
+        )
 
 
 def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
