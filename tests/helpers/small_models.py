@@ -1,10 +1,6 @@
 """Builders of the models that kinds_of_models.py lists."""
 
-import tempfile
-from pathlib import Path
-
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 
@@ -145,17 +141,6 @@ def made_in_training(model, x, training):
     return model.head(model.late(y) if training else y)
 
 
-def in_lists():
-    parts = {"blocks": [[dense(), bn()], (dense(), bn())], "named": {"head": layers.Dense(2)}}
-
-    def called(model, x, training):
-        for first, second in model.blocks:
-            x = second(first(x), training=training)
-        return model.named["head"](x)
-
-    return Called(called, **parts)
-
-
 def tied():
     table = layers.Embedding(IDS, 4)
 
@@ -171,24 +156,6 @@ def frozen_inside():
     inner.build((None, 6))
     inner.trainable = False
     return functional(inner, dense(), bn(), layers.Dense(2), shape=(6,))
-
-
-def loaded():
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "m.keras"
-        functional(dense(), bn(), layers.Dense(2), shape=(6,)).save(path)
-        return keras.models.load_model(path)
-
-
-def standardized():
-    first = layers.Normalization()
-    first.adapt(np.arange(60.0).reshape(10, 6))
-    return functional(first, dense(), layers.Dense(2), shape=(6,))
-
-
-def half_precision():
-    last = layers.Activation("linear", dtype="float16")
-    return functional(dense(), layers.Dense(2), last, shape=(6,))
 
 
 def mixed_types():
@@ -240,9 +207,9 @@ def remember(layer, x, training):
     return x
 
 
-def raw_variable(trainable):
+def raw_variable():
     def make(layer):
-        layer.own = tf.Variable(1.5, trainable=trainable, dtype=tf.float64)
+        layer.own = tf.Variable(1.5, dtype=tf.float64)
 
     return functional(Step(lambda s, x, t: x * s.own, make), layers.Dense(2), shape=(6,))
 
