@@ -190,7 +190,7 @@ def check_what_evaluation_reads_and_nobody_holds_is_refused(world):
 
 
 class Keeps(keras.layers.Layer):
-    """A queue as of MoCo, sums and counts as of VQ-VAE's codebook, a range, a counter."""
+    """A queue and a slow copy as of MoCo, counts as of VQ-VAE's codebook, a range, counters."""
 
     combines: ClassVar = {
         "queue": "concatenate",
@@ -198,6 +198,7 @@ class Keeps(keras.layers.Layer):
         "count": "sum",
         "mean": "mean",
         "updates": "mean",
+        "slow": "same",
         "highest": "max",
         "lowest": "min",
     }
@@ -206,12 +207,16 @@ class Keeps(keras.layers.Layer):
         shapes = {"queue": (20, 6), "counts": (6,), "mean": (6,), "highest": (), "lowest": ()}
         for name, size in shapes.items():
             setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
+        self.fast = self.add_weight(shape=(6,), name="fast", initializer="ones")
+        self.slow = self.add_weight(shape=(6,), name="slow", trainable=False)
         whole = {"shape": (), "dtype": "int64", "trainable": False}
         self.count, self.updates = (self.add_weight(name=n, **whole) for n in ("count", "updates"))
 
     def call(self, x, training=False):
-        pulled = x + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
+        pulled = x * self.fast + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
+        pulled += 0.1 * self.slow
         if training:
+            self.slow.assign(0.9 * self.slow + 0.1 * self.fast)
             self.queue.assign(tf.concat([self.queue.value, x], 0)[-20:])
             self.counts.assign(0.9 * self.counts + 0.1 * tf.reduce_sum(x, 0))
             self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, 0))
@@ -222,110 +227,32 @@ class Keeps(keras.layers.Layer):
         return pulled
 
 
-class Moco(keras.layers.Layer):
-    """Momentum contrast: each sample's key and a queue of earlier ones, told apart by its query."""
-
-    combines: ClassVar = {"queue": "concatenate", "slow": "same"}
-
-    def build(self, shape):
-        self.fast, self.slow = (
-            self.add_weight(shape=(shape[-1], 4), name=name, trainable=name == "fast")
-            for name in ("fast", "slow")
-        )
-        self.queue = self.add_weight(shape=(20, 4), name="queue", trainable=False)
-
-    def call(self, x, training=False):
-        if training:
-            self.slow.assign(0.9 * self.slow + 0.1 * self.fast)
-        query = tf.math.l2_normalize(x @ self.fast, -1)
-        key = tf.stop_gradient(tf.math.l2_normalize((x + 0.1) @ self.slow, -1))
-        own = tf.reduce_sum(query * key, -1, keepdims=True)
-        logits = 5.0 * tf.concat([own, query @ tf.transpose(self.queue.value)], -1)
-        if training:
-            self.queue.assign(tf.concat([self.queue.value, key], 0)[-20:])
-        return logits
-
-
-class Codebook(keras.layers.Layer):
-    """VQ-VAE's, of moving sums (van den Oord et al. 2017, arXiv:1711.00937, appendix A.1)."""
-
-    combines: ClassVar = {"counts": ("sum", 0.9), "sums": ("sum", 0.9)}
-
-    def build(self, shape):
-        ones, draw = keras.initializers.Ones(), keras.initializers.RandomNormal(seed=4)
-        self.counts = self.add_weight(shape=(5,), initializer=ones, name="counts", trainable=False)
-        how = {"initializer": draw, "name": "sums", "trainable": False}
-        self.sums = self.add_weight(shape=(5, shape[-1]), **how)
-
-    def call(self, x, training=False):
-        codes = self.sums / self.counts[:, None]
-        nearest = tf.argmin(tf.norm(x[:, None] - codes[None], axis=-1), -1)
-        if training:
-            chosen = tf.one_hot(nearest, 5, dtype=x.dtype)
-            self.counts.assign(0.9 * self.counts + 0.1 * tf.reduce_sum(chosen, 0))
-            self.sums.assign(0.9 * self.sums + 0.1 * tf.transpose(chosen) @ x)
-        return x + tf.stop_gradient(tf.gather(codes, nearest) - x)
-
-
-class Quantized(keras.layers.Layer):
-    """Whole numbers of 8 bits between the least and the most that earlier batches had."""
-
-    combines: ClassVar = {"least": "min", "most": "max"}
-
-    def build(self, shape):
-        start = keras.initializers.Constant
-        for name, value in (("least", -0.5), ("most", 0.5)):
-            how = {"initializer": start(value), "name": name, "trainable": False}
-            setattr(self, name, self.add_weight(shape=(), **how))
-
-    def call(self, x, training=False):
-        ends = [tf.cast(end.value, tf.float32) for end in (self.least, self.most)]
-        rounded = tf.quantization.fake_quant_with_min_max_vars(tf.cast(x, tf.float32), *ends)
-        if training:
-            self.least.assign(tf.minimum(self.least, tf.reduce_min(x)))
-            self.most.assign(tf.maximum(self.most, tf.reduce_max(x)))
-        return tf.cast(rounded, x.dtype)
-
-
 class Keeping(Whole):
-    layer = Keeps
-
     def build_model(self):
-        first = [] if self.layer is Moco else [keras.layers.Dense(FEATURES, activation="tanh")]
-        model = classifier(*first, self.layer(), keras.layers.Dense(5, activation="tanh"))
-        return keras.Model(model.inputs, model.layers[1].output) if self.layer is Moco else model
-
-    def training_example(self, sample, key):
-        example = super().training_example(sample, key)
-        # Moco: every sample's own key comes first.
-        return example | {"targets": example["targets"] * (self.layer is not Moco)}
+        first, last = (keras.layers.Dense(n, activation="tanh") for n in (FEATURES, 5))
+        return classifier(first, Keeps(), last)
 
 
 def check_state_combines_as_one_process_has_it(world):
     """Resumed once on real ranks; virtual ones weigh shares alike."""
     virtual = {"virtual_ranks": 3, "global_batch_size": 12}
-    for layer in (Keeps, Moco, Codebook, Quantized):
-        # One layer has all rules: the others' are the same ones with virtual ranks.
-        for name, more in (("real", {}), ("virtual", virtual))[: 1 + (layer is Keeps)]:
-            size = more.get("global_batch_size", SIZE)
-            data = lambda self, size=size: (numbers(1, size), numbers(2, 5))  # noqa: E731
-            task = type("Task", (Keeping,), {"sources": data, "layer": layer})
-            run_dir = str(folder(world) / f"{name}-{layer.__name__}")
-            how = WHOLE | {"seed": 1, "run_dir": run_dir} | more
-            if name == "real":
-                fit(world, task, num_steps=2, **how)
-            ended = fit(world, task, num_steps=3, **how)
-            keras.utils.set_random_seed(1)
-            model = task(None).build_model()
-            x, y = arrays(1, size)
-            loss = keras.losses.SparseCategoricalCrossentropy(True)
-            model.compile(keras.optimizers.SGD(0.1), loss)
-            sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
-            for step in range(3):
-                ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
-                labels = y[ids] * (layer is not Moco)
-                model.train_on_batch(tf.constant(x[ids]), labels)
-            same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
+    for name, more in (("real", {}), ("virtual", virtual)):
+        size = more.get("global_batch_size", SIZE)
+        data = lambda self, size=size: (numbers(1, size), numbers(2, 5))  # noqa: E731
+        task = type("Task", (Keeping,), {"sources": data})
+        how = WHOLE | {"seed": 1, "run_dir": str(folder(world) / name)} | more
+        if name == "real":
+            fit(world, task, num_steps=2, **how)
+        ended = fit(world, task, num_steps=3, **how)
+        keras.utils.set_random_seed(1)
+        model = task(None).build_model()
+        x, y = arrays(1, size)
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
+        for step in range(3):
+            ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
+            model.train_on_batch(tf.constant(x[ids]), y[ids])
+        same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
 
 
 def check_state_without_a_rule_is_refused_before_the_first_step(world):
