@@ -124,11 +124,6 @@ class InFunctions(keras.Model):
         return self.part(y) + self.part(y * y + 1) + self.bn(tf.sin(y), training=True)
 
 
-def nested():
-    inner = functional(bn(scale=False), Net(bn(center=False)), shape=(6, 4))
-    return functional(Net(Block(), inner), layers.Dense(2))
-
-
 def masked():
     x, valid = keras.Input((6, 3)), keras.Input((6,))
     y = layers.BatchNormalization()(layers.Dense(2)(x), mask=keras.ops.greater(valid, 0))
@@ -151,9 +146,7 @@ def bn(**named):
 # Name: how to make it, and the shape of one sample.
 MODELS = {
     "custom layers of one name": (lambda: Net(Block(name="b"), Block(name="b")), (6, 3)),
-    "nested": (nested, (6, 3)),
     "called in functions": (InFunctions, (6, 3)),
-    "time distributed": (lambda: functional(layers.TimeDistributed(Block())), (6, 3)),
     "unrolled both ways": (both_ways, (4, 3)),
     "frozen": (frozen, (6, 3)),
     "channels first": (lambda: Net(layers.Dense(2), bn(axis=1, momentum=0.3)), (3, 2, 2)),

@@ -240,14 +240,6 @@ def check_flags_that_must_not_change_the_weights(world):
     all_pass(world, attempt, facts)
 
 
-def check_the_average_is_what_is_evaluated(world):
-    if world.size == 1:
-        made, flags = sweep(world), ("", "--ema_decay=0.9", "--eval_batch_size=3")
-        plain, averaged, other = (made.run([given]).summary["eval_loss"] for given in flags)
-        assert plain != averaged
-        np.testing.assert_allclose(plain, other, rtol=1e-6)
-
-
 def check_what_a_run_refuses(world):
     made = sweep(world)
 

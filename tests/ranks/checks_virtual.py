@@ -13,7 +13,6 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from small_models import Step, weight
 from small_runs import CLASSES, FEATURES, Small, classifier, fit
 
 from hvdkit.evaluate import metrics
@@ -311,21 +310,6 @@ class Spectral(Small):
 
 def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
     ends(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
-
-
-class Counts(Small):
-    def build_model(self):
-        def count(layer, x, training):
-            if training:
-                layer.seen.assign_add(tf.shape(x)[0])
-            return x
-
-        seen = weight("seen", initializer="zeros", dtype="int32", trainable=False)
-        return classifier(Step(count, seen))
-
-
-def check_state_that_cannot_be_combined_is_refused(world):
-    ends(world, Counts, WRONG_USE, "seen", "`combines`")
 
 
 def check_ranks_with_other_kernels_are_refused(world):
