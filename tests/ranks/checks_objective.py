@@ -180,12 +180,6 @@ def check_terms_that_are_none_are_refused(world):
             },
             ("loss/box of", "one by one", "across.gather"),
         ),
-        (  # as mixing with the sample before
-            lambda terms: {
-                "box": (terms["box"][0] * tf.roll(terms["box"][0], 1, 0), *terms["box"][1:])
-            },
-            ("loss/box of", "one by one"),
-        ),
         (
             lambda terms: {"box": (shrunk(terms["box"][0]), *terms["box"][1:])},
             ("gradient by the outputs", "one by one"),
