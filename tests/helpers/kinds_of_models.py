@@ -146,11 +146,6 @@ KINDS = {
     "dropout, subclassed": Kind(
         lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK, settings=MICRO
     ),
-    "recurrent with dropout": Kind(
-        lambda: between(layers.GRU(6, dropout=0.2, recurrent_dropout=0.3), shape=(5, 3)),
-        (5, 3),
-        end=BY_RANK,
-    ),
     # What cannot be trained
     "state of the batch": Kind(
         lambda: between(
