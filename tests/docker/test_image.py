@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, run
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, executable, run
 from projects import GIT, shell
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -69,8 +69,7 @@ def builder(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "Dockerfile", checkout)
     where = "https://ada:geheim@git.example.com/train.git"
     shell(f"git init -q; git add -A; git commit -qm 1; git remote add origin {where}", checkout)
-    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "BUILDKIT $DOCKER_BUILDKIT" "$@"\n')
-    (tmp_path / "docker").chmod(0o755)
+    executable(tmp_path / "docker", 'printf "%s\\n" "BUILDKIT $DOCKER_BUILDKIT" "$@"')
     return checkout / "docker/build.sh"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import require
+from hosts import executable, require
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -45,13 +45,6 @@ def complaint(result: subprocess.CompletedProcess) -> str:
     lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
     assert lines[-1].startswith("error: ") and "Traceback" not in result.stderr, result.stderr
     return lines[-1]
-
-
-def executable(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 def copy_checkout(to: Path) -> Path:

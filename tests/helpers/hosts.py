@@ -22,6 +22,8 @@ from typing import TypeVar
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Stands for training where a launcher is tested.
+STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 PORT = 2222
 _LAST_LINES = 60
 # Slower than this machine can copy, so that it is the same between all hosts.
@@ -220,6 +222,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     three = Hosts(tmp_path_factory.mktemp("hosts"), 3)
     yield three
     three.end()
+
+
+def executable(path: Path, script: str = "") -> Path:
+    """A program that runs the shell's `script`; its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 def make_key(file: Path) -> None:

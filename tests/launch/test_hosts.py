@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
+from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, require, run
 from terminal import CTRL_C, Terminal
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
-STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222"]
 # The graph is built in a few seconds, and a step takes milliseconds.
 TRAINING = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", "--log_every=1"]
@@ -184,21 +183,6 @@ def test_a_run_saves_when_make_is_ended(tiny_data: Path, tmp_path: Path, how: in
     make.send_signal(how)
     assert any("saved at step" in line for line in make.stdout)
     assert make.wait(60) != 0 and len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_second_ctrl_c_in_a_terminal_ends_training_at_once(tmp_path: Path):
-    words = [HOSTS_SH, "-np", "2", *TRAINING, f"--run_dir={tmp_path}"]
-    with Terminal(words, ROOT / "template", ENVIRONMENT) as terminal:
-        terminal.wait_for("2 ranks on", 200)
-        terminal.press(CTRL_C)
-        terminal.wait_for(SAYS, 5)
-        time.sleep(0.7)
-        terminal.press(CTRL_C)
-        assert terminal.wait(8) == 130, terminal.shown
-        assert "saved at" not in terminal.shown and "Traceback" not in terminal.shown
-        assert not terminal.left_after(5)
 
 
 def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path):

@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from hosts import ROOT, run
+from hosts import ROOT, executable, run
 
 MANIFEST, JOBSET = ROOT / "launch" / "mpijob.yaml", ROOT / "launch" / "jobset.yaml"
 _VARIANTS = ("kueue", "gang", "tolerations", "rdma", "efa")
@@ -174,8 +174,7 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     words = [word.replace(f"$({uid['name']})", "7") for word in words]
     assert words[:2] == ["hvdkit", "supervise"] and "/runs/.ended-7" in words
     (tmp_path / "hostfile").write_text("train-worker-0 slots=8\n")
-    (tmp_path / "ssh").write_text("#!/bin/sh\n")  # it answers
-    (tmp_path / "ssh").chmod(0o755)
+    executable(tmp_path / "ssh")  # it answers
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     for path in ("/runs", "/etc/mpi"):
         words = [word.replace(path, str(tmp_path)) for word in words]

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Hosts
+from hosts import ROOT, STAND_IN, Hosts
 from slurm import Slurm
 
-STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 TRAINING = [sys.executable, str(ROOT / "template" / "train.py")]
 BLANK = [*TRAINING, f"--flagfile={ROOT}/template/configs/blank.cfg"]
 BLANK += ["--num_steps=2", "--eval_every=0"]

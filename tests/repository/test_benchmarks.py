@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hosts import ROOT
+from hosts import ROOT, executable
 
 from ranks import ENVIRONMENT
 
@@ -49,9 +49,7 @@ def parts(results, *names: str) -> dict:
 
 
 def test_all_output_is_in_the_file(results, tmp_path, capfd):
-    out, torch = tmp_path / "RESULTS.md", tmp_path / "python"
-    torch.write_text("#!/bin/sh\necho 2.0 0.15\n")
-    torch.chmod(0o755)
+    out, torch = tmp_path / "RESULTS.md", executable(tmp_path / "python", "echo 2.0 0.15")
     assert results.run_all(parts(results, "well"), str(torch), out) == 0
     for line in (
         r"^- date: 20\d\d-\d\d-\d\d \d\d:\d\d UTC, commit \w+",
