@@ -238,7 +238,7 @@ def test_a_host_that_failed_is_left_out_where_there_are_spares(tmp_path: Path, a
         "--max-np",
         "2",
     ]
-    words += ["--min-hosts", "3", "--", "bash", tmp_path / "hosts.sh"]
+    words += ["--", "bash", tmp_path / "hosts.sh"]
     ended = run(words, 30, answering)
     assert ended.code == 0 and "node1:1,node2:1\n" in ended.output, ended.output
     assert ended.output.endswith("node1:1,node3:1\n"), ended.output

@@ -51,8 +51,8 @@ def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
         np.testing.assert_array_equal(one["image"], two["image"])
         assert one["label"] == two["label"] and "file" not in two
     order = np.array([5, 0, 3, 2])
-    datas = [data for index in order for data in ahead.fetch(np.array([index]))[0]]
-    assert [*ahead.fetch(order)[0]] == datas
+    parts = [data for index in order for data in ahead.fetch(np.array([index]))[0]]
+    assert [*ahead.fetch(order)[0]] == parts
     shard = next((tmp_path / "b").glob("*.tfrecord"))
     shard.write_bytes(shard.read_bytes()[:60])
     readers.explained(ahead, 4, shard, "record of sample 0")

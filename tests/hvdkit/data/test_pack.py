@@ -331,12 +331,25 @@ def test_what_other_tools_packed_is_packed_or_refused(tmp_path: Path, capsys, la
         fails("1 of 2 files are missing, number 1 first")
 
 
+def damaged(tar: Path) -> None:
+    """One bit of its last header, which tarfile takes for the end."""
+    whole = bytearray(tar.read_bytes())
+    whole[whole.rindex(b"s2.cls")] ^= 1
+    tar.write_bytes(whole)
+
+
 @pytest.mark.parametrize(
     ("layout", "write", "words"),
     [
         ("webdataset", lambda root: write_tars(root, (".png", ".gif", ".webp")), "s1 has .gif, .j"),
         ("webdataset", lambda root: write_tars(root, texts=("1", "cat", "2")), "holds b'cat'"),
         ("tfrecords", lambda root: write_examples(root, labels=(1, 0, 2)), r"\[0\] as image/class"),
+        (
+            "tfrecords",
+            lambda root: shutil.copy(write_examples(root), root / "train-00001-of-00003"),
+            "in 00002 and in 00003 files",
+        ),
+        ("webdataset", lambda root: damaged(write_tars(root, texts="123")), "is damaged"),
         ("tfrecords", lambda root: write_examples(root, ("image", "y")), "has image, y: image/enc"),
     ],
 )

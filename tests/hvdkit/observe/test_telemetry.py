@@ -71,6 +71,19 @@ def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().out.count(note) == 1
 
 
+def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, monkeypatch):
+    write, left = os.write, [10_000, 20, 0, 10_000]  # bytes, by line
+
+    def limited(handle: int, data: bytes) -> int:
+        return write(handle, data[: left.pop(0)])
+
+    with opened(tmp_path) as made, monkeypatch.context() as patch:
+        patch.setattr(os, "write", limited)
+        for step in (1, 2, 3, 4):
+            log(made, step)
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
     shown = []

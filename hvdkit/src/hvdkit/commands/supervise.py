@@ -197,7 +197,7 @@ class Supervisor:
             text = line.decode(errors="replace")
             self._died = self._died or _ENDED.search(text)
             if failed := _FAILED.search(text):
-                host = next(filter(None, failed.groups()))
+                host = next(filter(None, failed.groups())).partition(".")[0]
                 self._failed[host] = self._failed.get(host, 0) + 1
             with contextlib.suppress(OSError):
                 os.write(2, line)
@@ -239,7 +239,10 @@ class Supervisor:
                 lack = f"of --min-hosts={options.min_hosts} hosts there are {len(there)}"
             if not (lack or missing):
                 break
-            if waited >= options.pause and len(there) >= (options.min_hosts or len(listed) + 1):
+            enough = len(there) >= (options.min_hosts or len(listed) + 1)
+            if not options.min_hosts and options.max_np:  # without some spares
+                enough = sum(there.values()) >= options.max_np
+            if waited >= options.pause and enough:
                 _say(f"going on without {missing}, on {len(there)} host(s)")
                 break
             lack = lack or f"no answer to ssh from {missing}"
@@ -261,7 +264,7 @@ class Supervisor:
         except ValueError as error:
             _say(f"hosts are not asked: {error}")
             return
-        if self._folder and self._seen <= self._newest:
+        if self._folder and self._folder.exists() and self._seen <= self._newest:
             return  # without a step in each start it would go on for ever
         more = [name for name, count in there.items() if count > self._used.get(name, 0)]
         if sum(there.values()) > sum(self._used.values()) and not (self._told or self._rejoins):
@@ -291,7 +294,7 @@ class Supervisor:
         """Those that ssh reaches; last, to be left out first, those that a run has failed on."""
         asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], check=False, **_READ)
         there = [name for name in hosts if name in asked.stdout.split()]
-        there.sort(key=lambda name: self._failed.get(name, 0))
+        there.sort(key=lambda name: self._failed.get(name.partition(".")[0], 0))
         return {name: hosts[name] for name in there}
 
     def _capped(self, hosts: dict[str, int]) -> dict[str, int]:

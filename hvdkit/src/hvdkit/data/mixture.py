@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Parts, ReadAhead, Source, digest
 
 
@@ -32,10 +33,8 @@ class Mixture(ReadAhead):
         self._sizes = np.array([len(source) for source in self._sources])
         parts = np.array(shares) * max(self._sizes / shares)
         self._ends = np.cumsum(np.ceil(parts - 1e-6).astype(np.int64))
-        forms = [getattr(source, "form", None) for source in self._sources]
-        ahead = [getattr(source, "ahead", None) for source in self._sources]
-        if all(ahead) and all(form == forms[0] for form in forms):
-            self.form, self.decode = forms[0], self._sources[0].decode
+        if all(type(source) is Records for source in self._sources):  # one `decode` fits all
+            self.form, self.decode = self._sources[0].form, self._sources[0].decode
             self.bytes_each = float(np.mean([source.bytes_each for source in self._sources]))
         else:
             self.ahead = None

@@ -7,7 +7,9 @@ confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end
 import collections
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +34,9 @@ _RANKS_SHOWN = 16  # shown one by one; ten figures take a tracker a millisecond 
 class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
-    A record that cannot be written (a full disk) is reported once and the run continues: what
-    matters is in checkpoints. Use it in a `with`, which closes trackers; a summary may follow.
+    A record that cannot be written (a full disk) is reported once, and the run continues; the next
+    one that can is written with those before it. Use it in a `with`, which closes trackers; a
+    summary may follow.
     """
 
     def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
@@ -46,6 +49,7 @@ class Telemetry:
         self._first_loss = 0.0  # logged by this process
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
+        self._unwritten: dict[str, list[str]] = {}  # lines, by file
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             whole_files.opened(run_dir / "metrics.jsonl", append=True).close()
@@ -199,8 +203,15 @@ class Telemetry:
                 metrics.write_confusion(self._dir / "confusion.csv", names, counts)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        lines = self._unwritten.setdefault(name, [])
+        lines.append(json.dumps(record) + "\n")
+        data = "".join(lines).encode()
         with self._reports_once(name), whole_files.opened(self._dir / name, append=True) as file:
-            file.write(json.dumps(record) + "\n")
+            handle, size = file.fileno(), os.fstat(file.fileno()).st_size
+            if os.write(handle, data) < len(data):
+                os.ftruncate(handle, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            lines.clear()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", whole_files.without_nan(record) | {"time": _now()})

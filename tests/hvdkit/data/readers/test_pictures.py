@@ -75,6 +75,15 @@ def test_a_part_has_the_pixels_of_the_whole(kind: str):
         np.testing.assert_array_equal(found, expected)
 
 
+def test_an_animation_is_refused(tmp_path: Path):
+    frames = [Image.fromarray(readers.noise(seed)) for seed in range(3)]
+    frames[0].save(tmp_path / "moving.webp", save_all=True, append_images=frames[1:])
+    with pytest.raises(tf.errors.OpError):
+        whole(tf.constant((tmp_path / "moving.webp").read_bytes()))
+    with pytest.raises(ValueError, match=r"moving\.webp is an animation: save one"):
+        pictures.load(tmp_path / "moving.webp")
+
+
 def test_where_only_a_part_is_cut_the_image_is_not_decoded():
     """Its file is cut off after the part, so that whoever decoded it would fail."""
     data = file("JPEG", quality=95)

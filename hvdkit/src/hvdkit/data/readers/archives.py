@@ -26,6 +26,7 @@ from hvdkit.data import source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.records import AFTER, BEFORE
+from hvdkit.logs import join
 
 _THREADS = 16  # that wait for the disk
 # Key of the picture, key of the class, the first class.
@@ -126,14 +127,22 @@ class Tars(_Archives):
         with tarfile.open(path, "r:") as tar:
             now, parts = "", {}
             for member in tar:
-                if not member.isfile() or os.path.basename(member.name).startswith("."):
+                if member.isdir() or os.path.basename(member.name).startswith("."):
                     continue
+                if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                    raise ValueError(f"{path}: {member.name} is a link: tar -h --hard-dereference")
                 folder, name = os.path.split(member.name)
                 name, _, ending = name.partition(".")
                 if (key := f"{folder}/{name}") != now:
                     yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
                     now, parts = key, {}
-                parts[f".{ending.lower()}"] = member
+                if (ending := f".{ending.lower()}") in parts:
+                    raise ValueError(f"{path}, sample {now[1:]} has {ending} twice")
+                parts[ending] = member
+            with path.open("rb") as file:  # tarfile takes a damaged header for the end
+                file.seek(tar.offset)
+                if any(block.strip(b"\0") for block in iter(lambda: file.read(2**20), b"")):
+                    raise EOFError(f"the header at byte {tar.offset} is damaged")
             yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
 
 
@@ -181,8 +190,10 @@ class Examples(_Archives):
         for image, name, first in _EXAMPLES:
             if image in parts and name in parts:
                 files, labels = parts[image].bytes_list.value, parts[name].int64_list.value
-                if len(files) != 1 or len(labels) != 1 or labels[0] < first:
-                    raise ValueError(f"has {len(files)} {image}, and {[*labels]} as {name}")
+                if len(files) != 1 or len(labels) != 1 or not first <= labels[0] < 10**9:
+                    raise ValueError(
+                        f"has {len(files)} {image}, and {[*labels]} as {name}, from {first} up"
+                    )
                 return files[0], labels[0] - first
         known = " or ".join(f"{image} and {name}" for image, name, _ in _EXAMPLES)
         raise ValueError(f"has {', '.join(sorted(parts)) or 'nothing'}: {known} were expected")
@@ -207,7 +218,13 @@ def _found(root: Path, split: str, names: str) -> list[Path]:
     found = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
     if not found:
         raise ValueError(f"{folder} has no file of split {split} whose name fits {names}")
-    of = {match[2]: 0 for path in found if (match := re.search(r"-(\d+)-of-(\d+)", path.name))}
+    if len({re.sub(r"\d+", "0", re.sub(r"-of-\d+", "", path.name)) for path in found}) > 1:
+        raise ValueError(f"{folder} has files of several names for split {split}: {join(found)}")
+    if empty := [path for path in found if not path.stat().st_size]:
+        raise ValueError(f"{empty[0]} has zero bytes: copy it again")
+    of = {match[2] for path in found if (match := re.search(r"-(\d+)-of-(\d+)", path.name))}
+    if len(of) > 1:
+        raise ValueError(f"{folder} has split {split} in {' and in '.join(sorted(of))} files")
     for count in of:
         there = {int(m[1]) for p in found if (m := re.search(rf"-(\d+)-of-{count}", p.name))}
         if missing := [number for number in range(int(count)) if number not in there]:

@@ -27,6 +27,10 @@ _MOST_SCANS = 100  # of a JPEG: each is decoded over the whole picture
 _MOST_BYTES = 2**30
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
+# A WebP that is an animation (RFC 9649, 2.7.1): TensorFlow would write its frames into the
+# memory of one.
+_MOVING = r"RIFF\C{4}WEBPVP8X\C{4}[\x02\x03\x06\x07\x0a\x0b\x0e\x0f\x12\x13\x16\x17\x1a\x1b\x1e\x1f"
+_MOVING += r"\x22\x23\x26\x27\x2a\x2b\x2e\x2f\x32\x33\x36\x37\x3a\x3b\x3e\x3f]\C{4}"
 most_pixels = 64_000_000
 
 _BEGINNING = 2**14
@@ -158,8 +162,8 @@ def fit(data: tf.Tensor) -> tf.Tensor:
     """The data, or nothing, which fails to decode (an assertion would not come before that)."""
     size = tf.cast(_stored_size(data), tf.int64)
     fine = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
-    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    return tf.where(fine & ~deep, data, b"")
+    refused = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), rf"{_DEEP}|{_MOVING}")
+    return tf.where(fine & ~refused, data, b"")
 
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
@@ -303,6 +307,8 @@ def refused(data: bytes, deep: bool = False) -> str:
         )
     if data[:8] == _PNG_SIGNATURE and data[:16] != _PNG_START:
         return "does not begin with its header: make it again"
+    if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and data[20:21] and data[20] & 2:
+        return "is an animation: save one picture of it"
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
         return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:

@@ -178,7 +178,7 @@ class Records(source.ReadAhead):
                 f"({own['packed_from']}): copy it to every host again"
             )
         _check_shards(self.folder, meta, source.sampled(len(meta["shards"])))
-        _open_index(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
+        _check_size(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
 
 
 @functools.cache
@@ -268,27 +268,24 @@ def _strange(file: BinaryIO, size: int, end: bytes) -> str:
     return ""
 
 
-def _open_index(path: Path, records: int) -> np.ndarray:
-    """PLACE of each record, read from the disk when it is looked at."""
+def _check_size(path: Path, records: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
     if (size := path.stat().st_size) != PLACE.itemsize * records or not size:
         raise ValueError(
             f"{path} has {size} bytes, not {PLACE.itemsize} for each of {records}; {_AGAIN}"
         )
-    return np.memmap(path, PLACE, "r")
 
 
 def _check_index(path: Path, meta: dict[str, Any]) -> None:
     counts = [shard["records"] for shard in meta["shards"]]
-    index, sha = _open_index(path, sum(counts)), hashlib.sha256()
-    outside, first = False, 0
-    for count, shard in zip(counts, meta["shards"]):  # a part of it in memory at a time
-        places = index[first : first + count]
-        first += count
-        sha.update(places)
-        ends = places["offset"] + places["length"]
-        outside |= bool((places["offset"] > ends).any() or (ends > shard["bytes"]).any())
+    _check_size(path, sum(counts))
+    outside, sha = False, hashlib.sha256()
+    with path.open("rb") as file:
+        for count, shard in zip(counts, meta["shards"]):  # a part of it in memory at a time
+            sha.update(places := np.fromfile(file, PLACE, count))
+            ends = places["offset"] + places["length"]
+            outside |= bool((places["offset"] > ends).any() or (ends > shard["bytes"]).any())
     if sha.hexdigest() != meta["index_sha256"]:
         raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
     if outside:
