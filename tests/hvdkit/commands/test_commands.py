@@ -213,7 +213,7 @@ def test_an_export_is_served_without_this_code(run, modules, shapes, folder, out
 
 @pytest.mark.parametrize(
     ("out", "check", "words"),
-    [("file", None, "File exists"), ("out", "file", "no JPEG or PNG that can be decoded")],
+    [("file", None, "File exists"), ("out", "file", "no JPEG, PNG or WebP that can be decoded")],
 )
 def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
     """Into a file; checked with an empty file."""
