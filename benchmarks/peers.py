@@ -10,8 +10,9 @@ without it PyTorch is left out.
 
 All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032 parameters, 1,000
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
-thread a rank. Whole steps are timed, from one beginning to the next. Every step gets the same
-batch: input.py measures pipelines. "bare" is `bare_step`.
+thread a rank. Whole steps are timed, from one beginning to the next. "input" means that batches
+come from this project's input pipeline (random pictures, cropped and mirrored); otherwise every
+step gets the same batch. "bare" is `bare_step`.
 """
 
 import argparse
@@ -33,12 +34,14 @@ TIMEOUT = 300  # seconds, of one run
 SIZE, BATCH, CLASSES, MOMENTUM, RATE = 64, 8, 1000, 0.9, 0.01
 WINDOW = 10  # steps; the first of them, with the tracing, are not counted
 MARK = "seconds a step: "  # before rank 0's windows
-# The name of each way in the table; all are compared with the first.
+# The name of each way in the table, and which of ours is compared with it.
 NAMES = {
-    "template": "this project, constant batch",
-    "bare": "bare Horovod loop, constant batch",
-    "ddp": "PyTorch DDP, Gloo, constant batch",
-    "mwms": "MultiWorkerMirroredStrategy, constant batch",
+    "template": ("this project, constant batch", ""),
+    "bare": ("bare Horovod loop, constant batch", "template"),
+    "ddp": ("PyTorch DDP, Gloo, constant batch", "template"),
+    "mwms": ("MultiWorkerMirroredStrategy, constant batch", "template"),
+    "template, input": ("this project, with its input", ""),
+    "bare, input": ("bare Horovod loop, with the same input", "template, input"),
 }
 
 
@@ -70,7 +73,7 @@ def run(way: str, torch: Path, windows: int) -> list[float]:
     from ranks import last_lines, launch  # not in `worker`: PyTorch's Python has no hvdkit
 
     # Ways without a launcher of their own are started by mpirun, which gives them their rank.
-    launcher = "gloo" if way in ("template", "bare") else "mpirun"
+    launcher = "gloo" if way.startswith(("template", "bare")) else "mpirun"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(RANKS)]
         numbers = [port.getsockname()[1] for port in ports]
@@ -90,14 +93,14 @@ def table(seconds: dict[str, list[float]]) -> None:
     print(f"| {RANKS} ranks of {BATCH} samples | ms a step | samples/s | our speed over it |")
     print("| --- | --- | --- | --- |")
     for way, found in seconds.items():
+        name, ours = NAMES[way]
         middle, cell = statistics.median(found), ""
-        ours = seconds.get("template")
-        if ours and way != "template":
-            ratios = [theirs / own for theirs, own in zip(found, ours)]
-            whole = middle / statistics.median(ours)
+        if ours in seconds:
+            ratios = [theirs / own for theirs, own in zip(found, seconds[ours])]
+            whole = middle / statistics.median(seconds[ours])
             cell = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         rate = RANKS * BATCH / middle
-        print(f"| {NAMES[way]} | {middle * 1e3:.0f} | {rate:.1f} | {cell} |")
+        print(f"| {name} | {middle * 1e3:.0f} | {rate:.1f} | {cell} |")
 
 
 class Clock:
@@ -150,16 +153,25 @@ def bare_step(model, optimizer, scale: float = 1.0):
     return step
 
 
-def bare(clock: Clock) -> None:
+def bare(clock: Clock, with_input: bool) -> None:
     import horovod.tensorflow as hvd
 
     hvd.init()
     _one_thread()
-    step, batch = bare_step(*_keras_parts()), _batch(hvd.rank())
-    clock.run(lambda: step(*batch), hvd.rank())
+    step = bare_step(*_keras_parts())
+    feed = _feed(clock.steps, hvd.rank(), hvd.size()) if with_input else None
+    same = _batch(hvd.rank())
+
+    def fed():
+        if not feed:
+            return step(*same)
+        batch = feed.next()
+        return step(batch["inputs"]["image"][0], batch["targets"][0])
+
+    clock.run(fed, hvd.rank())
 
 
-def template(clock: Clock, run_dir: str) -> None:
+def template(clock: Clock, run_dir: str, with_input: bool) -> None:
     """train.py with another feed, which notes when a step begins."""
     import hvdkit
     import train
@@ -169,18 +181,13 @@ def template(clock: Clock, run_dir: str) -> None:
 
         def next(self):
             clock.tick()
+            if with_input:
+                return super().next()
             self.batch = super().next() if self.batch is None else self.batch
             return self.batch
 
     hvdkit.run.loop.TrainingFeed = Feed
-    size = int(os.environ["HOROVOD_SIZE"])
-    words = [
-        *("train.py", "--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"),
-        *(f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--optimizer=sgd"),
-        *(f"--momentum={MOMENTUM}", f"--base_lr={RATE}", "--lr_policy=constant"),
-        *("--benchmark", "--synthetic_data", "--cpu_threads=1", f"--log_every={WINDOW}"),
-        *(f"--num_steps={clock.steps + 1}", f"--run_dir={run_dir}"),
-    ]
+    words = ["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"]
     if code := hvdkit.main(train.train, train.Settings, words):
         sys.exit(code)
     if int(os.environ["HOROVOD_RANK"]) == 0:
@@ -244,6 +251,17 @@ def ddp(clock: Clock, ports: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def _flags(steps: int) -> list[str]:
+    size = int(os.environ["HOROVOD_SIZE"])
+    return [
+        *("--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"),
+        *(f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--optimizer=sgd"),
+        *(f"--momentum={MOMENTUM}", f"--base_lr={RATE}", "--lr_policy=constant"),
+        *("--benchmark", "--synthetic_data", "--cpu_threads=1", f"--log_every={WINDOW}"),
+        f"--num_steps={steps}",
+    ]
+
+
 def _one_thread() -> None:
     import tensorflow as tf
 
@@ -271,20 +289,35 @@ def _batch(rank: int):
     return tf.cast(image, tf.uint8), tf.cast(label, tf.int64)
 
 
+def _feed(steps: int, rank: int, size: int):
+    """As train.py makes it from the same flags."""
+    from hvdkit import settings as settings_lib
+    from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.sampler import Sampler
+    from tasks import classification
+
+    config = settings_lib.parse(["peers", *_flags(steps)])
+    task = classification.Task(config)
+    source, _ = task.sources()
+    order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)
+    read = reader(source, task.training_example, keyed=True)
+    return TrainingFeed(source, order, read, num_steps=steps, workers=1)
+
+
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     """On each rank: trains in one way; rank 0 prints its step times."""
-    clock = Clock(int(windows))
-    if way == "ddp":  # its interpreter has no TensorFlow
+    clock, (name, *rest) = Clock(int(windows)), way.split(", ")
+    if name == "ddp":  # its interpreter has no TensorFlow
         return ddp(clock, list(ports))
     sys.path.insert(0, str(ROOT / "template"))
     import hvdkit.ranks.quiet  # noqa: F401
 
-    if way == "mwms":
+    if name == "mwms":
         mwms(clock, list(ports))
-    elif way == "bare":
-        bare(clock)
+    elif name == "bare":
+        bare(clock, with_input=bool(rest))
     else:
-        template(clock, folder)
+        template(clock, folder, with_input=bool(rest))
 
 
 if __name__ == "__main__":
