@@ -151,7 +151,6 @@ def test_thousands_of_ranks_cost_rank_0_little():
     two = scale.run(2, False, scale.SHORT)[-1]
     # Of few ranks the table of places is one more.
     assert mocked["exchanges"] + 1 == two["exchanges"] < 60
-    assert mocked["start"] < two["start"] + 20  # seconds: also the proof of who is a rank
     # Names and addresses of all ranks are sent once; all else does not grow.
     assert mocked["kB"] < 8192 * 0.25
     assert mocked["together"] < 20 and mocked["log"] < 100  # milliseconds
