@@ -84,9 +84,10 @@ def used(tmp_path):
 
 def test_starting_anew_in_a_used_folder_then_going_on(used):
     """The new run keeps its checkpoints, and `auto` goes on from it and not from the old one."""
+    (used / "trackers.json").touch()
     found, note = train(used, 2, 6, every=2, keep=2, resume="never", stop_at=4)
-    assert found is None
-    where = f"note: set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8) and 7 records"
+    assert found is None and not (used / "trackers.json").exists()
+    where = f"note: set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8) and 8 records"
     assert note.startswith(f"{where} (metrics.jsonl, gradients.jsonl, summary.json, ")
     assert steps(used / "checkpoints") == [2, 4]
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8]

@@ -29,7 +29,7 @@ _LOGS = ("metrics.jsonl", "gradients.jsonl", BAD_SAMPLES)
 _STARTS = ("starts.jsonl",)
 _RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")
 _BOARD = "tensorboard"
-_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _BOARD)
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", "trackers.json", _BOARD)
 
 
 def begin(
