@@ -38,7 +38,7 @@ train: setup ## the demo on all GPUs, else on two ranks; NP=4, ARGS=--num_steps=
 	@cd template && $(IN_VENV) exec $(TIED) ../launch/hosts.sh --plain -np $(NP) python train.py \
 		--flagfile=configs/demo.cfg $(ARGS)
 
-# A test with time limits may fail for want of a core: it is named, and passes alone or not at all.
+# A test with a time limit may fail because the file beside it took its core.
 test: setup ## all tests, two files at a time; what fails runs once more, alone; ARGS='-k sampler'
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 $(ARGS); }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -71,17 +72,22 @@ def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().out.count(note) == 1
 
 
-def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, monkeypatch):
-    write, left = os.write, [10_000, 20, 0, 10_000]  # bytes, by line
-
-    def limited(handle: int, data: bytes) -> int:
-        return write(handle, data[: left.pop(0)])
-
-    with opened(tmp_path) as made, monkeypatch.context() as patch:
-        patch.setattr(os, "write", limited)
-        for step in (1, 2, 3, 4):
+def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, capsys):
+    """A limit of the file's size stands for the disk: it takes half a line, and then nothing."""
+    file, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path) as made:
+        log(made, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, before[1]))
+        try:
+            log(made, 2)
+            assert file.read_text().count("\n") == 1 < len(file.read_text().splitlines())
+            log(made, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        for step in (4, 5):
             log(made, step)
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines_of(file)] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written") == 1
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):

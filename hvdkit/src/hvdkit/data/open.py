@@ -24,7 +24,7 @@ def reader_of(name: str) -> Callable[[Path, str, int], Source]:
 
     Raises ValueError if it cannot be imported, or called.
     """
-    reader = (READERS | PACK_ONLY)[name]
+    reader = (PACK_ONLY | READERS)[name]
     module, _, attribute = reader.rpartition(".")
     where = f"--data_format={name}: its reader {reader}"
     try:

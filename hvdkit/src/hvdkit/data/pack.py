@@ -319,7 +319,7 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
 
 def main(argv: list[str]) -> int:
     of_project()  # it may add readers
-    formats = [name for name in READERS | PACK_ONLY if name != "records"]
+    formats = [name for name in PACK_ONLY | READERS if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=formats, required=True)
     parser.add_argument("--root", type=Path, required=True, help="folder of the data set")

@@ -7,7 +7,6 @@ confusion.csv, what --trackers names (TensorBoard, ...), summary.json at the end
 import collections
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import statistics
@@ -50,6 +49,7 @@ class Telemetry:
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines, by file
+        self._sizes: dict[str, int] = {}  # bytes, before a try that failed
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             whole_files.opened(run_dir / "metrics.jsonl", append=True).close()
@@ -205,13 +205,16 @@ class Telemetry:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         lines = self._unwritten.setdefault(name, [])
         lines.append(json.dumps(record) + "\n")
-        data = "".join(lines).encode()
-        with self._reports_once(name), whole_files.opened(self._dir / name, append=True) as file:
-            handle, size = file.fileno(), os.fstat(file.fileno()).st_size
-            if os.write(handle, data) < len(data):
-                os.ftruncate(handle, size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self._reports_once(name):
+            with whole_files.opened(self._dir / name, append=True) as file:
+                size = os.fstat(file.fileno()).st_size
+                if name in self._sizes:  # a part of a line may be left of it
+                    file.truncate(size := min(size, self._sizes[name]))
+                self._sizes[name] = size
+                file.write("".join(lines))
+            # Only once it is closed: a file server may say no by then.
             lines.clear()
+            del self._sizes[name]
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", whole_files.without_nan(record) | {"time": _now()})

@@ -75,13 +75,18 @@ def test_a_part_has_the_pixels_of_the_whole(kind: str):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_an_animation_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("reserved", [0, 0x40, 0x81])  # bits that readers must ignore
+def test_an_animation_is_refused(tmp_path: Path, reserved: int):
+    """It would be written beyond the memory of one picture."""
     frames = [Image.fromarray(readers.noise(seed)) for seed in range(3)]
-    frames[0].save(tmp_path / "moving.webp", save_all=True, append_images=frames[1:])
+    frames[0].save(path := tmp_path / "moving.webp", save_all=True, append_images=frames[1:])
+    data = bytearray(path.read_bytes())
+    data[20] |= reserved
+    path.write_bytes(data)
     with pytest.raises(tf.errors.OpError):
-        whole(tf.constant((tmp_path / "moving.webp").read_bytes()))
+        whole(tf.constant(bytes(data)))
     with pytest.raises(ValueError, match=r"moving\.webp is an animation: save one"):
-        pictures.load(tmp_path / "moving.webp")
+        pictures.load(path)
 
 
 def test_where_only_a_part_is_cut_the_image_is_not_decoded():

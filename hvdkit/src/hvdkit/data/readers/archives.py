@@ -63,10 +63,7 @@ class _Archives(source.ReadAhead):
         return [np.array(part, kind) for part, kind in zip(zip(*found), kinds)]
 
     def decode(self, parts: source.Parts) -> source.Parts:
-        fine = tf.debugging.Assert(parts["fault"] == "", [parts["fault"]])
-        with tf.control_dependencies([fine]):
-            file = tf.identity(parts["file"])
-        label = tf.cast(parts["label"], tf.int32)
+        file, label = source.sound(parts, "file"), tf.cast(parts["label"], tf.int32)
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
@@ -155,8 +152,8 @@ def _of_parts(
     images = [part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES]
     if len(images) != 1 or ".cls" not in parts:
         raise ValueError(f"{where} has {', '.join(parts)}: one picture and a .cls were expected")
-    text = tar.extractfile(parts[".cls"]).read(32)
-    if not re.fullmatch(rb"\s*\d{1,9}\s*", text):
+    text = tar.extractfile(parts[".cls"]).read(33)
+    if len(text) > 32 or not re.fullmatch(rb"\s*\d{1,9}\s*", text):
         raise ValueError(f"{where}: its .cls holds {text!r}, not the number of a class")
     return [(images[0].offset_data, images[0].size, int(text))]
 
@@ -191,9 +188,8 @@ class Examples(_Archives):
             if image in parts and name in parts:
                 files, labels = parts[image].bytes_list.value, parts[name].int64_list.value
                 if len(files) != 1 or len(labels) != 1 or not first <= labels[0] < 10**9:
-                    raise ValueError(
-                        f"has {len(files)} {image}, and {[*labels]} as {name}, from {first} up"
-                    )
+                    what = f"has {len(files)} {image}, and {[*labels]} as {name}"
+                    raise ValueError(f"{what}: one number from {first} up was expected")
                 return files[0], labels[0] - first
         known = " or ".join(f"{image} and {name}" for image, name, _ in _EXAMPLES)
         raise ValueError(f"has {', '.join(sorted(parts)) or 'nothing'}: {known} were expected")
