@@ -17,6 +17,7 @@ CHECKS = HELPERS.parent / "ranks"
 ROOT = HELPERS.parents[1]
 PROJECT = ROOT / "template"
 project.use(PROJECT)
+_CHECK = ("check_", "slow_check_")
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
@@ -39,19 +40,19 @@ def train(ranks: int, *flags: str, **how) -> Launch:
 
 
 def names_of_checks(*files: Path) -> list[str]:
-    """Names of all `check_*` functions that are written in the files."""
+    """Names of all functions check_* and slow_check_* (not in make test) that the files have."""
     return [
         node.name
         for file in files
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(_CHECK)
     ]
 
 
 def run_checks(
     files: Sequence[Path], ranks: int, backend: str = "", *, names: Sequence[str] = (), **how
 ) -> dict[str, str | None]:
-    """Runs the `check_*` functions of the files, or those of `names`, on ranks of one launch.
+    """Runs the functions check_* of the files, or those of `names`, on ranks of one launch.
 
     Returns:
       By name: None where it passed on every rank, else the first failing rank's traceback.
@@ -85,7 +86,7 @@ def _main(results: str, *files: str) -> None:
     checks = {}
     for file in files:
         found = vars(importlib.import_module(Path(file).stem))
-        checks |= {name: check for name, check in found.items() if name.startswith("check_")}
+        checks |= {name: check for name, check in found.items() if name.startswith(_CHECK)}
     outcomes, cores = {}, os.sched_getaffinity(0)
     names, begun = os.environ["CHECKS"].split() or [*checks], time.monotonic()
     for name in sorted(names, key=[*checks].index):

@@ -110,7 +110,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 
 
-def check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
+def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
     root = pictures(world)
     train = root / "data" / "train"
 

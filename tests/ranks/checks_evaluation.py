@@ -40,7 +40,7 @@ def check_a_failing_evaluation_loses_no_training(world):
         assert again.evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], again.records
 
 
-def check_a_kill_between_log_and_score_loses_no_evaluation(world):
+def slow_check_a_kill_between_log_and_score_loses_no_evaluation(world):
     """Whichever comes first at step 4 is done, the other is not."""
     called = []
 
@@ -64,7 +64,7 @@ def check_a_kill_between_log_and_score_loses_no_evaluation(world):
     assert not world.is_chief or again.evaluated == [2, 4, 6, 8]
 
 
-def check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
+def slow_check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
     class Keeps(Small):
         def evaluation_example(self, sample):
             return {
@@ -117,7 +117,7 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
     assert notes == world.is_chief, ended.printed
 
 
-def check_a_score_of_another_measure_counts_as_none(world):
+def slow_check_a_score_of_another_measure_counts_as_none(world):
     """A high score of picture centres does not end a run that scores whole ones; both are kept."""
 
     class Rises(Small):
@@ -157,7 +157,7 @@ def check_a_score_of_another_measure_counts_as_none(world):
         assert ended.records[-1]["eval_accuracy"] > scores[5]
 
 
-def check_small_weights_and_counts_beyond_float32_are_exact(world):
+def slow_check_small_weights_and_counts_beyond_float32_are_exact(world):
     """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
 
     class Light(Small):

@@ -96,7 +96,7 @@ def sgd():
     return keras.optimizers.SGD(0.05, momentum=np.float64(0.9))
 
 
-def check_terms_are_divided_by_their_own_global_counts(world):
+def slow_check_terms_are_divided_by_their_own_global_counts(world):
     """By accumulation and with virtual ranks too; each is logged, and their sum is the loss."""
     model, steps, last = reference(world, Terms(None), sgd)
     for settings, near in (
@@ -166,7 +166,7 @@ def shrunk(x):
     return tf.identity(x), lambda up: tf.math.l2_normalize(up, epsilon=1e-9)
 
 
-def check_terms_that_are_none_are_refused(world):
+def slow_check_terms_that_are_none_are_refused(world):
     if world.size != 2:  # alike on any number of ranks
         return
     for change, words in (
@@ -194,7 +194,7 @@ def check_terms_that_are_none_are_refused(world):
         fit(world, task, *words, code=BUG if "totals" in words[0] else WRONG_USE, **EXACT)
 
 
-def check_own_losses_that_mix_samples_are_refused(world):
+def slow_check_own_losses_that_mix_samples_are_refused(world):
     """The task's own loss does not; run.loss was given another."""
 
     def own_train(run, change):
@@ -242,7 +242,7 @@ class Contrastive(Terms):
         return contrast(outputs, across.gather, across.places)
 
 
-def check_gathered_rows_give_the_gradient_of_the_global_loss(world):
+def slow_check_gathered_rows_give_the_gradient_of_the_global_loss(world):
     alone = Terms(None)
     alone.loss = lambda outputs, targets: contrast(outputs, tf.identity, lambda x: tf.range(len(x)))
     model, steps, last = reference(world, alone, sgd)
@@ -256,7 +256,7 @@ def check_gathered_rows_give_the_gradient_of_the_global_loss(world):
     same(virtual.weights(), ended.weights(), 1e-6)
 
 
-def check_rows_that_cannot_be_gathered_are_refused(world):
+def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     if world.size != 2:
         return
 
@@ -333,7 +333,7 @@ class Grouped(Terms):
         return [Group(*parts) for parts in made]
 
 
-def check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
+def slow_check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
     settings = {n: v for n, v in EXACT.items() if n != "momentum"} | {"base_lr": 0.05}
     own = type("Own", (Terms,), {"optimizer": lambda task, model: nesterov()})
     for task, rule in ((Grouped, InTurns), (own, nesterov)):

@@ -150,7 +150,7 @@ def check_a_gradient_that_is_not_finite_leaves_no_trace(world):
     assert all(np.isfinite(w).all() for w in ended.weights())
 
 
-def check_float16_that_only_skips_ends_as_diverged(world):
+def slow_check_float16_that_only_skips_ends_as_diverged(world):
     class Half(Small):
         def build_model(self):
             return classifier(keras.layers.Dense(5), dtype="float32")
@@ -162,7 +162,7 @@ def check_float16_that_only_skips_ends_as_diverged(world):
     fit(world, Half, **settings)
 
 
-def check_a_loss_of_bfloat16_is_added_up_in_float32(world):
+def slow_check_a_loss_of_bfloat16_is_added_up_in_float32(world):
     """Logits of bfloat16, as a model without a float32 head gives them."""
     exact, ended = (fit(world, num_steps=2, precision=p) for p in ("float32", "bfloat16"))
     if world.is_chief:
@@ -237,7 +237,7 @@ class Dropped(Ragged):
         return losses[weights > 0], weights[weights > 0]
 
 
-def check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(world):
+def slow_check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(world):
     settings = {"precision": "float64", "momentum": 0.0, "global_batch_size": 8, "num_steps": 4}
     settings |= {"accumulation_steps": 2}
     whole = fit(world, Ragged, **settings)
@@ -303,7 +303,7 @@ def check_a_benchmark_tells_where_the_time_goes(world):
     assert all(own["host_peak_bytes"] > 2**27 for own in record["by_rank"])
 
 
-def check_a_benchmark_sums_as_the_step_does(world):
+def slow_check_a_benchmark_sums_as_the_step_does(world):
     if world.size == 1:
         return
     virtual = {"virtual_ranks": 2, "deterministic": True, "cpu_threads": 1}
@@ -317,7 +317,7 @@ def check_a_benchmark_of_too_few_steps_says_so(world):
     assert not (ended.folder / "benchmark.json").exists()
 
 
-def check_a_rate_is_not_suggested_from_too_few_steps(world):
+def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
     printed = fit(world, find_lr=True, num_steps=9).printed
     assert not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed, printed
 
@@ -341,7 +341,7 @@ def check_other_code_on_another_host_is_refused_by_name(world):
     assert ended.model is None
 
 
-def check_other_packages_are_refused_and_other_devices_told(world):
+def slow_check_other_packages_are_refused_and_other_devices_told(world):
     read, own = fingerprints.here, fingerprints.here()
     for name, refused in (("keras", True), ("device", False)):
         mine = own | ({name: "another"} if world.rank == 1 else {})
@@ -477,7 +477,7 @@ def check_a_rate_that_an_optimizer_calls_is_refused_by_its_line(world):
     fit(world, Own, f"checks_runs.py, line {line}); a task's `schedule`", code=WRONG_USE)
 
 
-def check_epochs_become_steps_once_the_data_are_counted(world):
+def slow_check_epochs_become_steps_once_the_data_are_counted(world):
     """60 samples, 12 a step."""
     known = fields.of(Settings)
     given = {"num_steps": "0.6epochs", "eval_every": "0.2epochs"}

@@ -50,7 +50,7 @@ def plain(model: keras.Model, steps: int = 3) -> list[np.ndarray]:
     return [v.numpy() for v in model.trainable_variables]
 
 
-def check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(world):
+def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(world):
     """Adapted on rank 0 only, and not at all when it resumes or is evaluated."""
     adapted = [True]
 
@@ -78,7 +78,7 @@ def check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(
         np.testing.assert_allclose(ended.summary["eval_loss"], wanted, 1e-6)
 
 
-def check_vocabularies_that_differ_are_refused(world):
+def slow_check_vocabularies_that_differ_are_refused(world):
     """No variable holds them."""
 
     def task(words):
@@ -108,7 +108,7 @@ def check_trainable_changed_in_mid_run_is_refused_at_that_step(world):
         assert ended.summary["step"] == 2 and ended.checkpoints == ["step-00000002"]
 
 
-def check_weights_of_two_types(world):
+def slow_check_weights_of_two_types(world):
     """Horovod sends a group of one type only."""
 
     class Task(Whole):
@@ -255,7 +255,7 @@ def check_state_combines_as_one_process_has_it(world):
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
 
 
-def check_state_without_a_rule_is_refused_before_the_first_step(world):
+def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
     class Counts(Keeping):
         combines: ClassVar = {Keeps: {}}
 
@@ -283,7 +283,7 @@ def check_state_without_a_rule_is_refused_before_the_first_step(world):
         refused(world, Keeping, "--accumulation_steps", "queue", accumulation_steps=2)
 
 
-def check_float8_is_kerass(world):
+def slow_check_float8_is_kerass(world):
     """Its scales are overwritten with the largest amax: neither summed, unscaled nor clipped."""
 
     class Task(Whole):

@@ -46,7 +46,7 @@ def check_a_slow_rank_is_named_once(world):
             assert last["own_seconds_most"] > 1.5 * last["own_seconds_median"], last
 
 
-def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
+def slow_check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
     class Waits(Small):
         def training_example(self, sample, key):
             x = tf.numpy_function(slowly, [sample["x"]], tf.float32) if world.rank else sample["x"]
@@ -66,7 +66,7 @@ def check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
         assert max(line["input_wait_most"] for line in named) > 1e-3, lines
 
 
-def check_ranks_that_are_alike_are_not_named(world):
+def slow_check_ranks_that_are_alike_are_not_named(world):
     ended, notes = notes_of(world, slow(None))
     if world.is_chief:
         assert not notes, notes

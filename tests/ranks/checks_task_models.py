@@ -169,7 +169,7 @@ def check_draws_without_a_key_are_told(world):
     refused(world, task(evaluation_example=example), "evaluation_example draws", "leave them out")
 
 
-def check_what_xla_cannot_compile_is_told(world):
+def slow_check_what_xla_cannot_compile_is_told(world):
     """Its own errors would come in the first step, and what it leaves out never."""
 
     def resizing():
@@ -202,7 +202,7 @@ def check_what_xla_cannot_compile_is_told(world):
         refused(world, task(loss=loss), "--jit", *words, jit=True)
 
 
-def check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
+def slow_check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
     """Its pictures' mode too. A resume does not read it again."""
 
     class Pictures(Small):

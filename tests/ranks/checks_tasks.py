@@ -192,7 +192,7 @@ def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
     fit(world, Task, "labels that are no class", code=DIVERGED)
 
 
-def check_prepare_is_called_once_on_every_host(world):
+def slow_check_prepare_is_called_once_on_every_host(world):
     """By the first rank of each; here it makes what it alone needs on its disk."""
     called = []
 
@@ -230,7 +230,7 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     assert (line in ended.printed) == world.is_chief, ended.printed
 
 
-def check_what_an_action_does_wrong_is_told(world):
+def slow_check_what_an_action_does_wrong_is_told(world):
     def fails_on_one_rank(run, step, result):
         if world.rank == world.size - 1:
             raise KeyError("histogram")
@@ -253,7 +253,7 @@ def check_an_ending_of_one_ranks_action_ends_all(world):
     assert ended.checkpoints == ["step-00000002"]
 
 
-def check_what_an_action_changes_is_in_the_checkpoint(world):
+def slow_check_what_an_action_changes_is_in_the_checkpoint(world):
     def halve(run, step, result):
         for variable in run.model.trainable_variables:
             variable.assign(variable / 2)
@@ -266,7 +266,7 @@ def check_what_an_action_changes_is_in_the_checkpoint(world):
     tf_config.disable_op_determinism()
 
 
-def check_weights_that_depend_on_outputs_are_told(world):
+def slow_check_weights_that_depend_on_outputs_are_told(world):
     class Focal(Small):
         def loss(self, outputs, targets):
             losses, _ = super().loss(outputs, targets)
@@ -283,7 +283,7 @@ def check_weights_that_depend_on_outputs_are_told(world):
     fit(world, Stopped)
 
 
-def check_arrays_of_objects(world):
+def slow_check_arrays_of_objects(world):
     names = np.array(["a", "bb", "ccc"] * 10, object)
     x = np.ones([30, FEATURES], np.float32)
 

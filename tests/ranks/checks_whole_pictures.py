@@ -148,7 +148,7 @@ def check_pictures_of_all_sizes_are_traced_once_and_drawn_on_one_sheet(world):
         assert found.pictures.shape == (4, 256, 3 * 256, 3)
 
 
-def check_the_share_that_a_crop_sees_is_said_once(world):
+def slow_check_the_share_that_a_crop_sees_is_said_once(world):
     made = evaluator(world, "crop")
     made._printed = set()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -160,7 +160,7 @@ def check_the_share_that_a_crop_sees_is_said_once(world):
     assert printed.getvalue().count(f"scores are of {share}") == (1 if world.is_chief else 0)
 
 
-def check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
+def slow_check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
     made = evaluator(world, "whole")
     step, last = made._step, world.rank == world.size - 1
 
@@ -177,7 +177,7 @@ def check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
         made._step = step
 
 
-def check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
+def slow_check_a_picture_that_the_model_cannot_take_is_told_on_all_ranks(world):
     """Two halvings and a concatenation take multiples of 4; the first picture is padded to one."""
     usual = small_run(world)
 

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import logs, whole_files
+from hvdkit.commands.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import of_command
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE
@@ -44,19 +44,9 @@ RULES = (  # exit codes, what they mean, what follows
 # How srun names the first rank that ends; it then kills the others, and returns 137.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
-# How mpirun, a rank and hosts.sh name the host that a run has failed on.
-_FAILED = re.compile(
-    r"mpirun noticed that process rank \d+ with PID \d+ on node (\S+) exited"
-    r"|error: the run ends: rank \d+ on (\S+) |error: lost (\S+),"
-)
-_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?")
-_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 30 ssh -o ConnectTimeout=5 \
--o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true >/dev/null 2>&1 \
-&& echo {} || true'"""
 _set_of_process, _PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 _NO_STEP = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
-_READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
 
 
 def table() -> str:
@@ -101,8 +91,8 @@ class Supervisor:
         self._seen = self._newest  # while a start runs: its disk may be gone when it has ended
         self._restarts = self._crashes = self._tries = 0  # since the newest step
         self._ended = self._since = time.monotonic()  # the last end, the newest step
+        self._hosts = Hosts(options.hosts_from, options.max_np, command)
         self._used, self._rejoins = {}, False  # ranks by host
-        self._failed: dict[str, int] = {}  # how often, by host
         own = f"{time.time_ns()} {os.uname().nodename}"  # see hvdkit/checkpoint/lease.py
         slurm = os.environ.get("SLURM_JOB_ID")
         if not os.environ.setdefault("LAUNCH_JOB", f"slurm {slurm}" if slurm else own):
@@ -196,9 +186,7 @@ class Supervisor:
         for line in self._child.stderr:
             text = line.decode(errors="replace")
             self._died = self._died or _ENDED.search(text)
-            if failed := _FAILED.search(text):
-                host = next(filter(None, failed.groups())).partition(".")[0]
-                self._failed[host] = self._failed.get(host, 0) + 1
+            self._hosts.hear(text)
             with contextlib.suppress(OSError):
                 os.write(2, line)
 
@@ -227,12 +215,12 @@ class Supervisor:
         options, said = self._options, ""
         while True:
             try:
-                listed, lack = self._listed()
+                listed, lack = self._hosts.listed()
             except ValueError as error:
                 if not self._used:  # it may be the command's mistake
                     refuse(str(error))
                 listed, lack = {}, str(error)
-            there = self._answering(listed)
+            there = self._hosts.answering(listed)
             missing = ", ".join(name for name in listed if name not in there)
             waited = time.monotonic() - self._ended
             if not (lack or missing) and len(there) < options.min_hosts:
@@ -253,14 +241,14 @@ class Supervisor:
                 _say(f"waiting for hosts: {lack}")
             said = lack
             time.sleep(2)
-        self._used = self._capped(there)
+        self._used = self._hosts.capped(there)
         options.live.parent.mkdir(exist_ok=True)  # /tmp may have been cleaned since
         options.live.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
 
     def _rejoin(self) -> None:
         """Where hosts answer that the run lacks, it saves, and starts again on all."""
         try:
-            there = self._capped(self._answering(self._listed()[0]))
+            there = self._hosts.capped(self._hosts.answering(self._hosts.listed()[0]))
         except ValueError as error:
             _say(f"hosts are not asked: {error}")
             return
@@ -271,39 +259,6 @@ class Supervisor:
             _say(f"{', '.join(more)} answers: starting again on all hosts")
             self._rejoins = True
             self._child.send_signal(signal.SIGUSR1)
-
-    def _listed(self) -> tuple[dict[str, int], str]:
-        """Ranks by host, and why there is none; ValueError for a line that is no host."""
-        command, found = self._options.hosts_from, {}
-        words = ["timeout", "30", "bash", "-c", command]  # it ends what the command started, too
-        asked = subprocess.run(words, check=False, **_READ)
-        if asked.returncode == 124:
-            return {}, f"no host from '{command}' within 30 s"
-        lines = (line.partition("#")[0].strip() for line in asked.stdout.splitlines())
-        for line in filter(None, lines):
-            # It becomes a word of ssh's command line.
-            if not (host := _HOST.fullmatch(re.sub(r"\s*max[-_]slots=\d+", "", line))):
-                rule = "a host is letters, digits, . _ and -, not - first; node1:8 has 8 ranks"
-                raise ValueError(f"'{line}' of '{command}' is no host: {rule}")
-            found[host[1]] = found.get(host[1], 0) + int(host[2] or host[3] or 1)
-        if found and not asked.returncode:
-            return found, ""
-        return {}, f"no host from '{command}', which ended with exit code {asked.returncode}"
-
-    def _answering(self, hosts: dict[str, int]) -> dict[str, int]:
-        """Those that ssh reaches; last, to be left out first, those that a run has failed on."""
-        asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], check=False, **_READ)
-        there = [name for name in hosts if name in asked.stdout.split()]
-        there.sort(key=lambda name: self._failed.get(name.partition(".")[0], 0))
-        return {name: hosts[name] for name in there}
-
-    def _capped(self, hosts: dict[str, int]) -> dict[str, int]:
-        """The first hosts, with --max-np ranks in all: those after them are spares."""
-        left, found = self._options.max_np or sum(hosts.values()), {}
-        for name, count in hosts.items():
-            found[name] = min(count, left)
-            left -= found[name]
-        return {name: count for name, count in found.items() if count}
 
     # ---- what follows an end ------------------------------------------------------------------
 
@@ -371,21 +326,9 @@ def main(argv: Sequence[str]) -> int:
             refuse(f"{options.ended} does not hold an exit code: remove it")
         _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
         return code
-    os.environ["SSH_OPTIONS"] = shlex.join(_of_ssh(command))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         options.live = Path(work, "hosts")
         return Supervisor(options, command).run()
-
-
-def _of_ssh(command: Sequence[str]) -> list[str]:
-    """Port and key, -p and -i, that hosts.sh is given."""
-    found, before = [], "-"
-    for flag, value in itertools.pairwise(command[1:]):
-        if Path(command[0]).name != "hosts.sh" or not (flag + before).count("-"):
-            break  # the program that it runs
-        before = flag
-        found += [flag, value] if flag in ("-p", "-i") else []
-    return found
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
