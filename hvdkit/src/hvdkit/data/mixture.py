@@ -14,8 +14,8 @@ class Mixture(ReadAhead):
 
     An epoch is as short as holds each sample of each set at least once, with these shares to within
     a sample: a set that is small for its share comes several times, each time augmented anew.
-    If all are packed (`Records`) they are read ahead; others are read where they are decoded, whole,
-    and lose "file".
+    If all are packed (`Records`) they are read ahead; others are read where they are decoded,
+    whole, and lose "file".
     ValueError: a share that is not above 0, or sets of other classes or kinds of labels.
     """
 
