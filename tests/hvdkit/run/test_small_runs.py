@@ -5,7 +5,17 @@ import pytest
 from ranks import CHECKS, names_of_checks, run_checks
 
 # On 1 rank as on 2.
-BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
+BOTH = (
+    "runs",
+    "data",
+    "bad_steps",
+    "saving",
+    "evaluation",
+    "whole_pictures",
+    "state",
+    "objective",
+    "model_doctor",
+)
 PARTS = {1: BOTH, 2: (*BOTH, "tasks", "task_models", "stragglers"), 3: ("objective",)}
 # Those of a task are there where the task is.
 FILES = {

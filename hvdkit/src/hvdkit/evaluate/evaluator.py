@@ -64,7 +64,7 @@ class Evaluator:
             batch = task_checks.read_example(self._feed.reader, self._source, training=False)
             where = task_checks.user_code_errors("evaluating one sample")
             with where, unchanged(self._moved), unoptimized():
-                graph = self._step.get_concrete_function().graph
+                graph = self.graph
                 handles = set(map(id, graph_checks.assigned_handles(graph)))
                 self._moved = [v for v in self._moved if id(v.handle) in handles]
                 graph_checks.check_state(graph, self._state, "the evaluation")
@@ -78,6 +78,11 @@ class Evaluator:
             if self._draw:
                 with task_checks.user_code_errors("draw"):
                     self._drawn(batch, outputs)
+
+    @property
+    def graph(self) -> tf.Graph:
+        """Of a batch's outputs, losses and sums, once `try_out` has traced it."""
+        return self._step.get_concrete_function().graph
 
     def check_loss(self) -> None:
         """Raises Stop, on all ranks, where batches are divided and samples depend on each other."""
@@ -103,7 +108,7 @@ class Evaluator:
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
             return parts | {"loss's gradient by the outputs": grad}
 
-        random = lambda: graph_checks.draws(self._step.get_concrete_function().graph)  # noqa: E731
+        random = lambda: graph_checks.draws(self.graph)  # noqa: E731
         objective.check_sum("the task's ", sums, each, draws=random, near=self._near)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:

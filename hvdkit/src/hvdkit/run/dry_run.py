@@ -22,6 +22,7 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, lease
 from hvdkit.ranks.world import World, raw, say
+from hvdkit.run import model_doctor
 from hvdkit.run.benchmark import count_operations, peak_bytes
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
@@ -86,6 +87,7 @@ class DryRun:
 
     def __init__(self, run: Run) -> None:
         self._run, self._save, self._evaluate = run.context, run.save, run.evaluate
+        self._loop = run
         first_step = run.start.step
         self._last = min(first_step + STEPS, run.settings.num_steps)
         if first_step >= run.settings.num_steps:
@@ -107,6 +109,9 @@ class DryRun:
         gpu = f", {on_gpu} on its GPU" if memory[:, 1].any() else ""
         took = f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s"
         say(self._run.world, f"{took}; the rank with most used {on_host} of memory{gpu}")
+        tries = step < self._loop.settings.num_steps and not self._loop.parts.own_losses
+        if tries and (ending := model_doctor.by_heart(self._loop)):
+            return ending
         return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
 
 

@@ -2,8 +2,8 @@
 
 | flag | actions after a step | what it leaves |
 | --- | --- | --- |
-| (none) | sync, drift, log, the task's own, save, evaluate | all |
-| --dry_run | the same, but one save and one evaluation after two steps, then the end | nothing |
+| (none) | sync, drift, log, the task's own, model doctor, save, evaluate | all |
+| --dry_run | two steps, one save and one evaluation, one batch by heart, then the end | nothing |
 | --find_lr | the same, but neither: the loss by learning rate | a page |
 | --benchmark | the same, but neither: clocks | benchmark.json |
 """
@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdkit.ranks.world import World
-from hvdkit.run import dry_run, find_lr
+from hvdkit.ranks.world import World, say
+from hvdkit.run import dry_run, find_lr, model_doctor
 from hvdkit.run.actions import Action, CheckDrift, Log, Own, Sync
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
@@ -53,6 +53,9 @@ def before_folder(run: Run) -> None:
         run.evaluator.check_loss()
         with run.world.fail_together("reading the settings"):
             tasks.check_read(run.task, run.context.config)
+        with run.world.fail_together("looking at the first samples"):
+            for note in model_doctor.notes(run) if run.world.is_chief else ():
+                say(run.world, f"note: {note}")
 
 
 def actions_of_task(context: RunContext) -> list[Action]:
@@ -77,4 +80,4 @@ def actions(run: Run, others: list[Action]) -> list[Action]:
     if run.mode == "find_lr":
         page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
         return [*found, find_lr.FindLr(context, page)]
-    return [*found, run.save, run.evaluate]
+    return [*found, model_doctor.FirstSteps(run), run.save, run.evaluate]

@@ -83,7 +83,21 @@ def _require_softmax(task: Task, outputs: Any) -> None:
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{where}its loss could not be looked at ({why}): {_DEFINE}") from error
-    logits = [op.inputs[0] for op in graph.get_operations() if op.type in _SOFTMAX_LOSSES]
+    logits = softmax_logits(graph)
     logits = [part for part in logits if part.shape[-1] == outputs.shape[-1]]
     if not any(origin(part) is graph.inputs[0] for part in logits):
         raise ValueError(f"{where}its loss is no softmax cross-entropy of all outputs: {_DEFINE}")
+
+
+def softmax_logits(graph: tf.Graph) -> list[tf.Tensor]:
+    """Symbolic logits [..., classes] of each softmax cross-entropy in a graph."""
+    return [op.inputs[0] for op in graph.get_operations() if op.type in _SOFTMAX_LOSSES]
+
+
+def narrow(logits: tf.Tensor) -> str:
+    """The type of less than 32 bits that symbolic logits had before they were cast; else ""."""
+    while logits.op.type in ("Cast", "Identity", "Reshape"):
+        logits = logits.op.inputs[0]
+        if logits.dtype.is_floating and logits.dtype.size < 4:
+            return logits.dtype.name
+    return ""

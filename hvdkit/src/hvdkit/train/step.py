@@ -300,6 +300,11 @@ class Step:
         sums.append(0.0 if added is None else added)
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
+    @property
+    def own_losses(self) -> bool:
+        """Whether run.loss was given losses in place of the task's."""
+        return any(self._losses)
+
     def try_state(self, sample: Callable[[int], Example]) -> None:
         """Stop, on all ranks, where ranks would change state in ways of their own.
 

@@ -1,0 +1,85 @@
+"""Run on real ranks by test_small_runs.py: what the model doctor says, and when it says nothing."""
+
+from types import MappingProxyType
+
+import keras
+import numpy as np
+from small_runs import Small, classifier, fit, numbers
+
+from hvdkit.data.source import Arrays
+
+
+class Changed(Small):
+    """The usual task with other arrays or layers."""
+
+    change = head = MappingProxyType({})  # of the training arrays, of the last layer
+    layers = (keras.layers.Dense, MappingProxyType({"units": 5, "activation": "tanh"}))
+    names = ()  # of classes
+
+    def sources(self):
+        train, val = super().sources()
+        train = Arrays(**train._arrays | self.change)
+        train.class_names = list(self.names)
+        return train, val
+
+    def build_model(self):
+        kind, how = self.layers
+        return classifier(kind(**how), **self.head)
+
+
+def notes(world, task=Small, **settings) -> str:
+    return fit(world, task, **settings).printed
+
+
+def judge(world, found: dict[str, str], good: str) -> None:
+    """Each run said its note, the good one none; after all runs, as ranks make them together."""
+    if world.is_chief:
+        lacking = {said: printed for said, printed in found.items() if said not in printed}
+        assert not lacking and "note: " not in good.replace("note: horovodrun over Gloo", ""), (
+            lacking,
+            good,
+        )
+
+
+def check_what_is_seen_before_the_first_step_is_said(world):
+    x = numbers(1, 60)._arrays["x"]
+    cases = {
+        "inputs are ": {"change": {"x": x * 200}},
+        "samples from all over the data have the same targets": {
+            "change": {"y": np.zeros(60, np.int32)}
+        },
+        "the last layer has 3 units and the data have 2 classes": {"names": ("cat", "dog")},
+        "classes Cat, cat differ by case": {"names": ("Cat", "cat", "dog")},
+        "the last layer gives bfloat16": {"head": {"dtype": "mixed_bfloat16"}},
+    }
+    found = {said: notes(world, type("Bad", (Changed,), how)) for said, how in cases.items()}
+    good = notes(world, type("Good", (Changed,), {"names": ("a", "b", "c")}))
+    judge(world, found, good)
+
+
+def check_what_the_first_steps_show_is_said(world):
+    wide = keras.initializers.RandomNormal(stddev=300.0, seed=1)
+    dead = {"units": 5, "activation": "relu", "bias_initializer": keras.initializers.Constant(-99)}
+    cases = {
+        "the loss begins at ": ({"head": {"kernel_initializer": wide}}, {}),
+        "did not change in 20 steps: their gradient is 0": (
+            {"layers": (keras.layers.Dense, dead)},
+            {"num_steps": 20},
+        ),
+        "the loss did not fall in 100 steps": ({}, {"num_steps": 100, "base_lr": 1e-6}),
+    }
+    usual = {"global_batch_size": 60, "lr_policy": "constant", "num_steps": 1}
+    found = {
+        said: notes(world, type("Bad", (Changed,), how), **usual | settings)
+        for said, (how, settings) in cases.items()
+    }
+    judge(world, found, notes(world, num_steps=120))
+
+
+def check_a_dry_run_learns_one_batch_by_heart(world):
+    said = "note: one batch was not learned by heart"
+    good = notes(world, dry_run=True, num_steps=60, base_lr=0.5)
+    slow = notes(world, dry_run=True, num_steps=60, base_lr=1e-6, virtual_ranks=4)
+    if world.is_chief:
+        assert "learning by heart: in 50 steps the loss of one batch went from " in good
+        assert said not in good and said in slow
