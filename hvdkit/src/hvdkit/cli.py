@@ -18,12 +18,13 @@ COMMANDS = {
     "evaluate": ("hvdkit.commands.evaluate", "scores of a checkpoint, classes, worst samples"),
     "predict": ("hvdkit.commands.predict", "predictions on pictures"),
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
+    "serve": ("hvdkit.commands.serve", "a page in the browser: a picture, the prediction"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
     "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
     "supervise": ("hvdkit.commands.supervise", "starts a run again until it is done"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
 }
-_RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export"}
+_RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export", "serve"}
 _NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK
 
 

@@ -1,9 +1,15 @@
 """hvdkit evaluate, predict, export and browse, on a trained run and on the command line."""
 
+import base64
 import csv
+import io
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +27,7 @@ from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train import outputs
-from ranks import CHECKS, last_lines, launch, names_of_checks, run_checks
+from ranks import CHECKS, PROJECT, last_lines, launch, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_commands.py"
 
@@ -193,8 +199,9 @@ if modules:
     ],
 )
 def test_an_export_is_served_without_this_code(run, modules, shapes, folder, outcomes, tmp_path):
-    ended = command("export", f"--run_dir={folder / run}", f"--out={tmp_path}/out")
+    ended = command("export", f"--run_dir={folder / run}", f"--out={tmp_path}/out", "--onnx")
     assert ended.code == 0, last_lines(ended.output)
+    assert "model.onnx: the network alone, image tensor(float) ['any', " in ended.output
     assert "without this code: equal outputs" in ended.output
     # Digits' dropout is a layer of this project, which a note says.
     note = "not Keras's own, hvdkit.train.dropout.SampleDropout: import their modules"
@@ -209,6 +216,51 @@ def test_an_export_is_served_without_this_code(run, modules, shapes, folder, out
         number, probability = served.stdout.split()[-2:]
         assert f"digit {number}" == first
         assert float(probability) == pytest.approx(float(chance), abs=1e-6)
+
+
+def asked(address: str, data: bytes | None = None) -> tuple[int, str]:
+    """Status and text of what a server answers to GET, or to POST of `data`."""
+    try:
+        with urllib.request.urlopen(address, data, timeout=120) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("run", ["digits", "scenes"])
+def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, outcomes):
+    words = [sys.executable, "-u", "-m", "hvdkit", "serve", f"--run_dir={folder / run}"]
+    shown = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8)
+    data = tf.io.encode_png(shown).numpy()
+    with subprocess.Popen(
+        [*words, "--port=0"], cwd=PROJECT, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            lines = iter(server.stdout)
+            address = next(re.search(r"http://\S+", line)[0] for line in lines if "open" in line)
+            status, page = asked(address)
+            assert status == 200 and "<h1>" in page and str(folder / run) in page
+            host = address.rsplit("/", 1)[0]
+            assert [asked(f"{host}/", d)[0] for d in (None, data)] == [404, 404]
+            assert "cannot be" in json.loads(asked(address, b"no picture")[1])["error"]
+            found = json.loads(asked(address, data)[1])
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+    config = load_run.settings(folder / run, ["--eval_crop=0"])
+    outputs_of = predict.of_picture(
+        *(load_run.model_of(config, "best", run == "digits")[i] for i in (0, 1, 3))
+    )
+    wanted = outputs_of(shown)
+    if run == "digits":
+        assert found["rows"][0][0] == f"digit {int(wanted['classes'])}" and len(found["rows"]) == 5
+        assert found["rows"][0][1] == f"{wanted['probabilities'].max():.1%}"
+    else:
+        with Image.open(io.BytesIO(base64.b64decode(found["picture"].split(",")[1]))) as over:
+            _, expected = predict.drawn("", image=shown, outputs=wanted)
+            assert np.array_equal(over, expected) and len(found["rows"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Exports the model of a trained run as a SavedModel, which needs none of this code, and as .keras.
 
-    hvdkit export --run_dir=runs/demo --out=exported [--check=photo.jpg]
+    hvdkit export --run_dir=runs/demo --out=exported [--check=photo.jpg] [--onnx]
 
 OUT/saved_model has two signatures, for any number of pictures of one size:
     serving_default   "image": JPEG, PNG or WebP files, text [B]
@@ -12,11 +12,16 @@ and predicts a picture; the outputs must equal those of `hvdkit predict`. OUT/mo
 model alone, for use with Keras; if it has layers that are not Keras's own, loading it needs their
 code, and a note names them. OUT/card.json and the SavedModel's assets.extra/card.json hold the
 checkpoint's data card: class names in the order of the outputs, colour order, sizes, training data.
+
+With --onnx, OUT/model.onnx is the network alone, by tf2onnx: it takes what the task's
+`picture_inputs` returns (which may scale a picture; tf2onnx cannot convert TensorFlow's antialiased
+resize) and gives what `decode` takes. ONNX Runtime's outputs must be near the model's.
 """
 
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,8 @@ from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
 CARD = "card.json"  # in --out, and in the SavedModel's assets.extra
+_ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}  # Keras casts, ONNX not
+_NEAR = 1e-3  # relative and absolute: other kernels add up in another order
 # Runs without the project: it has only what it loads.
 _LOADED = """
 import sys
@@ -99,6 +106,10 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
             whole_files.write_json(file, card)
         # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
+        inputs = tf.nest.map_structure(
+            lambda part: part[None], task.picture_inputs(pictures.decode_image(tf.constant(data)))
+        )
+        shapes_of_network = to_onnx(model, inputs, own.out / "model.onnx") if own.onnx else ""
     print(printable(f"exported {path}: {folder}, {own.out / 'model.keras'}"))
     kinds = {type(layer) for layer in model._flatten_layers()}
     names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
@@ -114,6 +125,41 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
             raise Stop(BUG, f"loaded in a new process {name} differ: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
     print(f"loaded in a new process without this code: equal outputs ({shapes})")
+    if own.onnx:
+        print(printable(f"{own.out / 'model.onnx'}: the network alone, {shapes_of_network}"))
+
+
+def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
+    """Writes the network and runs it on `inputs`, a batch; returns what it takes and gives.
+
+    Raises ValueError: the packages are not there, or tf2onnx cannot convert the model. Stop: its
+    outputs are others.
+    """
+    try:
+        import onnxruntime
+        import tf2onnx  # noqa: F401  (Keras calls it)
+    except ImportError as error:
+        raise ValueError(
+            f"--onnx: there is no {error.name}: pip install tf2onnx onnx onnxruntime"
+        ) from None
+    wanted = [np.asarray(x) for x in tf.nest.flatten(model(inputs, training=False))]
+    try:
+        with whole_files.written(file) as partial, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tf2onnx's, of NumPy
+            model.export(str(partial), format="onnx", verbose=False)
+    except Exception as error:  # whatever a converter raises
+        raise ValueError(f"--onnx: tf2onnx cannot convert {model.name}: {error!s:.300}") from None
+    session = onnxruntime.InferenceSession(str(file))
+    takes, parts = session.get_inputs(), tf.nest.flatten(inputs)
+    fed = {x.name: np.asarray(part, _ONNX_TYPES.get(x.type)) for x, part in zip(takes, parts)}
+    found = session.run(None, fed)
+    for ours, theirs in zip(wanted, found, strict=True):
+        if ours.shape != theirs.shape or not np.allclose(ours, theirs, _NEAR, _NEAR, True):
+            raise Stop(BUG, f"{file} has other outputs in ONNX Runtime: do not use it")
+    return ", ".join(
+        f"{x.name} {x.type} {[n if isinstance(n, int) else 'any' for n in x.shape]}"
+        for x in (*takes, *session.get_outputs())
+    )
 
 
 def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
@@ -153,6 +199,7 @@ def main(argv: list[str]) -> int:
     made = load_run.parser(__doc__)
     made.add_argument("--out", type=Path, required=True, help="output folder")
     made.add_argument("--check", type=Path, help="a picture for the check; default: noise")
+    made.add_argument("--onnx", action="store_true", help="the network alone as OUT/model.onnx too")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, export)

@@ -14,10 +14,11 @@ of train.py may follow (--eval_flip, ...).
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageOps
@@ -34,6 +35,7 @@ from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
+from hvdkit.train.task import Task
 
 _OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
 WRITTEN = ("labels", "overlays", "predictions.csv", "predictions.jsonl")  # in --out
@@ -51,12 +53,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
     world.check_same(repr(list(found)), "the names of the pictures")
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
-    def outputs_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
-        inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
-        decoded = decode(task_checks.outputs(task, model, inputs))
-        return {name: value[0] for name, value in decoded.items()}
-
+    outputs_of = of_picture(task, model, decode)
     say(world, f"{len(found)} pictures, by {path}")
     rows: list[Row] = []
     faults: list[str] = []
@@ -67,8 +64,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
             break
         try:  # an error ends no rank here: the others wait for it below
             image = load(file)
-            outputs = {name: x.numpy() for name, x in outputs_of(tf.constant(image)).items()}
-            rows += write(own.out, name, image=image, outputs=outputs)
+            rows += write(own.out, name, image=image, outputs=outputs_of(image))
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
         except tf.errors.OpError as error:
@@ -90,6 +86,20 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
         raise Stop(PREEMPTED, "stopped before the end")
     if faults:
         raise Stop(BUG, f"{len(faults)} of {len(found)} files were skipped, see above")
+
+
+def of_picture(
+    task: Task, model: keras.Model, decode: load_run.Decode
+) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+    """The function from a picture, uint8 [height, width, 3], to what its outputs mean, by name."""
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
+    def outputs_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
+        inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
+        decoded = decode(task_checks.outputs(task, model, inputs))
+        return {name: value[0] for name, value in decoded.items()}
+
+    return lambda image: {n: x.numpy() for n, x in outputs_of(tf.constant(image)).items()}
 
 
 def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
@@ -127,7 +137,11 @@ def load(file: Path) -> np.ndarray:
     """
     if file.exists() and not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is no regular file")
-    data = file.read_bytes()
+    return decoded(file.read_bytes(), file)
+
+
+def decoded(data: bytes, file: object) -> np.ndarray:
+    """The picture in a file's bytes, as `load` returns it; `file` is named where it raises."""
     fault = pictures.refused(data)
     try:
         if not fault and (tf.io.is_jpeg(data) | pictures.is_webp(data) or data[:4] == b"\x89PNG"):
@@ -149,25 +163,40 @@ def load(file: Path) -> np.ndarray:
 
 
 def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> list[Row]:
-    """Draws "classes" [height, width]; returns the row of anything else."""
-    classes, chances = outputs.get("classes"), outputs.get("probabilities")
-    if classes is not None and classes.ndim == 0 and np.ndim(chances) == 1:
-        first = np.argsort(-chances, kind="stable")[:5]
-        return [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
-    if np.ndim(classes) != 2:
-        return [[name, {part: _plain(value) for part, value in outputs.items()}]]
-    if classes.max(initial=0) >= len(COLOURS) or np.shape(chances)[2:] > (len(COLOURS),):
-        raise ValueError(f"{name}: more than {len(COLOURS)} classes: a PNG of labels holds 256")
-    classes = Image.fromarray(classes.astype(np.uint8), "P")
-    classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
-    classes.putpalette(COLOURS.tobytes())
-    over = Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
-    for folder, picture in (("labels", classes), ("overlays", over)):
+    """Writes what can be drawn; returns the row of anything else."""
+    pictures_of = drawn(name, image=image, outputs=outputs)
+    if pictures_of is None:
+        return [row(name, outputs)]
+    for folder, picture in zip(("labels", "overlays"), pictures_of):
         file = out / folder / f"{name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_files.written(file) as partial:
             picture.save(partial, "PNG")
     return []
+
+
+def drawn(
+    name: str, *, image: np.ndarray, outputs: dict[str, Any]
+) -> tuple[Image.Image, Image.Image] | None:
+    """ "classes" [height, width] at the picture's size, and drawn over it; None: there are none."""
+    classes, chances = outputs.get("classes"), outputs.get("probabilities")
+    if np.ndim(classes) != 2:
+        return None
+    if classes.max(initial=0) >= len(COLOURS) or np.shape(chances)[2:] > (len(COLOURS),):
+        raise ValueError(f"{name}: more than {len(COLOURS)} classes: a PNG of labels holds 256")
+    classes = Image.fromarray(classes.astype(np.uint8), "P")
+    classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
+    classes.putpalette(COLOURS.tobytes())
+    return classes, Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
+
+
+def row(name: str, outputs: dict[str, Any]) -> Row:
+    """The five most probable classes, or all outputs by name."""
+    classes, chances = outputs.get("classes"), outputs.get("probabilities")
+    if np.ndim(classes) == 0 and classes is not None and np.ndim(chances) == 1:
+        first = np.argsort(-chances, kind="stable")[:5]
+        return [name, *(x for c in first for x in (int(c), float(chances[c])))]
+    return [name, {part: _plain(value) for part, value in outputs.items()}]
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,160 @@
+"""A page in the browser that shows what a trained run's model says of a picture.
+
+    hvdkit serve --run_dir=runs/demo [--port=8000]
+
+It prints an address to open on this host alone (from another: `ssh -L 8000:localhost:8000 HOST`
+first). The address holds a word drawn at random, without which nothing is answered: other users of
+the host do not know it. Pictures are predicted one after the other, as `hvdkit predict` does, and
+kept nowhere. For looking, not for production: there, serve the SavedModel of `hvdkit export`.
+"""
+
+import base64
+import hmac
+import http.server
+import io
+import json
+import secrets
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+
+from hvdkit.checkpoint import files
+from hvdkit.commands import predict
+from hvdkit.logs import say
+from hvdkit.observe import pages
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World
+from hvdkit.run import load_run
+from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE, Stop
+
+Answer = Callable[[bytes], dict[str, Any]]
+_MOST_BYTES = 64 * 2**20  # of a picture's file
+_BODY = """
+<p><label>A picture: <input type="file" id="file" accept="image/*"></label></p>
+<p id="fault" role="alert" class="bad"></p>
+<div id="shown"></div>
+<table id="rows"></table>
+<script>
+const [file, fault, shown, rows] = ["file", "fault", "shown", "rows"].map(
+  name => document.getElementById(name))
+file.onchange = async () => {
+  fault.textContent = "..."
+  shown.replaceChildren(); rows.replaceChildren()
+  try {
+    const reply = await fetch(location.href, {method: "POST", body: file.files[0]})
+    const found = await reply.json(), picture = new Image()
+    fault.textContent = found.error ?? ""
+    picture.src = found.picture ?? URL.createObjectURL(file.files[0])
+    picture.alt = found.picture ? "the picture, its classes drawn over it" : "the picture"
+    picture.style = "max-width: 100%; max-height: 70vh"
+    if (!found.error) shown.append(picture)
+    for (const pair of found.rows ?? []) {
+      const row = rows.insertRow()
+      for (const text of pair) row.insertCell().textContent = text
+    }
+  } catch (error) { fault.textContent = String(error) }
+}
+</script>
+"""
+
+
+def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
+    """Answers until it is stopped. Raises Stop where it cannot begin."""
+    if world.size > 1:
+        raise Stop(WRONG_USE, "hvdkit serve answers from one process: start it on one rank")
+    with world.fail_together("serving"):
+        averaged = own.ema and config.ema_decay > 0
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
+        outputs_of = predict.of_picture(task, model, decode)
+        names = files.read_manifest(path).card.get("class_names", [])
+        word = secrets.token_urlsafe()
+        answer = lambda data: answered(data, outputs_of, names)  # noqa: E731
+        server = http.server.HTTPServer(("127.0.0.1", own.port), handler(answer, word, str(path)))
+    with server:
+        server.timeout = 0.5
+        say(f"{path}: open http://localhost:{server.server_port}/{word} (Ctrl-C ends it)")
+        while not stop_signal.asked:
+            server.handle_request()
+
+
+def answered(
+    data: bytes, outputs_of: Callable[[np.ndarray], dict[str, np.ndarray]], names: list[str]
+) -> dict[str, Any]:
+    """What the page shows: rows of names and values, and an overlay; or an "error"."""
+    try:
+        image = predict.decoded(data, "the file")
+        drawn = predict.drawn("the file", image=image, outputs=(found := outputs_of(image)))
+    except Exception as error:  # whatever a picture does to a model, the server stays
+        return {"error": f"{error}"[:500]}
+    if drawn is None:
+        _, *row = predict.row("", found)
+        pairs = zip(row[::2], row[1::2]) if len(row) > 1 else row[0].items()
+        named = {str(number): name for number, name in enumerate(names)}
+        shown = [(named.get(str(name), str(name)), _text(value)) for name, value in pairs]
+        return {"rows": shown}
+    classes, overlay = drawn
+    counts = np.bincount(np.asarray(classes).ravel())
+    order = [int(c) for c in np.argsort(-counts, kind="stable") if counts[c]]
+    called = {c: names[c] if c < len(names) else f"class {c}" for c in order}
+    overlay.save(buffer := io.BytesIO(), "PNG")
+    picture = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return {"rows": [(called[c], f"{counts[c] / counts.sum():.1%}") for c in order]} | {
+        "picture": picture
+    }
+
+
+def _text(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, float) else json.dumps(value)[:500]
+
+
+def handler(answer: Answer, word: str, title: str) -> type[http.server.BaseHTTPRequestHandler]:
+    """Answers GET with the page and POST of a picture with JSON, both at /WORD only."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 20  # seconds that a client may be silent: others wait for it
+
+        def do_GET(self) -> None:
+            self._send("text/html; charset=utf-8", pages.page(title, [_BODY]).encode())
+
+        def do_POST(self) -> None:
+            size = self.headers.get("Content-Length", "")
+            if not (size.isdecimal() and 0 < int(size) <= _MOST_BYTES):
+                found = {"error": f"it must have 1 to {_MOST_BYTES:,} bytes"}
+            else:
+                found = answer(self.rfile.read(int(size)))
+            self._send("application/json", json.dumps(found).encode())
+
+        def parse_request(self) -> bool:
+            """Whether to go on: False where the word is not known."""
+            if not super().parse_request():
+                return False
+            if hmac.compare_digest(self.path.encode(), f"/{word}".encode()):
+                return True
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return False
+
+        def _send(self, kind: str, body: bytes) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Referrer-Policy", "no-referrer")  # the address is a secret
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, form: str, *parts: Any) -> None:
+            """Nothing: addresses hold the word."""
+
+    return Handler
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 stopped, 2 wrong use."""
+    made = load_run.parser(__doc__)
+    made.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    own, flags = made.parse_known_args(argv[1:])
+    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, own, serve)
