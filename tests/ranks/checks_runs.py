@@ -312,11 +312,6 @@ def slow_check_a_benchmark_sums_as_the_step_does(world):
         assert not world.is_chief or 0 < record["seconds_of_reduction_alone"] < 60
 
 
-def check_a_benchmark_of_too_few_steps_says_so(world):
-    ended = fit(world, benchmark=True, num_steps=14)
-    assert not (ended.folder / "benchmark.json").exists()
-
-
 def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
     printed = fit(world, find_lr=True, num_steps=9).printed
     assert not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed, printed

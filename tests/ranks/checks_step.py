@@ -220,11 +220,6 @@ def check_a_variable_without_gradient_is_allowed_on_every_rank_and_named_on_one(
     differ(lambda: regression_step(world, PLAIN, model), "second/kernel", "rank 1 ")
 
 
-def check_ranks_at_different_places_are_named(world):
-    place = "the end" if world.rank == 1 else "the start"
-    differ(lambda: world.gather_objects(1, place), "rank 1", "'the end'", "rank 0", "'the start'")
-
-
 def check_state_that_differs_between_ranks_is_named(world):
     named = {name: tf.Variable([1.0, 2.0]) for name in ("a", "b", "c", "d", "e")}
     agreement.check_same_state(world, named, "the state at step 1")

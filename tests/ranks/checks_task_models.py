@@ -104,19 +104,6 @@ def check_trainable_changed_too_late_is_told(world):
     refused(world, Task, "trainable", "build_model")
 
 
-def check_a_variable_of_the_loss_is_refused(world):
-    class Uncertainty(Small):
-        def __init__(self, config):
-            super().__init__(config)
-            self.spread = tf.Variable(0.0)
-
-        def loss(self, outputs, targets):
-            losses, weights = super().loss(outputs, targets)
-            return losses * tf.exp(-self.spread) + self.spread, weights
-
-    refused(world, Uncertainty, "does not hold")
-
-
 def check_a_frozen_model_of_the_task_may_be_used(world):
     class Distilled(Small):
         def __init__(self, config, trainable=False):

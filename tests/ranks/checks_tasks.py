@@ -126,6 +126,10 @@ MISTAKES = [
     (_sources(_bytes_for_text), "fingerprint() must return text", "b'bytes'"),
     (_sources(_tuple_for_dict), "read() must return a dict of tensors, not tuple"),
     ({"actions": lambda task, run: None}, "actions must return a list", "NoneType"),
+    (  # of one rank alone
+        {"actions": lambda task, run: {}["rank"] if run.world.rank else []},
+        *("actions failed", "KeyError"),
+    ),
     (
         {"actions": lambda task, run: [lambda step, result: None]},
         *("settles", "due(step)", "a function"),
@@ -152,16 +156,6 @@ MISTAKES = [
 def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     for methods, *words in MISTAKES:
         refused(world, type("Task", (Small,), methods), *words)
-
-
-def check_a_mistake_on_one_rank_is_told(world):
-    def fails_on_one_rank(task, run):
-        if world.rank == world.size - 1:
-            raise KeyError("histogram")
-        return []
-
-    failing = type("Task", (Small,), {"actions": fails_on_one_rank})
-    refused(world, failing, "actions failed", "KeyError")
 
 
 def check_a_label_that_is_no_class_is_told_by_value(world):

@@ -76,19 +76,6 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
 
 
-def test_one_rank_without_the_flag_is_told_and_leaves_nothing(tmp_path):
-    script = (
-        "import os, sys, hvdkit, train\n"
-        "own = ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else []\n"
-        "sys.exit(hvdkit.main(train.train, train.Settings, [*sys.argv, *own]))"
-    )
-    command = ["-c", script, FLAGS[0], f"--run_dir={tmp_path}/run"]
-    ended = launch(2, command, "mpirun", timeout=120)
-    assert ended.code == 2, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "--dry_run is False on rank 1, True on rank 0" in error and not list(tmp_path.iterdir())
-
-
 STOPPED = """
 import os, signal, sys
 import hvdkit, train
