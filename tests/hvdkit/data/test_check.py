@@ -157,7 +157,7 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):
     labels[0, :, :2], labels[1, :1, :2], labels[1, 3], labels[1, 2, :2] = 2, 2, 255, 255
     pairs = {str(n): (np.zeros((4, 6, 3), np.uint8), label) for n, label in enumerate(labels)}
     readers.write_pairs(tmp_path, pairs)
-    code, printed = run(f"--data_dir={tmp_path}", "--split=train", "--num_classes=3", counts=True)
+    code, printed = run(f"--data_dir={tmp_path}", "--split=train", counts=True)
     assert code == 0, printed
     assert re.search(r"  0 +30 pixels +75.000%", printed), printed
     assert re.search(r"  2 +10 pixels +25.000%", printed), printed
@@ -173,6 +173,10 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):
         asked = [f"--split={split}" for split in splits]
         code, printed = run(f"--data_dir={tmp_path}", *asked, "--num_classes=3", counts=True)
         assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], printed
+    # None where a label is wrong.
+    readers.save(tmp_path / "labels/1.png", np.full((4, 6), 7, np.uint8))
+    code, printed = run(f"--data_dir={tmp_path}", *asked, "--num_classes=3", counts=True)
+    assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
 
 
 def test_samples_of_classes_are_counted_by_name(tmp_path: Path, run):
@@ -189,19 +193,6 @@ def test_samples_of_classes_are_counted_by_name(tmp_path: Path, run):
     assert re.search(r"0 cat +2 samples +66.667%", printed), printed
     assert "pictures: 9 x 3 to 20 x 30, median 5 x 7" in printed
     assert "--class_weights=0.75,1.5" in printed
-
-
-def test_classes_that_occur_are_counted_and_faults_come_without_weights(tmp_path: Path, run):
-    pairs(tmp_path, 0, 2)
-    code, printed = run(f"--data_dir={tmp_path}", counts=True)
-    assert code == 0, printed
-    assert "1 class(es) never occur: 1" in printed and not re.search(r"^train: +3 ", printed, re.M)
-    # Only of the split to train on: weights of another one would not fit it.
-    (flag,) = re.findall(r"^train: .*--class_weights=(\S+)", printed, re.M)
-    assert flag == "1,1,1" and printed.count("--class_weights") == 1
-    pairs(tmp_path, 0, 7)
-    code, printed = run(f"--data_dir={tmp_path}", "--num_classes=3", counts=True)
-    assert code == 1 and "label value 7" in printed and "--class_weights" not in printed
 
 
 def test_labels_of_another_size_than_their_pictures(tmp_path: Path, run, monkeypatch):

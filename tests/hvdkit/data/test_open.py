@@ -19,13 +19,9 @@ from hvdkit.data.readers import records
 from hvdkit.data.readers.cifar import Cifar
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
-from hvdkit.data.readers.voc import Voc
 from hvdkit.data.source import Arrays, Source
 from hvdkit.run import context as run_lib
-from hvdkit.settings.data import FORMATS, READERS, add_reader
-from ranks import PROJECT
-
-CONFIGS = PROJECT / "configs"
+from hvdkit.settings.data import READERS, add_reader
 
 
 def open_one(config: settings_lib.Settings, split: str, default: str) -> Source:
@@ -42,7 +38,6 @@ def settings(root: Path, format: str, classes: int, *more: str) -> settings_lib.
 @pytest.mark.parametrize(
     ("format", "write", "classes", "reader"),
     [
-        ("voc", readers.write_voc, 21, Voc),
         ("cityscapes", readers.write_cityscapes, 19, Cityscapes),
         ("class_folders", readers.write_classes, 3, ClassFolders),
         ("cifar10", readers.write_cifar10, 10, Cifar),
@@ -231,9 +226,3 @@ def test_a_reader_needs_a_name_of_its_own_and_its_module(name: str, reader: str,
         add_reader(name, reader)
     [line] = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and f"add_reader({name!r}, {reader!r}): give a new name" in line
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.cfg")), ids=lambda path: path.stem)
-def test_configs_parse(path: Path):
-    config = settings_lib.parse(["train.py", f"--flagfile={path}"])
-    assert config.data_format in FORMATS

@@ -24,8 +24,6 @@ from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Arrays
 
-ORDER = np.array([7, 2, 10, 0, 5, 5, 9])
-
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +43,6 @@ def command(*flags: object) -> None:
 @pytest.mark.parametrize(
     ("layout", "write"),
     [
-        ("voc", readers.write_voc),
         ("cityscapes", readers.write_cityscapes),
         ("class_folders", readers.write_classes),
         ("cifar10", readers.write_cifar10),
@@ -59,7 +56,7 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
         command(*flags, "--shards=2")
         source, found = reader_of(layout)(root, split, 0), Records(out, split)
         assert readers.same(source, found) and len(found) == len(source)
-        assert found.kind == ("map" if layout in ("voc", "cityscapes") else "class")
+        assert found.kind == ("map" if layout == "cityscapes" else "class")
         labels = [sample["label"] for sample in readers.read_all(found)]
         assert found.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
         spec = tf.data.Dataset.range(1).map(found.read).element_spec
@@ -76,14 +73,10 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
 def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
     source = ImageLabelFolder(demo, "train", 11)
     for shards in (4, 50):
-        name = os.fsdecode(b"caf\xe9%d" % shards)  # no text
-        folder = packed(demo, tmp_path / name, shards)
+        folder = packed(demo, tmp_path / os.fsdecode(b"caf\xe9%d" % shards), shards)  # no text
         assert len(list(folder.glob("*.tfrecord"))) == min(shards, 11)
         packs = Records(folder.parent, "train")
         assert readers.same(source, packs) and packs.is_demo  # how it is augmented
-        samples = tf.data.Dataset.from_tensor_slices(ORDER).map(packs.read, num_parallel_calls=4)
-        for index, sample in zip(ORDER, samples, strict=True):
-            np.testing.assert_array_equal(sample["image"], source.read(index)["image"])
 
 
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):

@@ -24,20 +24,6 @@ SIGMAS = 5
 properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def local_ids(step, rank, size, *, n=23, batch=10, micro=1, seed=3):
-    sampler = Sampler(n, batch, micro, seed, rank, size)
-    ids, keys = sampler.local_samples(tf.constant(step, tf.int64))
-    return [(int(i), tuple(k)) for i, k in zip(ids, keys.numpy())]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_a_global_batch_is_the_same_for_any_number_of_ranks(size):
-    for step in (0, 2, 5):
-        whole = local_ids(step, 0, 1)
-        parts = [pair for rank in range(size) for pair in local_ids(step, rank, size)]
-        assert parts == whole
-
-
 @functools.cache
 def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
@@ -122,10 +108,16 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     batch = micro * data.draw(st.integers(size, 40), "micro-batch")
     step = data.draw(st.integers(0, 2**40), "step")
     ranks = [Sampler(50, batch, micro, 1, rank, size) for rank in range(size)]
-    parts = [np.reshape(r.local_positions(tf.constant(step, tf.int64)), [micro, -1]) for r in ranks]
+    at = tf.constant(step, tf.int64)
+    parts = [np.reshape(r.local_positions(at), [micro, -1]) for r in ranks]
     assert np.array_equal(
         np.concatenate(parts, axis=1).ravel(), np.arange(step * batch, (step + 1) * batch)
     )
+    # Ids and keys are those of one rank.
+    samples = zip(*(r.local_samples(at) for r in ranks))
+    for own, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
+        rows = [np.reshape(part, [micro, -1, *whole.shape[1:]]) for part in own]
+        assert np.array_equal(np.concatenate(rows, axis=1).ravel(), np.ravel(whole))
     assert [p.shape[1] for p in parts] == [r.local_micro_size for r in ranks]
     assert [r.weight for r in ranks] == pytest.approx([p.size / batch for p in parts], rel=1e-15)
     assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
