@@ -102,6 +102,7 @@ def test_the_last_block_is_keras_applications_with_other_rates(model):
     for layer in theirs.layers:
         layer.set_weights(model.get_layer(layer.name).get_weights() if layer.weights else [])
     place = "conv5_block3_out"
+    assert model.backbone == place  # up to it, --backbone_weights fills it
     own = keras.Model(model.inputs[0], model.get_layer(place).output)
     image = inputs(64, 96)["image"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from refusals import refused
 
 from hvdkit.ranks import devices, fingerprint
 from hvdkit.ranks import world as world_lib
@@ -103,8 +104,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     for name in ("inter", "intra"):
         monkeypatch.setattr(tf.config.threading, f"set_{name}_op_parallelism_threads", int)
     devices.choose("cpu", -1, 2)
-    with pytest.raises(Stop, match="gpu: none"):
-        world_lib.set_up(ALONE, Settings(device="gpu"))
+    refused(lambda: world_lib.set_up(ALONE, Settings(device="gpu")), "gpu: none", kind=Stop)
 
 
 def test_a_fingerprint_on_cpus_has_the_threads():

@@ -80,11 +80,9 @@ def setting(default, **limits):
         ({"a": (list, setting([1]))}, "a is of type list: a setting is a bool, int, float or str"),
         ({"a": (int, setting(0, low=1))}, "--a=0: must be a whole number, at least 1"),
         ({"a": (int, setting([1]))}, "the default of a, [1], is not of type int"),
-        ({"a": (str, setting(None))}, "the default of a, None, is not of type str"),
         ({"a": (str, setting("x", low=1))}, "low, above and below limit numbers only"),
         ({"v": (int, setting(0))}, "v is already a flag of absl.logging"),
         ({"help": (str, setting(""))}, "help has another meaning"),
-        ({"notes": (str, setting(""))}, "notes has another meaning"),  # a method
         ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),
         ({"num_steps": (float, setting(1.0))}, "num_steps is of type int in the engine"),
         ({"num_steps": (int, setting(0))}, "--num_steps=0: must be a whole number, at least 1"),
@@ -166,7 +164,6 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--own=x", "--own=x: "),
         ("--task=mine --side=x", "--side=x: "),
         ("--task=mine --colour=grey", "grey is none"),
         ("--task=mine --color=red", "did you mean --colour?"),

@@ -30,12 +30,6 @@ def test_l2_is_added_and_then_clipped_and_leaves_gamma_alone(l2, clip_norm, kern
     np.testing.assert_allclose(grads[0], kernel, rtol=1e-6)
 
 
-def test_sparse_gradients_name_a_row_twice_and_are_divided():
-    rows = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([2, 0, 2]), [3, 1])
-    dense, none = gradients.unscale([tf.convert_to_tensor(rows), None], tf.constant(0.5))
-    assert none is None and dense.numpy().tolist() == [[1.0], [0.0], [2.5]]
-
-
 def test_figures_of_a_layer_are_sum_norm_and_the_share_that_is_no_number():
     found = gradients.layer_figures([tf.constant([3.0, -4.0]), None, tf.constant([np.nan, 1.0])])
     np.testing.assert_array_equal(found[:2], [[-1.0, 5.0, 0.0], [0.0, 0.0, 0.0]])

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refused
 
 from hvdkit.ranks.world import raw, set_precision
 from hvdkit.settings import Settings
@@ -269,8 +270,7 @@ def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
         np.testing.assert_array_equal(model.layers[0].kernel.numpy(), frozen)
     optimizer.check_trainable(rule, model)
     model.layers[0].trainable = True
-    with pytest.raises(ValueError, match=r"changed after .*dense.*/kernel"):
-        optimizer.check_trainable(rule, model)
+    refused(lambda: optimizer.check_trainable(rule, model), "changed after ", "dense", "/kernel")
     with pytest.raises(ValueError, match="changed after"), averaged_weights(model, rule):
         pass
 
