@@ -156,7 +156,6 @@ REFUSED = {
         )
     },
     "--virtual_ranks=2 --bn_sync=moments": "--bn_sync=mean instead of moments",
-    "--virtual_ranks=2 --bn_sync=none": "--bn_sync=mean instead of none",
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
     "--deterministic --gradient_groups=2": "--deterministic",
@@ -201,7 +200,6 @@ REFUSED_BY_RUN = {
     "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
     "--task=classification": "--num_classes=3",
     "--task=segmentation --data_dir={run}": "{run}",
-    "--task=classification --data_format=folders --data_dir={run}": "{run}",
     "--resume={run}/nothing": "{run}/nothing",
     "--resume={run} --optimizer=adam": "{run}",
     "--init_from={run}/nothing": "{run}/nothing",

@@ -34,6 +34,17 @@ TINY_FLAGS = (
 )
 
 
+def launch_well(ranks: int, command: list, backend: str = "", **how) -> Launch:
+    """As `launch`; raises AssertionError where it ends with another exit code than 0."""
+    ended = launch(ranks, command, backend, **how)
+    assert ended.code == 0, last_lines(ended.output)
+    return ended
+
+
+def json_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def train(ranks: int, *flags: str, **how) -> Launch:
     """Runs train.py with the demo's settings and `flags`."""
     return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)

@@ -28,6 +28,7 @@ from hvdkit.run.main import run_on
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, Stop
 from hvdkit.train import losses, reduction
+from ranks import json_lines
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -125,7 +126,7 @@ class Outcome:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return json_lines(self.folder / "metrics.jsonl")
 
     @property
     def losses(self) -> list[float]:
@@ -194,11 +195,11 @@ def fit_config(
         made.build_model = lambda: built.append(build()) or built[-1]
         return made
 
-    found, message, load = DONE, "", run_lib.tasks.load
-    run_lib.tasks.load = watched
+    found, message = DONE, ""
     stop_signal = stop_signal or SimpleNamespace(asked=False)
     no_report = mock.patch.object(loop, "_report")  # half a second each; test_report.py reads some
-    with contextlib.redirect_stdout(io.StringIO()) as printed, no_report:
+    loads = mock.patch.object(run_lib.tasks, "load", watched)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, no_report, loads:
         try:
             world_lib.set_up(world, config)  # as hvdkit.main does
             with world.fail_together("choosing what carries gradients"):
@@ -206,8 +207,6 @@ def fit_config(
             run_on(world, config, own_train or train.train, stop_signal=stop_signal)
         except Stop as stop:
             found, message = stop.code, str(stop)
-        finally:
-            run_lib.tasks.load = load
     if code is not None:
         good = found == code and all(word in message for word in words) and "\n" not in message
         assert good, f"exit code {found}: {message!r}, not {code} {words}\n{printed.getvalue()}"

@@ -66,11 +66,11 @@ def test_pictures_are_turned_into_those_of_keras_applications(mode):
         keras.config.set_dtype_policy("float32")
 
 
-def small(start=0.0, filters=4, bias=True, pixels=True, backbone="conv1_bn"):
+def small(start=0.0, filters=4, pixels=True, backbone="conv1_bn"):
     """A convolution, batch norm, a head; weights count up from `start`."""
     image = keras.Input((None, None, 3), name="image")
     x = Preprocess(name="preprocess")(image) if pixels else preprocessing.scaled(image)
-    x = keras.layers.Conv2D(filters, 3, use_bias=bias, name="conv1_conv")(x)
+    x = keras.layers.Conv2D(filters, 3, name="conv1_conv")(x)
     x = keras.layers.BatchNormalization(name="conv1_bn")(x)
     x = keras.layers.GlobalAveragePooling2D()(keras.layers.Dropout(0.1)(x))
     model = keras.Model(image, keras.layers.Dense(3, name="logits")(x), name="small")
@@ -130,10 +130,6 @@ def weights_of_keras(file):
     return file.with_name("a.weights.h5")
 
 
-def cut(share):
-    return lambda file: os.truncate(file, int(share * file.stat().st_size))
-
-
 KERNEL = (3, 3, 3, 4)
 
 
@@ -175,16 +171,13 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
     ("here", "there", "spoil", "words"),
     [
         ({}, {"filters": 5}, None, ["up to conv1_bn: Shape mismatch", "(3, 3, 3, 5)"]),
-        ({}, {"bias": False}, None, ["up to conv1_bn: Weight count mismatch", "conv1_conv"]),
         ({}, {"last": "logits"}, None, ["Layer count mismatch", "expected 2 layers, found 3"]),
         ({"pixels": False}, {}, None, ["hvdkit.train.preprocessing.Preprocess", ".backbone"]),
         ({"backbone": ""}, {}, None, ["small has no backbone", "model.backbone"]),
         ({}, {}, weights_of_keras, NO_FILE),
         ({}, {}, lambda file: file.with_name("gone.h5"), NO_FILE),
-        ({}, {}, lambda file: file.parent, NO_FILE),
         ({}, {}, no_number, ["conv1_bn holds values that are not finite"]),
-        ({}, {}, cut(0.0), ["does not fit small"]),
-        ({}, {}, cut(0.97), ["does not fit small"]),
+        ({}, {}, lambda file: os.truncate(file, file.stat().st_size * 97 // 100), ["does not fit"]),
         ({}, {}, linked("layer"), ["conv1_conv is in another file"]),
         *(({}, {}, linked(kind), ELSEWHERE) for kind in ("kernel", "external", "virtual")),
         ({}, {}, linked("terabytes"), ["conv1_conv/conv1_conv/kernel claims 4,"]),

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from kills import killed_at_each
+from refusals import refused
 from small_checkpoints import ALONE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hvdkit import settings as settings_lib
-from hvdkit import whole_files
 from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings, project
 from hvdkit.stop import NotNow, Stop
+from ranks import json_lines
 
 RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "predictions.png")
 
@@ -61,12 +62,8 @@ def steps(folder):
     return [files.read_manifest(p).step for p in files.candidates(folder)]
 
 
-def lines(path):
-    return [json.loads(x) for x in path.read_text().splitlines()]
-
-
 def seeds(path):
-    return {line["seed"] for line in lines(path)}
+    return {line["seed"] for line in json_lines(path)}
 
 
 def shown(run_dir, tag="train/loss"):
@@ -118,8 +115,8 @@ def test_going_back_to_a_checkpoint(used):
     assert steps(used / "aside-1" / "checkpoints") == [6, 8]
     assert Checkpoints(used / "checkpoints", 9, ALONE).best() == (0.16, 6), "not of step 8"
     expected = [(1, s) for s in (1, 2, 2, 3, 4, 4)] + [(2, s) for s in (5, 6, 6)]
-    assert [(x["seed"], x["step"]) for x in lines(used / "metrics.jsonl")] == expected
-    assert len(lines(used / "aside-1" / "metrics.jsonl")) == 12
+    assert [(x["seed"], x["step"]) for x in json_lines(used / "metrics.jsonl")] == expected
+    assert len(json_lines(used / "aside-1" / "metrics.jsonl")) == 12
     assert shown(used) == [1, 2, 3, 4, 5, 6] and shown(used, "eval/loss") == [2, 4, 6]
     assert shown(used / "aside-1") == list(range(1, 9))
     for name in ("summary.json", "report.html", "predictions.png"):
@@ -136,7 +133,7 @@ def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
     found, note = train(tmp_path, 1, 9, every=4, stop_at=8)
     assert found.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
     expected = [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
-    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl")] == expected
+    assert [x["step"] for x in json_lines(tmp_path / "metrics.jsonl")] == expected
     assert shown(tmp_path) == [*range(1, 9)] and shown(tmp_path, "eval/loss") == [4, 8]
     assert not list(tmp_path.glob("aside*")) and not list(tmp_path.glob("**/*.partial"))
 
@@ -147,7 +144,7 @@ def test_an_evaluation_that_is_made_up_for_is_shown_once(tmp_path):
     found = Checkpoints(tmp_path / "checkpoints", 3, ALONE).find(newest, 8)
     assert run_folder.begin(tmp_path, found, Settings(), evaluates_first=True) == ""
     assert shown(tmp_path) == [*range(1, 9)] and shown(tmp_path, "eval/loss") == [4]
-    assert [x["step"] for x in lines(tmp_path / "metrics.jsonl") if "eval_loss" in x] == [4]
+    assert [x["step"] for x in json_lines(tmp_path / "metrics.jsonl") if "eval_loss" in x] == [4]
 
 
 def test_what_is_no_event_file_is_kept(tmp_path):
@@ -187,14 +184,6 @@ def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
         Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, first_step=0, epoch=50)
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    other = whole_files.lock(tmp_path / ".lock")
-    with pytest.raises(NotNow, match="is in use by another run"):
-        run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
-    other.close()  # as when its process ends
-    run_folder.begin(tmp_path, None, Settings(), evaluates_first=False)
-
-
 def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
     """As where the disk was not mounted then; what was there, and unsound, makes way."""
     old = tmp_path / "checkpoints" / "step-00000003"
@@ -221,8 +210,7 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
 def test_a_refused_start_changes_nothing(used):
     before = {p: p.read_bytes() for p in used.rglob("*") if p.is_file()}
     kept = Checkpoints(used / "checkpoints", 1, ALONE)
-    with pytest.raises(Stop, match="past --num_steps=6"):
-        kept.find("auto", 6)
+    refused(lambda: kept.find("auto", 6), "past --num_steps=6", kind=Stop)
     with pytest.raises(Stop, match="'v' is missing"):
         kept.restore(kept.find("auto", 8), {"v": tf.Variable(1.0)}, Settings())
     assert {p: p.read_bytes() for p in used.rglob("*") if p.is_file()} == before
@@ -256,7 +244,7 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
         step = files.read_manifest(there).step if there else 0
         ahead = [s for s in (2, 4, 6) if s > step]
         assert asides(folder) == {f"step-0000000{s}": 1 for s in ahead}
-        logged = [x["step"] for x in lines(folder / "metrics.jsonl")] if step else []
+        logged = [x["step"] for x in json_lines(folder / "metrics.jsonl")] if step else []
         assert not step or logged == [*range(1, 8)] or (step == back_to and logged == [1, 2])
         settings = folder / "config.cfg"
         if settings.exists() and "--seed=2" in settings.read_text():
@@ -266,10 +254,10 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
         begin(folder)  # the same command again
         assert steps(folder / "checkpoints") == ([back_to] if back_to else [])
         assert asides(folder) == {f"step-0000000{s}": 1 for s in (2, 4, 6) if s > (back_to or 0)}
-        kept = [x for p in folder.glob("aside-*/metrics.jsonl") for x in lines(p)]
+        kept = [x for p in folder.glob("aside-*/metrics.jsonl") for x in json_lines(p)]
         assert {x["step"] for x in kept} == set(range(1, 8))
         left = folder / "metrics.jsonl"
-        assert [x["step"] for x in lines(left)] == [1, 2] if back_to else not left.exists()
+        assert [x["step"] for x in json_lines(left)] == [1, 2] if back_to else not left.exists()
         assert "--seed=2" in (folder / "config.cfg").read_text()
         assert not (folder / "summary.json").exists()
     print(f"killed at {sum(outcomes.values())} moments, newest left: {dict(outcomes)}")

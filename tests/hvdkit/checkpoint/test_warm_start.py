@@ -1,6 +1,7 @@
 """Averages of weights; weights of other runs and of .keras files. test_backbone.py has backbones."""
 
 import io
+import os
 import zipfile
 
 import h5py
@@ -99,8 +100,7 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     (damaged / "state.npz").write_bytes(b"damaged")
     warm_start.load(model, run_dir, False)
     assert set(first_weights(model)) == {3.0}
-    with pytest.raises(ValueError, match=r"step-00000001/state.npz is damaged"):
-        warm_start.load(model, damaged, False)
+    refused(lambda: warm_start.load(model, damaged, False), "step-00000001/state.npz is damaged")
 
 
 def unnamed(start: float, before: int = 0) -> keras.Model:
@@ -156,11 +156,10 @@ def test_averages_of_another_run_on_request(tmp_path):
 
 
 def keras_file(folder, share: float = 1.0):
-    """Of the network: its beginning, or nothing of it."""
+    """Of the network, or its beginning."""
     file = folder / "model.keras"
     network().save(file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: int(share * len(whole))] or b"damaged")
+    os.truncate(file, int(share * file.stat().st_size))
     return file
 
 
@@ -171,7 +170,6 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
 @pytest.mark.parametrize(
     ("write", "averages", "match"),
     [
-        (lambda at: keras_file(at, 0), False, CUT),
         (lambda at: keras_file(at, 0.9), False, CUT),
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),

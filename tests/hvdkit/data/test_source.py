@@ -27,6 +27,17 @@ def test_arrays_of_no_or_different_lengths_are_refused(lengths):
     refused(lambda: Arrays(**arrays), "of one length", lengths)
 
 
+def test_texts_are_compared_by_content_and_other_objects_refused():
+    def arrays(*texts):
+        """New objects, with other addresses each time."""
+        return Arrays(y=np.array(["".join(text) for text in texts], object))
+
+    assert arrays("aa", "bb").read(tf.constant(1, tf.int64))["y"] == b"bb"
+    prints = [arrays("aa", last).fingerprint() for last in ("bb", "bb", "bc")]
+    assert prints[0] == prints[1] != prints[2]
+    refused(lambda: Arrays(y=np.array(["a", None], object)), "array y", "objects")
+
+
 @pytest.mark.parametrize("dtype", [">i4", ">f8", "datetime64[s]", "i4,f4"])
 def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
     refused(lambda: Arrays(odd=np.zeros(3, dtype)), "array odd is of ", "byte order")
@@ -54,7 +65,6 @@ def test_a_sample_is_a_picture_and_its_class():
     assert int(sample["label"]) == 8  # the last row
     labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
     assert labels == set(range(10))
-    with pytest.raises(ValueError, match="num_classes=11"):
-        Digits(None, "train", 11)
+    refused(lambda: Digits(None, "train", 11), "num_classes=11")
     with pytest.raises(ValueError, match="no split 'test'; there are \\['train', 'val'\\]"):
         Digits(None, "test")

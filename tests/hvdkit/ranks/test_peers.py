@@ -17,8 +17,6 @@ HOST = os.uname().nodename
     [
         ("mpirun", "sum", "stop"),
         pytest.param("gloo", "sum", "hang", marks=pytest.mark.slow),
-        pytest.param("gloo", "sum", "stop", marks=pytest.mark.slow),
-        pytest.param("mpirun", "sum", "hang", marks=pytest.mark.slow),
         pytest.param("mpirun", "message", "hang", marks=pytest.mark.slow),
     ],
 )

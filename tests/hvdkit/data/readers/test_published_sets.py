@@ -141,8 +141,6 @@ def test_lists_of_pairs_of_paths(voc: Path):
     assert source.picture_file(1) == voc / "JPEGImages" / "2007_000001.jpg"
     for line, words in (
         ("/JPEGImages/2007_000002.jpg", ("is not a picture and its label",)),
-        ("2007_000002", ("is not a picture and its label",)),
-        ("/JPEGImages/2007_000003.jpg /S/x.png", ("is on line 1 already",)),
         ("./JPEGImages//2007_000003.jpg /S/x.png", ("is on line 1 already",)),
         ("/JPEGImages/2009_1.jpg /S/x.png", (voc / "JPEGImages" / "2009_1.jpg", "is missing")),
         ("/JPEGImages/2007_000002.jpg /S/x.png", (voc / "S" / "x.png", "is missing")),
@@ -159,8 +157,6 @@ def test_missing_parts_of_voc_are_named(voc: Path):
     refused(lambda: Voc(voc / "gone", "train"), voc / "gone", "VOCdevkit")
     lists = voc / "ImageSets" / "Segmentation"
     refused(lambda: Voc(voc, "test"), lists / "test.txt", "there are: train, val")
-    (lists / "train.txt").write_text("2007_000000\n2007_000009\n")
-    refused(lambda: Voc(voc, "train"), voc / "JPEGImages", "2007_000009", "line 2")
     (lists / "train.txt").write_text("2007_000000\n")
     (voc / "SegmentationClass" / "2007_000000.png").unlink()
     refused(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
