@@ -25,7 +25,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, Stop
-from ranks import TINY_FLAGS
+from ranks import TINY_FLAGS, json_lines
 from tasks import classification, segmentation
 
 FOLDER = Path(os.environ.get("COMMANDS", "."))
@@ -76,7 +76,7 @@ def evaluated(folder):
 
 
 def logged(step):
-    lines = [json.loads(line) for line in (DIGITS / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(DIGITS / "metrics.jsonl")
     (record,) = [line for line in lines if line["step"] == step and "eval_loss" in line]
     return {n.removeprefix("eval_"): v for n, v in record.items() if n.startswith("eval_")}
 
@@ -213,11 +213,6 @@ class Broken(classification.Task):
         self.weights = {}["missing"]
 
 
-class OfDicts(classification.Task):
-    def predict(self, model, inputs):
-        return {"logits": model(inputs)}
-
-
 def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     where = {"out": FOLDER / "out", "pictures": [FOLDER / "in-3"]}
     with mock.patch.object(load_run.tasks, "load", Broken):
@@ -229,6 +224,3 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
             said += str(error)
     assert said.count("failed: checks_commands.py, line ") == 2, said
     assert said.count("KeyError: 'missing'") == 2, said
-    with mock.patch.object(load_run.tasks, "load", OfDicts):
-        said = call(predict, world, **where, code=WRONG_USE)
-    assert "decode failed: outputs.py, line" in said and "'dict' object has no" in said, said

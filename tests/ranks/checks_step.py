@@ -147,22 +147,6 @@ def check_float16_gradients_equal_float32_ones_nearly(world):
     np.testing.assert_allclose(changes[2], changes[0], rtol=0.1, atol=2e-2)
 
 
-def check_a_vote_of_one_rank_is_seen_by_all_and_unread_data_changes_nothing(world):
-    do, state = regression_step(world, PLAIN)
-    before = state.model.get_weights()
-    x, y = batch()
-    first, last = share(12, world.rank, world.size)
-    step_batch = {
-        "inputs": tf.constant(x[None, first:last]),
-        "targets": tf.constant(y[None, first:last]),
-    }
-    result = do.step(step_batch, agreement.votes(data_failed=world.rank == world.size - 1))
-    assert result["votes"].numpy().tolist() == [1] + [0] * (agreement.NUM_VOTES - 1)
-    assert int(state.step) == 0
-    for a, b in zip(before, state.model.get_weights()):
-        np.testing.assert_array_equal(a, b)
-
-
 def check_a_step_compiled_by_xla_is_the_same_step(world):
     """Batch norm, a regularizer, micro-batches; a step that is not applied leaves no trace."""
 

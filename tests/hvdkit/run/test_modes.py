@@ -12,14 +12,13 @@ from hvdkit.ranks.world import World
 from hvdkit.run import dry_run, find_lr
 from hvdkit.settings import Settings
 from hvdkit.stop import Stop
-from ranks import last_lines, launch
+from ranks import last_lines, launch, launch_well
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]
 
 
 def test_it_shows_and_tries_everything_and_leaves_nothing(tmp_path):
-    ended = launch(3, ["train.py", *FLAGS, f"--run_dir={tmp_path}/new/run"], "gloo")
-    assert ended.code == 0, last_lines(ended.output)
+    ended = launch_well(3, ["train.py", *FLAGS, f"--run_dir={tmp_path}/new/run"], "gloo")
     shares = re.findall(
         r"rank (\d): (\d+) samples a step; the first step's: ([\d, ]+)", ended.output
     )
@@ -43,8 +42,7 @@ def test_a_used_folder_stays_as_it_is(tmp_path):
         (folder / ".lock").touch()
     with (goes_on / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = launch(1, ["train.py", *FLAGS, f"--run_dir={run}"])
-    assert ended.code == 0, last_lines(ended.output)
+        ended = launch_well(1, ["train.py", *FLAGS, f"--run_dir={run}"])
     assert "a run would resume from" in ended.output
     assert len(re.search(r"rank 0: 10 samples .*: ([\d, ]+), \.\.\.", ended.output)[1].split()) == 8
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
@@ -108,8 +106,7 @@ def suggested(tmp_path_factory):
     found = {}
     for ranks, how in ((1, "alone"), (2, "gloo")):
         folder = tmp_path_factory.mktemp("find_lr")
-        ended = launch(ranks, ["train.py", *FIND, f"--run_dir={folder}/run"], how)
-        assert ended.code == 0, last_lines(ended.output)
+        ended = launch_well(ranks, ["train.py", *FIND, f"--run_dir={folder}/run"], how)
         assert [path.name for path in folder.iterdir()] == ["run-find_lr.html"]
         page = (folder / "run-find_lr.html").read_text()
         found[ranks] = float(re.search(r"try --base_lr=(\S+):", ended.output)[1])

@@ -5,12 +5,11 @@
 
 import json
 import re
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from kinds_of_models import BY_RANK, EQUAL, KINDS, NOT_ON_TWO, REFUSED
+from kinds_of_models import BY_RANK, EQUAL, KINDS, REFUSED
 
 from hvdkit.stop import DONE
 from ranks import CHECKS, run_checks
@@ -70,14 +69,6 @@ def test_kind_of_model(name, kept):
         assert said[0] == said[1]
     else:
         trained(kind, one)
-
-
-def test_counts(kept, record_property):
-    names = {name for _, name in kept}
-    counts = Counter(KINDS[name].end for name in names)
-    assert set(counts) == {EQUAL, BY_RANK, REFUSED, NOT_ON_TWO}
-    lines = "\n".join(f"{n}: {end}" for end, n in counts.items())
-    record_property(f"{len(names)} of {len(KINDS)} kinds of models", lines)
 
 
 def trained(kind, kept):

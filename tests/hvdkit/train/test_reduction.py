@@ -9,10 +9,10 @@ import pytest
 
 from hvdkit.settings import Settings
 from hvdkit.train import reduction
-from ranks import CHECKS, HELPERS, last_lines, launch, names_of_checks, run_checks
+from ranks import CHECKS, HELPERS, launch_well, names_of_checks, run_checks
 
 # All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
-PARTS = {("gloo", 3): ("reduction", "step", "batch_norm"), ("mpi", 2): ("reduction",)}
+PARTS = {("gloo", 3): ("reduction", "step", "batch_norm", "world"), ("mpi", 2): ("reduction",)}
 FILES = {
     launch: [CHECKS / f"checks_{part}.py" for part in parts] for launch, parts in PARTS.items()
 }
@@ -64,8 +64,7 @@ def timeline(tmp_path, *flags, backend="gloo"):
     path = tmp_path / "timeline.json"
     env = {"HOROVOD_TIMELINE": str(path)}
     usual = [f"--num_steps={STEPS}", "--global_batch_size=4", f"--run_dir={tmp_path}"]
-    ended = launch(2, [KNOBS, *usual, *flags], backend, env=env)
-    assert ended.code == 0, last_lines(ended.output)
+    launch_well(2, [KNOBS, *usual, *flags], backend, env=env)
     return Timeline(path)
 
 
