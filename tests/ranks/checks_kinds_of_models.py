@@ -9,6 +9,7 @@ import gc
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -93,11 +94,8 @@ def of_model(run):
 def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     """Figures, and variables, of a model made anew with the run's newest checkpoint."""
     config = dataclasses.replace(Settings(), **settings)
-    load, run_lib.tasks.load = run_lib.tasks.load, task
-    try:
+    with mock.patch.object(run_lib.tasks, "load", task):
         run = run_lib.prepare(config, world)
-    finally:
-        run_lib.tasks.load = load
     run.checkpoints.restore(
         run.checkpoints.find("auto", config.num_steps), run.state.variables, config
     )

@@ -327,22 +327,18 @@ def check_other_code_on_another_host_is_refused_by_name(world):
     if world.size == 1:
         return
     other = {0: {}, 1: {"step.py": "other", "tasks/mine.py": "more"}}[world.rank]
-    read, fingerprints.code = fingerprints.code, lambda *folders: found | other
-    try:
-        words = ("step.py, tasks/mine.py on ", "(rank 1)")
+    words = ("step.py, tasks/mine.py on ", "(rank 1)")
+    with mock.patch.object(fingerprints, "code", lambda *folders: found | other):
         ended = fit(dataclasses.replace(world, local_rank=0), Small, *words, code=WRONG_USE)
-    finally:
-        fingerprints.code = read
     assert ended.model is None
 
 
 def slow_check_other_packages_are_refused_and_other_devices_told(world):
-    read, own = fingerprints.here, fingerprints.here()
+    own = fingerprints.here()
     for name, refused in (("keras", True), ("device", False)):
         mine = own | ({name: "another"} if world.rank == 1 else {})
-        fingerprints.here = lambda mine=mine: mine
-        ended = fit(world, num_steps=1, code=WRONG_USE if refused and world.size > 1 else DONE)
-        fingerprints.here = read
+        with mock.patch.object(fingerprints, "here", lambda mine=mine: mine):
+            ended = fit(world, num_steps=1, code=WRONG_USE if refused and world.size > 1 else DONE)
         said = ended.message if refused else ended.printed
         if world.size > 1 and (refused or world.is_chief):
             assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in said, said
@@ -416,7 +412,6 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
         (loop_of(own_result(lambda loss, result: {"loss": loss}), usual), {}, "'step'"),
         (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
-        (lambda run: None, {}, "needs one run.after"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
     if world.size > 1:

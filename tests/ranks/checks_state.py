@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import ClassVar
+from unittest import mock
 
 import keras
 import numpy as np
@@ -167,11 +168,8 @@ def check_what_the_task_holds_is_broadcast_saved_and_restored(world):
         names = [n for n in ended.state(4) if n.startswith("task/")]
         assert names[0] == "task/parts/teacher/0000/dense/kernel", names
     config = dataclasses.replace(Settings(), **WHOLE, run_dir=run_dir, task="small")
-    load, load_run.tasks.load = load_run.tasks.load, Other
-    try:
+    with mock.patch.object(load_run.tasks, "load", Other):
         run, _ = load_run.restored(config, world, "last")
-    finally:
-        load_run.tasks.load = load
     if world.is_chief:
         same(
             [v.numpy() for v in run.task.parts["teacher"].variables],

@@ -23,12 +23,11 @@ class Work(keras.layers.Layer):
         return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
 
 
-def slow(rank: int | None) -> type:
-    class Slow(Small):
-        def build_model(self):
-            return classifier(Work(rank is not None and world_lib.hvd.rank() == rank))
+class Slow(Small):
+    """On rank 1."""
 
-    return Slow
+    def build_model(self):
+        return classifier(Work(world_lib.hvd.rank() == 1))
 
 
 def notes_of(world, task, **settings):
@@ -38,7 +37,7 @@ def notes_of(world, task, **settings):
 
 def check_a_slow_rank_is_named_once(world):
     for settings in ({}, {"virtual_ranks": 4}):
-        ended, notes = notes_of(world, slow(1), **settings)
+        ended, notes = notes_of(world, Slow, **settings)
         if world.is_chief:
             assert len(notes) == 1 and "rank 1 on " in notes[0], notes
             last = ended.records[-2]
@@ -64,10 +63,3 @@ def slow_check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
         named = [line for line in lines if line["input_wait_slowest_rank"] == 1]
         assert 2 * len(named) > len(lines), lines
         assert max(line["input_wait_most"] for line in named) > 1e-3, lines
-
-
-def slow_check_ranks_that_are_alike_are_not_named(world):
-    ended, notes = notes_of(world, slow(None))
-    if world.is_chief:
-        assert not notes, notes
-        assert 0 < ended.records[-2]["own_seconds_least"] < 1

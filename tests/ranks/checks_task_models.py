@@ -139,7 +139,6 @@ def check_draws_without_a_key_are_told(world):
         def __init__(self, config):
             super().__init__(config)
             self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
-            self.layer = keras.layers.GaussianNoise(0.5, seed=1)
 
     def flip(self, x):
         return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
@@ -147,7 +146,6 @@ def check_draws_without_a_key_are_told(world):
     for noise, *words in (
         (flip, "draws", "`key`"),
         (lambda self, x: self.noise.normal([FEATURES]), "draws", "RngReadAndSkip"),
-        (lambda self, x: self.layer(x[None], training=True)[0], "changes a variable"),
         (lambda self, x: self.state.assign_add(1.0), "changes a variable", "AssignAddVariableOp"),
     ):
         methods, first = {"training_example": noisy(noise)}, f"training_example {words[0]}"

@@ -275,26 +275,3 @@ def slow_check_weights_that_depend_on_outputs_are_told(world):
             return losses, tf.stop_gradient(weights)
 
     fit(world, Stopped)
-
-
-def slow_check_arrays_of_objects(world):
-    names = np.array(["a", "bb", "ccc"] * 10, object)
-    x = np.ones([30, FEATURES], np.float32)
-
-    class Strings(Small):
-        values = names
-
-        def sources(self):
-            # New objects, with other addresses on every rank.
-            values = np.array([x if x is None else "".join(x) for x in self.values], object)
-            return Arrays(x=x, y=values), Arrays(x=x, y=values)
-
-        def training_example(self, sample, key):
-            return self.evaluation_example(sample)
-
-        def evaluation_example(self, sample):
-            return {"inputs": sample["x"], "targets": tf.strings.length(sample["y"]) - 1}
-
-    fit(world, Strings, num_steps=1)
-    Strings.values = np.array(["a", None, "ccc"] * 10, object)
-    refused(world, Strings, "array y", "objects")
