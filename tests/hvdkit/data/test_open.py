@@ -131,11 +131,6 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     for classes in (4, 3):  # neither number would do
         wrong = settings(tmp_path, "class_folders", classes, *names)
         refused(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
-    # Packs keep the names.
-    for name in ("large", "small"):
-        pack.pack(ClassFolders(tmp_path, name), tmp_path / "packs", name, shards=1)
-    config = settings(tmp_path / "packs", "records", 4, *names)
-    refused(lambda: open_lib.open_sources(config, "class_folders"), *words)
 
 
 def test_one_class_is_refused(tmp_path: Path):
