@@ -184,12 +184,7 @@ def test_sizes_that_differ_are_explained(root: Path, pixels: tuple[np.ndarray, n
 
 def test_labels_of_another_kind_are_explained(root: Path):
     path = root / "labels" / "b.png"
-    for mode, kind in (
-        ("RGB", "3 channels"),
-        ("RGBA", "4 channels"),
-        ("I;16", "16 bits"),
-        ("1", "1 bits"),
-    ):
+    for mode, kind in (("RGB", "3 channels"), ("I;16", "16 bits"), ("1", "1 bits")):
         Image.new(mode, (40, 30)).save(path)
         explained(root, path, kind, "8-bit grey PNG")
     palette = Image.fromarray(np.full((30, 40), 9, np.uint8))
