@@ -255,7 +255,7 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     after(mpi, "largest", lambda s, _, numbers: watch.exchanged(8 * len(numbers)))
     after(mpi, "gather", lambda s, _, own, ranks: watch.exchanged((8 + own.size) * ranks))
     after(mpi, "broadcast", lambda s, _, part, *rest: watch.exchanged(part.size))
-    after(health.Health, "_judge", watch.judged)
+    after(health.Pace, "add", watch.judged)
     after(actions.Log, "__call__", watch.logged)
     after(actions.Save, "__call__", watch.saved)
     summarize = loop.Run._summarize

@@ -42,7 +42,8 @@ def expected(name, images, digits, found):
     return {"r2": r2_score(*pairs), "rmse": errors}
 
 
-@pytest.mark.parametrize("name", [pytest.param("multilabel", marks=pytest.mark.slow), "regression"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["multilabel", "regression"])
 def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_path, monkeypatch):
     monkeypatch.setattr(project, "_folder", [tmp_path])
     (tmp_path / "tasks").mkdir()

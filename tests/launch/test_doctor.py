@@ -139,22 +139,17 @@ def test_a_gpu_driver_that_fails_is_named_where_gpus_are_wanted(monkeypatch, dev
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("rename", "found"),
-    [
-        ("", "{host} (rank 0): the data folder {tmp}/none: No such file or directory."),
-        ("hostname nowhere; ", "nowhere (rank 0): its own name nowhere does not resolve"),
-    ],
-)
-def test_a_host_that_gives_nothing(tmp_path: Path, rename: str, found: str):
+def test_a_host_that_gives_nothing(tmp_path: Path):
     """No launcher, HOME or PATH, a run folder of bytes, no data folder; a name that ends Gloo."""
     require("unshare")
     run_dir = os.fsdecode(bytes(tmp_path) + b"/r\xff")
-    script = f'{rename}exec env -i {sys.executable} {DOCTOR} "$@"'
+    script = f'hostname nowhere; exec env -i {sys.executable} {DOCTOR} "$@"'
     words = ["unshare", "--uts", "sh", "-c", script, "sh", f"--run_dir={run_dir}"]
-    ended = run([*words, *[f"--data_dir={tmp_path}/none"] * (not rename)], timeout=180)
-    [line] = wrong(ended.output)
-    assert line.startswith(found.format(host=os.uname().nodename, tmp=tmp_path)), ended.output
+    ended = run([*words, f"--data_dir={tmp_path}/none"], timeout=180)
+    found = sorted(wrong(ended.output))
+    assert len(found) == 2, ended.output
+    assert found[0].startswith("nowhere (rank 0): its own name nowhere does not resolve")
+    assert found[1].startswith(f"nowhere (rank 0): the data folder {tmp_path}/none: No such file")
     assert ended.code == 1 and "Traceback" not in ended.output
 
 

@@ -12,7 +12,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
 from hvdkit.run import context as run_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, WRONG_USE
+from hvdkit.stop import BUG, NOT_NOW, WRONG_USE
 from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
@@ -81,6 +81,15 @@ def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world)
         samples = world.broadcast_object(samples, "errors.samples") | {"size": world.size}
         assert all(word.format(**samples) in message for word in words), (words, message)
         assert len(set(world.gather_objects(message, "errors.message"))) == 1
+
+
+def check_data_that_are_away_are_waited_for(world):
+    root = made(world)
+    fit_config(config(root, "--num_steps=1"), world, Task)
+    if world.is_chief:
+        (root / "data").rename(root / "away")
+    world.gather_objects(None, "errors.away")
+    fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
 
 
 def check_ranks_that_see_different_data_are_named(world):

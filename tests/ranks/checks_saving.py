@@ -1,6 +1,8 @@
 """What becomes of a run whose disk, memory or devices fail; on real ranks, by run_checks."""
 
+import errno
 import gc
+import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -10,10 +12,11 @@ import numpy as np
 from small_runs import Outcome, Small, acting, fit, same
 from tensorflow.python.data.ops import iterator_ops
 
+from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.ranks.world import World, raw
 from hvdkit.run import actions
 from hvdkit.run.health import Ending
-from hvdkit.stop import BUG, DONE, PREEMPTED
+from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED
 
 
 def blocked(*steps: int, until: float = 0) -> type:
@@ -69,6 +72,9 @@ def check_the_last_save_is_tried_again(world):
 def check_a_last_save_that_fails_is_no_success(world):
     words = ("the last checkpoint, of step 3, was not", "step-00000002")  # which is kept
     trained(world, blocked(3), *words, code=BUG)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # which may pass
+    with mock.patch.object(Checkpoints, "write", side_effect=full):
+        trained(world, Small, "No space left on device", code=NOT_NOW)
 
 
 def check_an_ending_that_wants_no_checkpoint_gets_none(world):

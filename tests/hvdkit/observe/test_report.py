@@ -18,7 +18,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.evaluate import metrics
 from hvdkit.observe import pages, records, report
 from hvdkit.run import loop
-from ranks import PROJECT, launch, launch_well
+from ranks import PROJECT, launch_well
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
 FLAGS += ["--checkpoint_every=3", "--trackers="]
