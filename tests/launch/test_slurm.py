@@ -3,7 +3,6 @@
 Most jobs run stand_in/train.py, which starts at once.
 """
 
-import json
 import re
 import sys
 import time
