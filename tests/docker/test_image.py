@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from hosts import ENVIRONMENT, ROOT, Host, Hosts, executable, run
 from projects import GIT, shell
 
@@ -100,21 +99,6 @@ def test_nothing_secret_is_in_the_repository():
         path = ROOT / name
         if path.is_file() and path.stat().st_size < 1 << 20:
             assert marker not in path.read_bytes(), name
-
-
-def test_compose_describes_two_nodes_of_one_image_and_hands_on_the_exit_code():
-    text = (ROOT / "docker" / "compose.yaml").read_text()
-    head, compose = text.split("services:")[0], yaml.safe_load(text)
-    assert "docker compose -p my-model " in head and "up --exit-code-from node1" in head
-    services = compose["services"]
-    assert set(services) == {"keys", "node1", "node2"}
-    assert {s["image"] for s in services.values()} == {"${IMAGE:-train:cpu}"}
-    for name in ("node1", "node2"):
-        assert services[name]["hostname"] == name
-        volumes = {volume.split(":")[0] for volume in services[name]["volumes"]}
-        assert volumes <= compose["volumes"].keys()
-    command = services["node1"]["command"]
-    assert "node1:1,node2:1" in command and (ROOT / command[0]).exists()
 
 
 _RANK = """

@@ -21,6 +21,8 @@ from typing import TypeVar
 
 import pytest
 
+from hvdkit.testing import ENVIRONMENT
+
 ROOT = Path(__file__).resolve().parents[2]
 # Stands for training where a launcher is tested.
 STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
@@ -33,14 +35,6 @@ _T = TypeVar("_T")
 LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i"]
 PYTHON = "/usr/bin/python3"  # that nobody can start: an environment's may be in a closed home
-
-# The environment is active, as the README says; root may run MPI, as an ordinary user may.
-ENVIRONMENT = {
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
 
 
 def require(*programs: str) -> None:

@@ -1,6 +1,5 @@
 """Log lines and the rank in front of them; the status line of a terminal; progress."""
 
-import os
 import re
 import subprocess
 import sys
@@ -64,23 +63,6 @@ def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):
     assert steps[0][0].startswith("[#-") and all(len(line) < 80 for line, _ in steps)
     stays = shown.replace("\r\n", "\n").splitlines()
     assert any(line.startswith("step 3/6  evaluated: loss") for line in stays), shown
-
-
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (23, "[###---] loss 1 miou 2"),
-        (22, "[##---] loss 1 miou 2"),
-        (21, "loss 1 miou 2"),
-        (9, "loss 1 m"),
-    ],
-)
-def test_a_narrow_terminal_loses_the_bar_before_the_score(capsys, monkeypatch, columns, shown):
-    monkeypatch.setattr(logs.os, "get_terminal_size", lambda fd: os.terminal_size((columns, 9)))
-    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    logs.show_status("loss 1 miou 2", 1, 2)
-    logs.end_status()
-    assert capsys.readouterr().out == f"\r\x1b[K{shown}\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

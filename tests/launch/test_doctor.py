@@ -1,7 +1,6 @@
 """doctor.py: it finds nothing on sound hosts and names each fault with its host."""
 
 import contextlib
-import copy
 import os
 import re
 import socket
@@ -199,18 +198,6 @@ if ranks.rank == 0: print(json.dumps(late))
     assert second == '["here", null, "here"]'
 
 
-def test_a_hang_ends_with_a_message():
-    script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from preflight.ranks import watch\n"
-        "with watch('doing nothing', 0.2, 'wake up', known=lambda: 'known'): time.sleep(60)\n"
-    )
-    ended = run([sys.executable, "-c", script, ROOT / "launch"], timeout=30)
-    assert ended.code == 1
-    hung = f"rank 0 on {os.uname().nodename} hung for 0 s while doing nothing: wake up"
-    assert ended.output.strip() == f"known\nerror: {hung}"
-
-
 def test_a_door_answers_who_has_its_token_and_nobody_else():
     door = ranks.open_door()
     own, place = ranks.open_door(), ("127.0.0.1", door["port"])
@@ -286,35 +273,6 @@ def test_hosts_without_gpus_may_train_on_cpus_unless_gpus_are_demanded(every):
     assert judged(every) == []
     [found] = judged(every, "gpu")
     assert "TensorFlow sees no GPU, the driver shows 0: it is the CPU build" in found
-
-
-@pytest.mark.parametrize(
-    "gone, dealt, where",
-    [
-        ([2, 3], [], "unknown host (rank 2, 3)"),
-        ([1, 2], ["node1", "node1", "fe80::1", "node3"], "node1 (rank 1); fe80::1 (rank 2)"),
-    ],
-)
-def test_ranks_that_did_not_come(monkeypatch, gone, dealt, where: str):
-    monkeypatch.setenv("LAUNCH_HOSTS", "node1:2,fe80::1:1,node3" if dealt else "")
-    assert ranks.dealt() == dealt
-    assert findings.missing(gone, ranks.dealt(), 120).where == where
-
-
-@pytest.mark.parametrize("given, level", [(True, "wrong"), (False, "note")])
-def test_names_that_lead_nowhere_or_elsewhere(every, given: bool, level: str):
-    sound = [(f"node{n}", given, ([f"10.0.0.{n}"], "")) for n in (1, 2, 3)]
-    views = {rank: {"closed": [], "mark": True, "names": copy.copy(sound)} for rank in (0, 2, 4)}
-    views[0]["names"][0] = ("node1", given, (["127.0.1.1"], ""))  # its own: Debian's way
-    assert findings.of_views(every, views, "runs/x") == []
-    views[0]["names"][1] = ("node2", given, (["127.0.0.1"], ""))
-    for rank in (0, 2):
-        views[rank]["names"][2] = ("node3", given, ([], "unknown"))
-    found = findings.of_views(every, views, "runs/x")
-    assert [f"{f.level} {f.where}: {f.what}" for f in found] == [
-        f"{level} node1 (rank 0): the name node2 resolves to 127.0.0.1, no address of {BOTH[:-4]})",
-        f"{level} node1 (rank 0); node2 (rank 2): the name node3 does not resolve: unknown",
-    ]
 
 
 @pytest.mark.parametrize(

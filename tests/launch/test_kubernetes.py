@@ -196,10 +196,7 @@ _POD = f"{_WORKER}/template/spec"
     "path, value, said",
     [
         ("spec/slotsPerWorker", "8", "slotsPerWorker"),
-        ("spec/runPolicy/backoffLimit", -1, "backoffLimit"),
-        ("spec/runPolicy/schedulingPolicy", {"minMember": 3}, "minMember"),
         ("spec/mpiReplicaSpecs/Launcher/replicas", 2, "1 was expected"),
-        (f"{_WORKER}/restartPolicy", "Always", "restartPolicy"),
         ("metadata/name", "x" * 60, "name x"),
         (f"{_POD}/containers/0/volumeMount", [], "volumeMount"),
         (f"{_POD}/volumes", [], "no volume"),

@@ -203,16 +203,8 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
 )  # fmt: skip
 def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines, expected):
     (tmp_path / "hosts").write_text(lines)
-    words = [
-        *SUPERVISE,
-        "--hostfile",
-        tmp_path / "hosts",
-        "--",
-        "sh",
-        "-c",
-        'cat "$LAUNCH_HOSTFILE"',
-    ]
-    ended = run(words, 20, answering)
+    words = [*SUPERVISE, "--hostfile", tmp_path / "hosts", "--", "sh", "-c"]
+    ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 20, answering)
     if expected:
         assert ended.code == 0 and ended.output.endswith(f"\n{expected}\n"), ended.output
     else:
@@ -226,22 +218,14 @@ def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines
 def test_a_host_that_failed_is_left_out_where_there_are_spares(tmp_path: Path, answering):
     """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not ssh's."""
     (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    hosts = [f"node{n}:1" for n in (1, 2, 3)]
     (tmp_path / "hosts.sh").write_text(
         'paste -sd, "$LAUNCH_HOSTFILE"; grep -q node2 "$LAUNCH_HOSTFILE" || exit 0\n'
         'rm -r "${LAUNCH_HOSTFILE%/*}"\n'
         'echo "mpirun noticed that process rank 1 with PID 7 on node node2 exited on" >&2; exit 137\n'
     )
     (tmp_path / "hosts.sh").chmod(0o755)
-    words = [
-        *FAST,
-        "--hosts-from",
-        f"echo {hosts[0]}; echo {hosts[1]}; echo {hosts[2]}",
-        "--max-np",
-        "2",
-    ]
-    words += ["--", "bash", tmp_path / "hosts.sh"]
-    ended = run(words, 30, answering)
+    words = [*FAST, "--hosts-from", "for n in 1 2 3; do echo node$n:1; done", "--max-np", "2"]
+    ended = run([*words, "--", "bash", tmp_path / "hosts.sh"], 30, answering)
     assert ended.code == 0 and "node1:1,node2:1\n" in ended.output, ended.output
     assert ended.output.endswith("node1:1,node3:1\n"), ended.output
     words = [*FAST, "--hosts-from", "echo node1:1", "--patience", "1", "--min-hosts", "2", "--"]

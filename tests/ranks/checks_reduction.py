@@ -162,12 +162,16 @@ def check_compression_halves_what_travels_and_stays_close(world):
             assert len(wires) == 2 < len(grads), wires
 
 
-def check_small_gradients_travel_in_packs(world):
-    """Of at most 72 bytes, two at a time, in their order; larger ones alone."""
+def check_small_gradients_travel_in_packs_and_all_in_groups(world):
+    """Packs of at most 72 bytes, two at a time, in their order; larger ones alone."""
     model, loss, _ = tower_gradients(world)  # of 120, 24, 72 and 12 bytes
-    config = dataclasses.replace(PLAIN, pack_bytes=72, pack_count=2)
-    shapes = [c.split("float32 ")[1] for c in collectives(world, config, model, loss)]
-    assert sorted(shapes) == ["[3])", "[5, 6])", "[6] [6, 3])"], shapes
+    for flags, expected in (
+        ({"pack_bytes": 72, "pack_count": 2}, ["[3])", "[5, 6])", "[6] [6, 3])"]),
+        ({"gradient_groups": 2}, ["[5, 6] [6])", "[6, 3] [3])"]),
+    ):
+        config = dataclasses.replace(PLAIN, **flags)
+        shapes = [c.split("float32 ")[1] for c in collectives(world, config, model, loss)]
+        assert sorted(shapes) == expected, shapes
 
 
 def check_parts_of_16_bits_are_added_in_32(world):

@@ -62,13 +62,6 @@ def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(worl
     same(clean.weights(), again.weights())
 
 
-def check_the_last_save_is_tried_again(world):
-    ended = trained(world, blocked(3, until=1.0))
-    if world.is_chief:
-        assert "the checkpoint of step 3 was not written" in ended.printed
-        assert (ended.folder / "checkpoints/step-00000003/manifest.json").exists()
-
-
 def check_a_last_save_that_fails_is_no_success(world):
     words = ("the last checkpoint, of step 3, was not", "step-00000002")  # which is kept
     trained(world, blocked(3), *words, code=BUG)

@@ -69,6 +69,15 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)  # equal shares
 
 
+def check_accumulation_reduces_once_a_step(world):
+    """Outside of the loop over micro-batches: two gradients, and the sums."""
+    do, _ = regression_step(world, dataclasses.replace(PLAIN, accumulation_steps=3))
+    graph = do.step.graph.as_graph_def()
+    inner = [node.op for function in graph.library.function for node in function.node_def]
+    assert not [op for op in inner if op.startswith("Horovod")]
+    assert sum(node.op.startswith("Horovod") for node in graph.node) == 3
+
+
 def check_loss_and_gradient_are_means_over_valid_positions_and_the_rate_is_the_schedules(world):
     """Ignored positions all on one rank: a mean of the ranks' means would be wrong.
 

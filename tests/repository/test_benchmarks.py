@@ -100,18 +100,6 @@ def record(rate, **more):
     return {"samples_per_second": found} | more
 
 
-def test_rows_are_compared_with_rows_that_come_before():
-    for gpus in (True, False):
-        names = list(gpu.rows(gpus))
-        for place, row in enumerate(gpu.rows(gpus).values()):
-            assert not row.over or row.over in names[:place]
-    assert "float32, TF32 off" not in gpu.rows(False)
-    on, off = (gpu.rows(True)[f"float32, TF32 {how}"] for how in ("on", "off"))
-    assert off.env == gpu.TF32_OFF and on.env is None and on.over == "float32, TF32 off"
-    assert gpu.rows(True)["float32, TF32 off, --virtual_ranks"].env == gpu.TF32_OFF
-    assert [gpu.powers(n) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8]]
-
-
 def test_a_line_of_gpus_table():
     by_rank = [{"gpu_peak_bytes": 3 * 2**30, "host_peak_bytes": 2**30}]
     shares = {"input": 0.011, "bookkeeping": 0.002, "reduction_alone": None}

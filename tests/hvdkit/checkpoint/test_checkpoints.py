@@ -39,15 +39,6 @@ def test_types_that_numpy_does_not_know(kept):
         writing.check_types({"t": tf.Variable("text")})
 
 
-def test_a_copy_takes_over_the_memory_of_the_one_before_where_it_fits(kept):
-    first = kept.copy(1, {"w": tf.Variable([1.0, 2.0])}, Settings()).arrays["w"]
-    second = kept.copy(2, {"w": tf.Variable([3.0, 4.0])}, Settings()).arrays["w"]
-    assert second is first and second.tolist() == [3.0, 4.0]
-    for other in ([5.0], [5, 6]):
-        third = kept.copy(3, {"w": tf.Variable(other)}, Settings()).arrays["w"]
-        assert third.tolist() == other and third.dtype == np.asarray(tf.constant(other)).dtype
-
-
 @pytest.mark.parametrize(
     ("scores", "left", "best"),
     [

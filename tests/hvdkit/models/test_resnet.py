@@ -145,17 +145,6 @@ def test_accuracy_and_top_5():
     assert names == ["hits", "samples", "confusion"]
 
 
-def test_the_sheet_has_a_tile_for_each_picture():
-    task = classification.Task(CONFIG)
-    inputs = {"image": tf.zeros([11, 8, 8, 3], tf.uint8)}
-    sheet = task.draw(inputs, tf.zeros([11], tf.int64), tf.eye(11, 10))
-    tile = classification.TILE
-    assert sheet.shape == (1, 2 * (tile + 18), 8 * tile, 3) and sheet.dtype == np.uint8
-    words = sheet[0, tile + 1 : tile + 18]
-    right, wrong = words[:, :tile], words[:, tile : 2 * tile]
-    assert right[..., 1].max() > right[..., 0].max() and wrong[..., 0].max() > wrong[..., 1].max()
-
-
 @pytest.mark.parametrize(
     ("format", "mirror", "mirrored"),
     [("", "auto", False), ("digits", "on", True), ("class_folders", "auto", True),

@@ -1,7 +1,6 @@
 """report.html and compare.py: of a real run, of made-up ones, and of what is no run."""
 
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 import hvdkit
 from hvdkit import settings as settings_lib
 from hvdkit.evaluate import metrics
-from hvdkit.observe import pages, records, report
+from hvdkit.observe import records, report
 from hvdkit.run import loop
 from ranks import PROJECT, launch_well
 
@@ -129,16 +128,6 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     assert (folder / "report.html").stat().st_size < 600_000
 
 
-def test_a_curve_of_many_points_is_drawn_by_their_means():
-    x = np.arange(10_000)
-    y = np.where(x % 2, 1.0, 3.0)
-    y[:30] = math.nan
-    at, means = pages.thinned(x, y)
-    assert len(at) == len(means) <= 400
-    assert math.isnan(means[0]) and means[5:] == pytest.approx(2.0, abs=0.1)
-    assert at[3] == x[75:100].mean()
-
-
 def test_another_folder_is_refused_in_one_line(tmp_path):
     ended = call("report", tmp_path)
     assert ended.returncode == 2
@@ -198,14 +187,3 @@ def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
     line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
     run = records.Records(Path("run"), {}, [line], [], {})
     assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
-
-
-def test_thirty_long_names_fit_under_their_curves():
-    names = [f"runs/an-experiment-with-a-long-name-{number}" for number in range(30)]
-    drawn = pages.curves("Loss", {name: ([1, 2], [number, 0]) for number, name in enumerate(names)})
-    shown = re.findall(r">(runs/an-e\.\.\.[^<]+)<", drawn)
-    assert len(set(shown)) == 30 and max(map(len, shown)) <= 24
-    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawn).groups())
-    assert height > width, "a legend of many rows has its place below"
-    looks = re.findall(r'<path d="[^"]+" clip-path[^>]+style="([^"]+)"', drawn)
-    assert len(set(looks)) >= 24

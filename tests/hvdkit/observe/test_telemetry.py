@@ -8,7 +8,6 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 from PIL import Image
 
@@ -113,18 +112,6 @@ def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_p
     assert sheet[:480].max() == 0 and sheet[480:].min() == 200
     (line,) = json_lines(tmp_path / "metrics.jsonl")
     assert (line["step"], line["eval_loss"], line["eval_miou"]) == (4, 1.5, 0.25)
-
-
-def test_weeks_of_tensorboard_leave_memory_as_it_was(tmp_path):
-    """With Python's numbers, 6,000 steps and figures took 9 MB."""
-    board = trackers.TensorBoard(tmp_path, {})
-    memory = psutil.Process().memory_info
-    for step in range(7_000):
-        board.scalars(step, {"loss": 1.0 / (step + 1)})
-        if step == 1000:
-            before = memory().rss
-    assert memory().rss - before < 4e6
-    board.close()
 
 
 def test_trackers_get_a_few_figures_of_thousands_of_ranks():

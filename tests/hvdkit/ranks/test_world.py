@@ -1,7 +1,6 @@
 """The ranks' world: what starting it changes, and how often ranks wait for each other."""
 
 import math
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,21 +32,6 @@ def test_ranks_send_and_compare():
     """By MPI's messages; by Horovod's, over Gloo: test_reduction.py."""
     outcomes = run_checks([FILE], 2, "mpirun")
     assert set(outcomes.values()) == {None}, outcomes
-
-
-def test_what_thousands_of_ranks_send_is_read_in_time_that_grows_with_them_no_faster(monkeypatch):
-    """8,192 ranks' words, as an allgather brings them. Horovod's own way took 1.6 s."""
-    parts = []
-
-    def everyone(own: np.ndarray, name: str) -> tf.Tensor:
-        parts.append(own)
-        return tf.constant(np.tile(own, 8192))
-
-    monkeypatch.setattr(messages.hvd, "allgather", everyone)
-    monkeypatch.setattr(messages.Horovod, "largest", lambda self, numbers: numbers)
-    start = time.process_time()
-    assert World(0, 8192, 0, 8).gather_objects(("host", 5), "who") == [["host", 5]] * 8192
-    assert time.process_time() - start < 0.8 and len(parts) == 1
 
 
 def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):

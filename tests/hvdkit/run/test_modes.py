@@ -49,11 +49,6 @@ def test_a_used_folder_stays_as_it_is(tmp_path):
     assert after == before and {*tmp_path.iterdir()} == {run, goes_on}
 
 
-def test_what_fails_fails_there_too(tmp_path):
-    ended = launch(1, ["train.py", *FLAGS, "--task=nothing", f"--run_dir={tmp_path}/run"])
-    assert ended.code == 2 and not list(tmp_path.iterdir())
-
-
 def throwaway(run_dir):
     settings = Settings(run_dir=str(run_dir), dry_run=True)
     return dry_run.throwaway(settings, World(0, 1, 0, 1))
