@@ -92,6 +92,11 @@ def check_data_that_are_away_are_waited_for(world):
     fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
 
 
+def check_synthetic_data_need_no_folder(world):
+    flags = ("--synthetic_data", "--data_dir=/nowhere", "--num_steps=1")
+    fit_config(config(folder(world), *flags), world, Task)
+
+
 def check_ranks_that_see_different_data_are_named(world):
     """As on a host with a stale copy."""
     root = made(world)

@@ -100,27 +100,17 @@ def test_a_killed_and_then_stopped_run_ends_with_the_weights_of_an_uninterrupted
     assert sha256(folder) == sha256(whole)
 
 
-def test_a_run_on_three_ranks_is_evaluated_alike_on_one_and_run_again_to_the_bit(
-    tiny, tiny_data, tmp_path
-):
-    """10 samples in batches of 4: 3 batches, a short one among them; every rank has another one.
+def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
+    """The order of a ring's additions depends on what was fused with what.
 
-    On 3 ranks the order of a ring's additions depends on what was fused with what. The last run
-    reads a copy of the demo elsewhere: not its folder's name says that it is the demo.
+    The last run reads a copy of the demo elsewhere: not its folder's name says that it is the demo.
     """
-    folder, figures, ended = tmp_path / "run", {}, set()
-    for ranks in (3, 1):  # where it has ended, it is evaluated again, and that is all
-        run(ranks, [*tiny, "--deterministic"])
-        last = lines(folder)[-1].items()
-        # A class that does not occur has no IoU: null in JSON.
-        figures[ranks] = {k: -1.0 if v is None else v for k, v in last if k.startswith("eval_")}
-        ended.add(sha256(folder))
-    assert len(figures[1]) == 14 and figures[1]["eval_miou"] > 0
-    assert figures[3] == pytest.approx(figures[1], rel=1e-12)
+    folder = tmp_path / "run"
+    run(3, [*tiny, "--deterministic"])
     shutil.copytree(tiny_data, tmp_path / "staged")
     again = [f"--flagfile={folder}/config.cfg", f"--data_dir={tmp_path}/staged"]
     run(3, [*again, f"--run_dir={tmp_path}/again"])
-    assert ended == {sha256(tmp_path / "again")}
+    assert sha256(folder) == sha256(tmp_path / "again")
 
 
 def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):
@@ -140,15 +130,3 @@ def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):
     assert "step-00000009" not in ended.output, "it looked for a checkpoint before it locked"
     left = [p for p in whole.rglob("*") if p.is_file() and p.name != ".lease"]
     assert {p: p.read_bytes() for p in left} == before
-
-
-def test_synthetic_data_and_benchmark(tiny, tmp_path):
-    """Needs no data, saves nothing, says the speed."""
-    flags = [*tiny, "--synthetic_data", "--benchmark", "--data_dir=/nowhere", "--num_steps=15"]
-    ended, folder = run(1, flags), tmp_path / "run"
-    assert summary(folder)["exit_reason"] == "benchmark"
-    found = json.loads((folder / "benchmark.json").read_text())
-    assert found["samples_per_second"]["mean"] > 0
-    assert ended.output.count("95 % interval") == 1
-    assert summary(folder)["samples_per_second"] > 0
-    assert not list((folder / "checkpoints").iterdir())
