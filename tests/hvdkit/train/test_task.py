@@ -35,6 +35,7 @@ def flagfiles() -> list:
         missing = needs and not (PROJECT / folder).is_dir()
         why = f"configs/{path.name}: its data are not in {folder}"
         marks = [pytest.mark.skip(reason=why)] if missing else []
+        marks += [pytest.mark.slow] * (path.stem == "digits")  # test_commands.py trains it too
         found.append(pytest.param(path.name, marks=marks))
     return found
 
