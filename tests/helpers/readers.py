@@ -98,20 +98,19 @@ def write_voc(root: Path) -> None:
 def write_cityscapes(root: Path) -> None:
     """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; every id in each label.
 
-    Also its test, whose labels hold regions to ignore, and train_extra with coarse ones.
+    Also its test, whose labels hold regions to ignore.
     Beside each label lie 16-bit instance ids, RGBA colours and polygons.
     """
     ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
-    for name, kind, label in (
-        ("train/bochum/bochum_000000_000313", "gtFine", ids),
-        ("train/aachen/aachen_000001_000019", "gtFine", ids),
-        ("train/aachen/aachen_000000_000019", "gtFine", ids),
-        ("val/lindau/lindau_000000_000019", "gtFine", ids),
-        ("test/berlin/berlin_000000_000019", "gtFine", np.full_like(ids, 1)),
-        ("train_extra/berlin/berlin_000000_000019", "gtCoarse", np.full_like(ids, 26)),
+    for name, label in (
+        ("train/bochum/bochum_000000_000313", ids),
+        ("train/aachen/aachen_000001_000019", ids),
+        ("train/aachen/aachen_000000_000019", ids),
+        ("val/lindau/lindau_000000_000019", ids),
+        ("test/berlin/berlin_000000_000019", np.full_like(ids, 1)),
     ):
         save(root / "leftImg8bit" / f"{name}_leftImg8bit.png", noise(len(name)))
-        start = root / kind / f"{name}_{kind}"
+        start = root / "gtFine" / f"{name}_gtFine"
         for ending, pixels in (
             ("labelIds", label),
             ("instanceIds", np.full((12, 16), 26001, np.uint16)),

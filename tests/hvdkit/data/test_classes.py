@@ -78,7 +78,7 @@ def test_a_value_that_is_left_out_of_the_map_is_explained(tmp_path: Path):
     readers.write_pairs(tmp_path, {"a": (readers.noise(0, 4, 4), MASK)}, "train", "val")
     config = parse(["train.py", f"--data_dir={tmp_path}", "--label_map=255:1", "--num_classes=2"])
     train, _ = open_lib.open_sources(config, "folders")
-    readers.explained(train, 0, "a.png holds 7, no class of 0 to 1", "--label_map")
+    readers.explained(train, 0, "a.png", "label value 7 is no class of 0 to 1", "--label_map")
 
 
 def test_masks_of_0_and_255_are_recognized_and_the_map_is_proposed(tmp_path: Path, capsys):

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.labels import IGNORE
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.data.readers.listing import composed
 from hvdkit.data.source import Source, digest
@@ -116,23 +117,20 @@ class Mapped:
         label = sample["label"]
         mapped = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
         if label.shape.rank:
-            known = (mapped < self.num_classes) | (mapped == IGNORE)
-            pictures.require(tf.reduce_all(known), "a label value is no class of --label_map")
+            highest = tf.reduce_max(tf.where(mapped == IGNORE, tf.zeros_like(mapped), mapped))
+            words = f"is no class of 0 to {self.num_classes - 1}: add it to --label_map"
+            pictures.require(highest < self.num_classes, "label value", highest, words)
         return {**sample, "label": tf.cast(mapped, label.dtype)}
 
     def explain(self, index: int) -> str | None:
         if fault := self._source.explain(index):
             return fault
-        label = self._source.read(tf.constant(index, tf.int64))["label"].numpy()
-        mapped = self._table[label]
-        wrong = np.unique(label[(mapped >= self.num_classes) & (mapped != IGNORE)]).tolist()
-        if not wrong:
-            return None
-        file = getattr(self._source, "picture_file", lambda number: f"sample {number}")(index)
-        return (
-            f"the label of {file} holds {join(wrong)}, no class of 0 to {self.num_classes - 1}: "
-            "add it to --label_map, or raise --num_classes"
-        )
+        try:
+            self.read(tf.constant(index, tf.int64))
+        except tf.errors.OpError as error:
+            file = getattr(self._source, "picture_file", lambda number: f"sample {number}")(index)
+            return f"the label of {file} cannot be used: {reason_of(error)}"
+        return None
 
     def fingerprint(self) -> str:
         table = hashlib.sha256(np.asarray(self._table, "<i8").tobytes()).hexdigest()

@@ -78,14 +78,14 @@ def test_fingerprint_tells_names_and_sizes(root: Path, monkeypatch: pytest.Monke
 
 
 def test_missing_parts_are_named(root: Path):
-    refused(lambda: ClassFolders(root / "gone", "train"), root / "gone", "train/ and val/")
-    refused(lambda: ClassFolders(root, "test"), root / "test", "is missing", "train, val")
+    refused(lambda: ClassFolders(root / "gone", "train"), root / "gone", "is missing")
+    refused(lambda: ClassFolders(root, "test"), root / "test", "is missing")
     (root / "train/n10/c.jpeg").unlink()
     fails(root, root / "train" / "n10", "no picture")
     for path in list((root / "val").rglob("*.png")):
         path.rename(root / "val" / f"{path.parent.name}.png")
         path.parent.rmdir()
-    refused(lambda: ClassFolders(root, "val"), root / "val", "one folder a class")
+    refused(lambda: ClassFolders(root, "val"), root / "val", "a folder for each class")
 
 
 def test_what_would_be_left_out_is_named(root: Path):
@@ -97,12 +97,12 @@ def test_what_would_be_left_out_is_named(root: Path):
     for inside in ("more/x.jpg", "more/deep/x.jpg", "more/x.txt"):
         (folder / inside).parent.mkdir(parents=True)
         (folder / inside).write_bytes(b"")
-        fails(root, folder, "1 folders", "(more)", "move")
+        fails(root, folder, "holds more, which would be left out", "move")
         shutil.rmtree(folder / "more")
     for ending in (".bmp", ".dng", ".npy", "", ".jpg "):
         (folder / f"a{ending}").write_bytes(b"")
         (folder / f"b{ending.upper()}").write_bytes(b"")
-        fails(root, folder, "2 files", f"the first: a{ending}", "convert them to PNG, JPEG or WebP")
+        fails(root, folder, f"holds a{ending}, b{ending.upper()}, which would be left out")
         (folder / f"a{ending}").unlink()
         (folder / f"b{ending.upper()}").unlink()
     (folder / "notes.txt").write_bytes(b"")

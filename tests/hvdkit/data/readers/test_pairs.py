@@ -118,7 +118,7 @@ def test_fingerprint_tells_names_order_and_sizes(root: Path, tmp_path_factory):
 
 
 def test_missing_or_empty_parts_are_named(root: Path):
-    fails(root / "nowhere", root / "nowhere", "images/")
+    fails(root / "nowhere", root / "nowhere", "splits/train.txt is missing")
     fails(root, root / "splits" / "test.txt", "train", split="test")
     list_names(root, "", " ", split="empty")
     fails(root, root / "splits" / "empty.txt", "lists no name", split="empty")
@@ -126,11 +126,12 @@ def test_missing_or_empty_parts_are_named(root: Path):
     fails(root, root / "splits" / "out.txt", "line 2: '../../home/me' leads out", split="out")
     (root / "splits" / "binary.txt").write_bytes(b"\xff\xfea\x00")
     fails(root, root / "splits" / "binary.txt", "UTF-8", split="binary")
-    for name in ("images", "labels", "splits"):
+    words = {"images": "has no file", "labels": "has no file", "splits": "is missing"}
+    for name, why in words.items():
         with readers.without(root / name):
-            fails(root, root / name, "is missing")
+            fails(root, root / name, why)
             (root / name).mkdir()
-            fails(root, root / name, "is empty")
+            fails(root, root / name, why)
             (root / name).rmdir()
     opened(root)
 
@@ -171,32 +172,34 @@ def test_values_that_are_no_class_are_explained(root: Path, pixels: tuple[np.nda
     label = pixels[1].copy()
     path = root / "labels" / "b.png"
     label[7, 9:12] = 5
+    write(root, "b", pixels[0], label)
+    explained(root, path, "label value 5 is no class of 0 to 4 or 255")
     label[20, 0] = 254
     write(root, "b", pixels[0], label)
-    explained(root, path, "value 5 at row 7, column 9", "4 such pixels, values 5, 254", "0..4")
+    explained(root, path, "label value 254 is no class of 0 to 4 or 255")
 
 
 def test_sizes_that_differ_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
-    for label, size in ((pixels[1][:, :39], "39x30"), (pixels[1].T.copy(), "30x40")):
+    for label, size in ((pixels[1][:, :39], "[30 39]"), (pixels[1].T.copy(), "[40 30]")):
         write(root, "b", pixels[0], label)
-        explained(root, root / "images" / "b.png", "40x30", root / "labels" / "b.png", size)
+        explained(root, root / "labels" / "b.png", f"height, width [30 40] and not {size}")
 
 
 def test_labels_of_another_kind_are_explained(root: Path):
     path = root / "labels" / "b.png"
-    for mode, kind in (("RGB", "3 channels"), ("I;16", "16 bits"), ("1", "1 bits")):
+    for mode in ("RGB", "RGBA", "I;16", "1"):
         Image.new(mode, (40, 30)).save(path)
-        explained(root, path, kind, "8-bit grey PNG")
+        explained(root, path, "must be an 8-bit grey or a palette PNG")
     palette = Image.fromarray(np.full((30, 40), 9, np.uint8))
     palette.putpalette(bytes(range(30)))
     palette.save(path)
-    explained(root, path, "label value 9", "1200 such pixels")
+    explained(root, path, "label value 9")
     Image.new("L", (40, 30)).save(path, format="JPEG")
-    explained(root, path, "JPEG", "8-bit grey PNG")
+    explained(root, path, "must be an 8-bit grey or a palette PNG")
     # A comment that puts the bytes of an 8-bit grey PNG's header where they are looked for.
     comment = b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
     path.write_bytes(path.read_bytes()[:2] + comment + path.read_bytes()[2:])
-    explained(root, path, "JPEG", "8-bit grey PNG")
+    explained(root, path, "must be an 8-bit grey or a palette PNG")
 
 
 def test_files_are_found_however_their_accents_and_endings_are_spelled(tmp_path: Path):

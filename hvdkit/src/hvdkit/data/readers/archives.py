@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 
 from hvdkit.data import source
 from hvdkit.data.pipeline import reason_of
-from hvdkit.data.readers import listing, pictures
+from hvdkit.data.readers import pictures
 from hvdkit.data.readers.records import AFTER, BEFORE
 from hvdkit.logs import join
 
@@ -210,7 +210,6 @@ def _found(root: Path, split: str, names: str) -> list[Path]:
     folder = root / split if (root / split).is_dir() else root
     if folder == root:
         names = rf"(?=(.*[-_.])?{re.escape(split)}[-_.]){names}"
-    listing.check_folder(folder, "files of the split")
     found = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
     if not found:
         raise ValueError(f"{folder} has no file of split {split} whose name fits {names}")

@@ -1,8 +1,7 @@
 """Cityscapes' layout (Cordts et al. 2016, arXiv:1604.01685).
 
 ROOT/leftImg8bit/SPLIT/CITY/NAME_leftImg8bit.png
-ROOT/gtFine/SPLIT/CITY/NAME_gtFine_labelIds.png         SPLIT: train or val, fine annotations
-ROOT/gtCoarse/SPLIT/CITY/NAME_gtCoarse_labelIds.png     SPLIT: train_extra, which has only coarse
+ROOT/gtFine/SPLIT/CITY/NAME_gtFine_labelIds.png         SPLIT: train or val
 
 The instance ids (16 bits), colours and polygons beside them are not read. Labels of test were
 never published.
@@ -11,10 +10,11 @@ never published.
 from pathlib import Path
 
 import numpy as np
+import tensorflow as tf
 
 from hvdkit.data import shared_listing
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.readers import listing
+from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Packed, packed
 from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.logs import join
@@ -29,10 +29,9 @@ NUM_CLASSES = len(CLASS_NAMES)
 # cityscapesscripts/helpers/labels.py (github.com/mcordts/cityscapesScripts), columns id, trainId.
 IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 LAST_ID = 33  # the others from 0 on (ego vehicle, parking, caravan, ...) are ignored
-_UNKNOWN = 254  # an id that the table does not have
 
-SPLITS = ("train", "val", "train_extra")
-_IMAGE = "_leftImg8bit.png"
+SPLITS = ("train", "val")
+_IMAGE, _LABEL = "_leftImg8bit.png", "_gtFine_labelIds.png"
 
 
 class Cityscapes(PicturePairs):
@@ -47,57 +46,42 @@ class Cityscapes(PicturePairs):
     def __init__(self, root: Path, split: str, _: int = 0):
         root = Path(root)
         files = shared_listing.found(("cityscapes", str(root), split), lambda: _list(root, split))
-        way_out = f"these files hold ids 0..{LAST_ID}; take the original labelIds (a 255 in them "
-        way_out += "says that they were made train ids already)"
-        super().__init__(root, files, NUM_CLASSES, table=train_ids(), way_out=way_out)
+        super().__init__(root, files, NUM_CLASSES)
 
-
-def train_ids() -> np.ndarray:
-    """The train id of each value in a labelIds file, uint8 [256]; 254 for invalid values."""
-    table = np.full(256, _UNKNOWN, np.uint8)
-    table[: LAST_ID + 1] = IGNORE
-    table[list(IDS)] = np.arange(NUM_CLASSES)
-    return table
+    def classes_of(self, label: tf.Tensor) -> tf.Tensor:
+        highest = tf.reduce_max(label)
+        words = f"is no id of 0 to {LAST_ID}: take the original labelIds (255: already train ids)"
+        pictures.require(highest <= LAST_ID, "label value", highest, words)
+        train_ids = np.full(256, IGNORE, np.uint8)
+        train_ids[list(IDS)] = np.arange(NUM_CLASSES)
+        return tf.gather(tf.constant(train_ids), tf.cast(label, tf.int32))
 
 
 def _list(root: Path, split: str) -> tuple[Packed, Packed]:
-    if not root.is_dir():
-        raise ValueError(f"{root} is not a folder; give the one with leftImg8bit/ and gtFine/")
-    if split not in SPLITS:
-        why = f"there is no split {split!r}"
-        if split == "test":
-            why = "labels of test were never published, so it can neither train nor score"
-        raise ValueError(f"Cityscapes, {root}: {why}; choose one of {', '.join(SPLITS)}")
-    kind = "gtCoarse" if split == "train_extra" else "gtFine"
-    ending = f"_{kind}_labelIds.png"
-    images, labels = _names(root / "leftImg8bit", split, _IMAGE), _names(root / kind, split, ending)
-    for lacking, lack in ((ending, images - labels), (_IMAGE, labels - images)):
-        if lack:
+    if split not in SPLITS:  # test has label files too, of nothing but ignored pixels
+        raise ValueError(f"Cityscapes has no labels of split {split!r}: choose train or val")
+    images = _names(root / "leftImg8bit" / split, _IMAGE)
+    labels = _names(root / "gtFine" / split, _LABEL)
+    for ending, lacking in ((_LABEL, images - labels), (_IMAGE, labels - images)):
+        if lacking:
             raise ValueError(
-                f"{root}, split {split}: no *{lacking} for {join(sorted(lack))}; unpack the "
-                f"archives of leftImg8bit and {kind} that have this split whole"
+                f"{root}, split {split}: no *{ending} for {join(sorted(lacking))}; unpack the "
+                "archives of leftImg8bit and gtFine that have this split whole"
             )
     names = sorted(images)
     return (
         packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names),
-        packed(f"{kind}/{split}/{name}{ending}" for name in names),
+        packed(f"gtFine/{split}/{name}{_LABEL}" for name in names),
     )
 
 
-def _names(folder: Path, split: str, ending: str) -> set[str]:
-    """CITY/NAME of all files of the split with this ending."""
-    listing.check_folder(folder, f"splits ({split}/CITY/*{ending})")
-    if not (folder / split).is_dir():
-        there = [name for name in listing.folder_names(folder) if name in SPLITS]
-        raise ValueError(
-            f"{folder / split} is missing; unpack it there, or choose another split (there are: "
-            f"{join(there) or 'none'})"
-        )
+def _names(folder: Path, ending: str) -> set[str]:
+    """CITY/NAME of all files of a split's folder with this ending."""
     names = {
         f"{city}/{entry[: -len(ending)]}"
-        for city in listing.folder_names(folder / split)
-        for entry in listing.contents(folder / split / city, (ending.lower(),))[0]
+        for city in (listing.folder_names(folder) if folder.is_dir() else ())
+        for entry in listing.contents(folder / city, (ending.lower(),))[0]
     }
     if not names:
-        raise ValueError(f"{folder / split} has no CITY/*{ending}; unpack the archive there again")
+        raise ValueError(f"{folder} has no CITY/*{ending}; unpack the archive there")
     return names

@@ -106,25 +106,14 @@ class ClassFolders:
 
 def _list(root: Path, split: str) -> tuple[list[str], np.ndarray, *Packed]:
     """Classes, how many pictures each has, and the pictures without their folders."""
-    if not root.is_dir():
-        raise ValueError(f"{root} is not a folder; give the one that holds train/ and val/")
     if not (root / split).is_dir():
-        there = join(listing.folder_names(root))
-        raise ValueError(
-            f"{root / split} is missing; put a folder for each class there (folders of {root}: "
-            f"{there or 'none'})"
-        )
+        raise ValueError(f"{root / split} is missing; put a folder for each class there")
     classes = listing.folder_names(root / split)
     loose = listing.contents(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)[0]
-    if not classes:
+    if loose or not classes:
         raise ValueError(
-            f"{root / split} holds no folder; put one folder a class there (ImageNet's val comes "
-            "without: sort its pictures into folders by their synsets)"
-        )
-    if loose:
-        raise ValueError(
-            f"{root / split} holds class folders, and pictures beside them, which have no class: "
-            f"{join(loose)}; sort them in or remove them"
+            f"{root / split} must hold a folder for each class, and no picture beside them "
+            f"({join(loose) or 'it has no folder'}): sort pictures in, ImageNet's val by synsets"
         )
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
@@ -135,19 +124,17 @@ def _list(root: Path, split: str) -> tuple[list[str], np.ndarray, *Packed]:
 
 def _pictures(folder: Path) -> Packed:
     """The `packed` names of a class's pictures; ValueError if something would be left out."""
+
+    def has_pictures(entry: os.DirEntry) -> bool:
+        if entry.is_dir():
+            return any(listing.contents(folder / entry.name, ()))
+        return not entry.name.lower().endswith(_NOTES)
+
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
-    inner = {entry.name for entry in rest if entry.is_dir()}
-    if deeper := [name for name in sorted(inner) if any(listing.contents(folder / name, ()))]:
+    if others := [entry.name for entry in rest if has_pictures(entry)]:
         raise ValueError(
-            f"{folder} has {len(deeper)} folders with something in them ({join(deeper)}), which "
-            "would be left out: move their pictures up into the class's folder, or remove them"
-        )
-    files = (entry.name for entry in rest if entry.name not in inner)
-    if others := [name for name in files if not name.lower().endswith(_NOTES)]:
-        raise ValueError(
-            f"{folder} has {len(others)} files whose names do not end in "
-            f"{' or '.join(IMAGE_SUFFIXES)} (the first: {others[0]}), which would be left out: "
-            "convert them to PNG, JPEG or WebP, or remove them"
+            f"{folder} holds {join(others)}, which would be left out: move pictures of folders up, "
+            f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
         )
     if not found:
         raise ValueError(

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import os
-import re
 import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +23,6 @@ _SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
 _SYSTEMS |= {"system volume information"}
 
 
-def check_folder(folder: Path, content: str) -> None:
-    """Raises ValueError when the folder is missing or empty; `content` is what it is for."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is missing; put the {content} there")
-    with os.scandir(folder) as entries:
-        if not any(entries):
-            raise ValueError(f"{folder} is empty; put the {content} there")
-
-
 def composed(name: str) -> str:
     """Of names that look alike, one spelling: macOS stores an accent as a character of its own."""
     return unicodedata.normalize("NFC", name)
@@ -46,8 +36,8 @@ def read_names(path: Path) -> dict[str, int]:
     if not path.is_file():
         there = sorted(found.stem for found in path.parent.glob("*.txt"))
         raise ValueError(
-            f"{path} is missing; write the split's names there, one a line, or choose "
-            f"another split (there are: {join(there) or 'none'})"
+            f"{path} is missing: give the folder that holds it, write the split's names there, one "
+            f"a line, or choose another split (there are: {join(there) or 'none'})"
         )
     try:
         text = whole_files.read(path, _LIST_BYTES, links=True).decode("utf-8-sig")
@@ -61,22 +51,15 @@ def read_names(path: Path) -> dict[str, int]:
     # Not str.splitlines: it splits at characters that a name may hold.
     for number, line in enumerate(text.split("\n"), start=1):
         if name := line.strip():
-            check_new(known, name, line=number, where=path)
-            if ".." in re.split(r"[/\s]", name):
+            first = known.setdefault(os.path.normpath(name), number)
+            if first != number:
+                raise ValueError(f"{path}, line {number}: {name} is on line {first} already")
+            if ".." in name.split("/"):
                 raise ValueError(f"{path}, line {number}: {name!r} leads out of the data set")
             names[name] = number
     if not names:
         raise ValueError(f"{path} lists no name; write one a line")
     return names
-
-
-def check_new(known: dict[str, int], name: str, *, line: int, where: Path) -> None:
-    """Adds a name and its line to `known`; ValueError if that path is known, however spelled."""
-    first = known.setdefault(os.path.normpath(name), line)
-    if first != line:
-        raise ValueError(
-            f"{where}, line {line}: {name} is on line {first} already; remove one of the two"
-        )
 
 
 def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list[str]:
@@ -105,20 +88,6 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
             "files, or remove the names from the list"
         )
     return [f"{folder.name}/{found[name]}" for name in names]
-
-
-def check_there(root: Path, paths: Sequence[str], lines: Iterable[int], *, where: Path) -> None:
-    """Raises ValueError for paths relative to root that are not files.
-
-    `lines`, `where`: the line of each path in the list that names them, and that list.
-    """
-    there = dict(_beside(root, paths))
-    for path, line in zip(paths, lines, strict=True):
-        if not (entry := there.get(os.path.join(*os.path.split(path)))):
-            raise ValueError(
-                f"{where}, line {line}: {root / path} is missing; add it, or remove the line"
-            )
-        _check_file(entry)
 
 
 def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os.DirEntry]]:

@@ -168,7 +168,7 @@ def fit(data: tf.Tensor) -> tf.Tensor:
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
     """Fails the sample at run time; inside `tf.data` it needs no control dependency."""
-    tf.debugging.Assert(condition, [*facts, "explain() tells more"])
+    tf.raw_ops.Assert(condition=condition, data=facts)  # tf.debugging's has other words if eager
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
@@ -233,7 +233,7 @@ def slice_part(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
     return image[top : top + height, left : left + width]
 
 
-def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
+def decode_label(data: tf.Tensor) -> tf.Tensor:
     """Class ids, uint8 [H, W, 1], from the bytes of a grey or palette PNG, turned as viewers do.
 
     Of other kinds of PNG, a decoder makes values that only look like ids (averaged colours, the
@@ -243,7 +243,7 @@ def decode_label(data: tf.Tensor, path: tf.Tensor) -> tf.Tensor:
     is_palette = colour == _PALETTE
     fine = is_palette | ((colour == _GREY) & (depth == 8))
     fine &= tf.strings.substr(data, 0, 16) == _PNG_START
-    require(fine, "a label must be an 8-bit grey or a palette PNG", path)
+    require(fine, "a label must be an 8-bit grey or a palette PNG of class ids: map its values")
     data = fit(data)
     label = tf.cond(
         is_palette, lambda: _decode_palette(data, depth), lambda: tf.io.decode_png(data, channels=1)
@@ -325,18 +325,4 @@ def too_large(width: int, height: int) -> str:
     return (
         f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}: make it "
         "smaller, or raise the limit if you trust it"
-    )
-
-
-def check_label_kind(path: Path, label: Image.Image) -> None:
-    """Raises ValueError for a label that `decode_label` does not accept."""
-    depth, colour = path.read_bytes()[24:26]
-    if label.format == "PNG" and (colour == _PALETTE or (colour == _GREY and depth == 8)):
-        return
-    kind = f"{label.format}, {len(label.getbands())} channels"
-    if label.format == "PNG":
-        kind += f" of {depth} bits"
-    raise ValueError(
-        f"{path} is {kind}; a label holds class ids in one 8-bit channel: map its colours or "
-        "values to ids and save it as 8-bit grey PNG (Pillow: Image.fromarray(ids_uint8).save)"
     )
