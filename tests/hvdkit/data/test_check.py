@@ -76,7 +76,7 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, printed
     assert "images/2.png is no PNG, JPEG or WebP" in lines[0]
     assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
-    assert "labels/7.png: label value 3" in lines[2]
+    assert "labels/7.png cannot be read: label value 3" in lines[2]
     assert lines[3] == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
     assert "splits/val.txt is missing" in lines[4] and lines[5].startswith("val: not read")
     # Without the number of classes, only what no label can hold is wrong.

@@ -88,7 +88,7 @@ def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         readers.explained(source, 3, path, "sample 3 (bytes 12 to", "checksum", "pack again")
         assert source.explain(4) is None and source.explain(2) is None
-    path.write_bytes(whole[:-150])  # the mark, and the end of the last sample
+    path.write_bytes(whole[:-50])  # the end of the last sample
     readers.explained(source, 6, path, "sample 6", "pack again")
     path.write_bytes(b"")
     readers.explained(source, 5, path, "sample 5", "pack again")
@@ -149,9 +149,9 @@ def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys
     assert not (tmp_path / "b").exists()
 
 
-def killed_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> list[object]:
+def killed_at(monkeypatch, owner: object, function: str, call: int) -> list[object]:
     """The calls so far; that one is interrupted before it does anything."""
-    calls, real = [], getattr(pack, function)
+    calls, real = [], getattr(owner, function)
 
     def once(*args, **how):
         calls.append(args)
@@ -159,19 +159,25 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> list
             raise KeyboardInterrupt
         return real(*args, **how)
 
-    monkeypatch.setattr(pack, function, once)
+    monkeypatch.setattr(owner, function, once)
     return calls
 
 
-@pytest.mark.parametrize("function", ["_verify", "_mark"])
-def test_after_a_kill_the_next_try_goes_on(demo, tmp_path, monkeypatch, function: str):
+@pytest.mark.parametrize(
+    ("owner", "function", "call", "calls_of_both"),
+    [(pack, "_verify", 2, 4), (Path, "rename", 6, 9)],
+)
+def test_after_a_kill_the_next_try_goes_on(
+    demo, tmp_path, monkeypatch, owner, function: str, call: int, calls_of_both: int
+):
     """In the second of three shards, and when two of the three were put into the whole."""
-    calls = killed_at(monkeypatch, function, 2 if function == "_verify" else 6)
+    calls = killed_at(monkeypatch, owner, function, call)
     with pytest.raises(KeyboardInterrupt):
         packed(demo, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
     packed(demo, tmp_path)
-    assert len(calls) == (4 if function == "_verify" else 9)
+    assert len(calls) == calls_of_both
+    monkeypatch.undo()
     once = packed(demo, tmp_path / "once")
     files = sorted(path.name for path in once.iterdir())
     assert [path.name for path in tmp_path.glob("*/.*")] == []
@@ -181,12 +187,12 @@ def test_after_a_kill_the_next_try_goes_on(demo, tmp_path, monkeypatch, function
 
 
 def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(demo, tmp_path, monkeypatch):
-    killed_at(monkeypatch, "_join", 1)
+    killed_at(monkeypatch, pack, "_join", 1)
     with pytest.raises(KeyboardInterrupt):
         packed(demo, tmp_path)
     shard = tmp_path / ".train.packing" / "00001" / "shard"
     os.truncate(shard, shard.stat().st_size // 2)
-    refused(lambda: packed(demo, tmp_path), tmp_path / ".train.packing", "was cut since")
+    refused(lambda: packed(demo, tmp_path), "bytes where", f"remove {tmp_path}/.train.packing")
 
 
 def test_ranks_share_the_work(tmp_path: Path):
@@ -224,7 +230,7 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
 
 
-def test_a_shard_of_another_pack_is_found_at_opening(tmp_path: Path):
+def test_a_shard_of_another_pack_is_found_when_it_is_read(tmp_path: Path):
     """Two packs whose shards have the same names and sizes, and other pixels."""
     folders = []
     for number in range(2):
@@ -241,8 +247,8 @@ def test_a_shard_of_another_pack_is_found_at_opening(tmp_path: Path):
     assert len(foreign) == len(whole) == len(second)
     for content in (foreign, second):
         shards[0].write_bytes(content)
-        words = (shards[0], "belongs to another pack or place", "again")
-        refused(lambda: Records(one.parent, "train"), *words)
+        source = Records(one.parent, "train")
+        readers.explained(source, 0, shards[0], "does not match its checksum", "again")
     shards[1].unlink()
     refused(lambda: Records(one.parent, "train"), *shards, "is missing")
 

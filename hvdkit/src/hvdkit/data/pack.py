@@ -11,7 +11,6 @@ a packed split of its own, until all are there; after a kill or an error the nex
 import argparse
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -91,20 +90,18 @@ def _pack_shard(encoder: "_Encoder", work: Path, number: int, *, indices: range)
         return
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    index, highest, content = [], 0, hashlib.sha256()
-    offset, path = records.BEFORE, partial / "shard"
+    index, highest, path = [], 0, partial / "shard"
+    offset = records.BEFORE
     with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
         for number, sample in zip(indices, encoder.of(indices)):
             writer.write(sample.data)
-            content.update(sample.data)
             index.append((offset, len(sample.data), zlib.crc32(sample.data)))
             offset += len(sample.data) + records.AFTER + records.BEFORE
             highest = max(highest, sample.label)
             logs.progress("packed", number + 1, encoder.count)
-    end = _mark(path, offset - records.BEFORE, records.mark(content.hexdigest(), 0, 1))
     meta = {"packed_from": "", "kind": encoder.kind, "num_classes": highest + 1}
-    listed = [{"name": path.name, "records": len(index), "bytes": end}]
-    meta |= {"content": content.hexdigest(), "shards": listed}
+    size = path.stat().st_size
+    meta["shards"] = [{"name": path.name, "records": len(index), "bytes": size}]
     records.write_meta(partial, meta, np.array(index, records.PLACE))
     for file in (*partial.iterdir(), partial):
         whole_files.flush(file)
@@ -120,20 +117,6 @@ def _verify(packed: records.Records, indices: range, count: int) -> None:
             logs.progress("verified", indices[number] + 1, count)
 
 
-def _mark(path: Path, size: int, mark: bytes) -> int:
-    """Ends a shard after so many bytes of samples with a record that names its pack; its size."""
-    end = path.with_name("mark")
-    with tf.io.TFRecordWriter(os.fsencode(end)) as writer:
-        writer.write(mark)
-    with path.open("r+b") as file:
-        file.truncate(size)
-        file.seek(size)
-        file.write(end.read_bytes())
-        size = file.tell()
-    end.unlink()
-    return size
-
-
 def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: str) -> None:
     """WORK/whole of all shards; if it is cut off, the next try goes on."""
     folder = work / "whole"
@@ -146,7 +129,6 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
             print(f"waiting for other ranks to pack {missing} of {shards} shards", flush=True)
     folder.mkdir(exist_ok=True)
     metas = [json.loads((part / records.META).read_text()) for part in parts]
-    content = hashlib.sha256("".join(meta["content"] for meta in metas).encode()).hexdigest()
     listed, index = [], []
     for number, (part, meta) in enumerate(zip(parts, metas)):
         (shard,) = meta["shards"]
@@ -154,20 +136,19 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
         index.append(np.fromfile(part / records.INDEX, records.PLACE))
         if (part / shard["name"]).exists():
             (part / shard["name"]).rename(path)
-        offset, length, _ = index[-1][-1].tolist()
-        if path.stat().st_size < (size := offset + length + records.AFTER):
-            raise ValueError(f"{path} was cut since it was written: remove {work}, and pack again")
-        size = _mark(path, size, records.mark(content, number, shards))
-        listed.append({"name": path.name, "records": len(index[-1]), "bytes": size})
+        listed.append(shard | {"name": path.name})
     meta = {"packed_from": packed_from, "kind": metas[0]["kind"]}
     meta["num_classes"] = max(meta["num_classes"] for meta in metas)
     if names := getattr(source, "class_names", ()):
         meta["class_names"] = list(names)
     if getattr(source, "is_demo", False):
         meta["is_demo"] = True
-    meta |= {"content": content, "shards": listed}
+    meta["shards"] = listed
     records.write_meta(folder, meta, np.concatenate(index))
-    records.Records(work, folder.name)  # all fits
+    try:
+        records.Records(work, folder.name)
+    except ValueError as error:
+        raise ValueError(f"{error}; before that, remove {work}") from None
     for file in (*folder.iterdir(), folder):
         whole_files.flush(file)
 

@@ -34,26 +34,6 @@ _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
 # Flags that are no settings and are read before them.
 _TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", "full", "xml"))}
 
-# Names that other programs have for a setting.
-_ELSEWHERE = {
-    "base_lr": "lr learning_rate initial_lr init_lr max_lr",
-    "batch_per_rank": "batch_per_gpu local_batch_size per_device_train_batch_size",
-    "clip_norm": "clip grad_clip max_grad_norm gradient_clip_norm",
-    "data_dir": "data dataset dataset_dir data_path data_root",
-    "accumulation_steps": "grad_accum gradient_accumulation_steps",
-    "flagfile": "config config_file cfg",
-    "global_batch_size or --batch_per_rank": "batch batchsize batch_size bs train_batch_size",
-    "jit": "xla jit_compile compile",
-    "init_from": "pretrained checkpoint restore init_checkpoint",
-    "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
-    "model": "arch backbone network",
-    "epochs": "num_epochs max_epochs num_train_epochs n_epochs",
-    "num_steps": "steps max_steps train_steps num_train_steps",
-    "precision": "fp16 bf16 amp mixed_precision dtype",
-    "run_dir": "output_dir model_dir out_dir save_dir logdir log_dir workdir",
-    "weight_decay": "wd l2",
-}
-
 
 class Epochs(int):
     """Steps that were given in epochs: more than any number, until the data are counted."""
@@ -151,22 +131,21 @@ def _check_fields(cls: type[Room], inherited: Fields) -> None:
     for name, own_kind in own.items():
         field = vars(cls).get(name)
         meta, default = getattr(field, "metadata", {}), getattr(field, "default", None)
-        limits = [meta[limit] for limit in _LIMITS if limit in meta and math.isfinite(meta[limit])]
-        if "help" not in meta:
-            wrong = f'write {name}: {own_kind} = setting(DEFAULT, "help"), without @dataclass'
-        elif name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
-            wrong = f"{name} has another meaning: choose another name for the field"
-        elif own_kind not in PARSERS:
-            wrong = f"{name} is of type {own_kind}: a setting is a bool, int, float or str"
-        elif own_kind != kinds.get(name, own_kind):
-            wrong = f"{name} is of type {kinds[name]} in the engine: it cannot become {own_kind}"
-        elif _name(type(default)) not in (own_kind, {"float": "int"}.get(own_kind)):
-            wrong = f"the default of {name}, {default!r}, is not of type {own_kind}"
-        elif limits and own_kind in ("bool", "str"):
-            wrong = f"{name} is of type {own_kind}: low, above and below limit numbers only"
-        else:
-            continue
-        raise ValueError(wrong)
+        if name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
+            raise ValueError(f"{name} has another meaning: choose another name for the field")
+        limits = [limit for limit in _LIMITS if math.isfinite(meta.get(limit, math.inf))]
+        if (
+            "help" not in meta
+            or own_kind not in PARSERS
+            or own_kind != kinds.get(name, own_kind)
+            or _name(type(default)) not in (own_kind, {"float": "int"}.get(own_kind))
+            or (limits and own_kind in ("bool", "str"))
+        ):
+            raise ValueError(
+                f'write {name}: {kinds.get(name, own_kind)} = setting(DEFAULT, "help"), without '
+                "@dataclass; its type is bool, int, float or str, in the default too, and only "
+                "numbers have limits"
+            )
     kinds |= own
     for name in kinds:
         if kinds[name] == "bool" and f"no{name}" in kinds:
@@ -258,12 +237,8 @@ def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
 
 
 def _nearest(name: str, switches: Mapping[str, bool]) -> str:
-    plain = name.replace("-", "_").lower()
-    for meant, names in _ELSEWHERE.items():
-        if plain in names.split():
-            return f": did you mean --{meant}?"
     known = [*switches, "flagfile", *(f"no{name}" for name, switch in switches.items() if switch)]
-    close = difflib.get_close_matches(plain, known, n=1)
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
     return f": did you mean --{close[0]}?" if close else ""
 
 

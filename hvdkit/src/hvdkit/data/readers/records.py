@@ -5,9 +5,7 @@ ROOT/SPLIT/index.bin                    PLACE of each record
 ROOT/SPLIT/SPLIT-00000-of-00016.tfrecord ...
 
 `hvdkit pack` writes them. A record is a tf.train.Example of "image" (bytes of a PNG, JPEG or WebP)
-and "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source. The last
-record of a shard is its mark: it names the pack and the shard, so that a shard of another pack is
-noticed when it is opened, even if its size fits.
+and "label" (bytes of a grey PNG, or an int64). Sample ids are those of the packed source.
 
 Shards and the index stay open and on the disk, in pages that all ranks of a host share: memory, and
 the time to open a set, do not depend on its size, but on rank 0, which compares checksums.
@@ -33,7 +31,7 @@ from hvdkit.data.readers import pictures
 from hvdkit.logs import join
 
 META, INDEX = "pack.json", "index.bin"
-VERSION = 4
+VERSION = 5
 BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC, the data's CRC
 # Of a record's data, little-endian: its first byte's place in the shard, its bytes, its CRC-32.
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
@@ -49,10 +47,10 @@ class Records(source.ReadAhead):
     Reads to {"image": uint8 [H, W, 3], "label": ..., "file": the picture's bytes}; the label is
     uint8 [H, W, 1] where `kind` is "map" and an int32 scalar where it is "class".
 
-    Raises ValueError, naming the files, if some are missing or changed. Rank 0 compares sizes and
-    marks of all shards, and the checksums of pack.json and the index; a rank of each other host
-    pack.json, the index's size, and at most 1,000 shards; each rank those that it opens, and a
-    record's checksum.
+    Raises ValueError, naming the files, if some are missing or changed. Rank 0 compares sizes of
+    all shards, and the checksums of pack.json and the index; a rank of each other host pack.json,
+    the index's size, and at most 1,000 shards; each rank the checksums of the records that it
+    reads, so a shard of another pack is noticed then, if its size fits.
     """
 
     def __init__(self, root: Path, split: str, _: int = 0):
@@ -62,7 +60,7 @@ class Records(source.ReadAhead):
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
         self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
-        self._content: str = meta["content"]
+        self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         self._ends = np.cumsum([shard["records"] for shard in meta["shards"]])
         self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
@@ -113,13 +111,7 @@ class Records(source.ReadAhead):
 
     def _opened(self, shard: int) -> BinaryIO:
         """Closed when nothing reads from it and newer ones took its place."""
-        if shard == _INDEX:
-            return (self.folder / INDEX).open("rb")
-        name, size = self._shards[shard]
-        file = (self.folder / name).open("rb")
-        if fault := _strange(file, size, mark(self._content, shard, len(self._shards))):
-            raise ValueError(f"{fault}; {_AGAIN}")
-        return file
+        return (self.folder / (INDEX if shard == _INDEX else self._shards[shard][0])).open("rb")
 
     def decode(self, parts: source.Parts) -> source.Parts:
         kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
@@ -157,9 +149,9 @@ class Records(source.ReadAhead):
         return f"{path}, record of sample {index} (bytes {offset} to {offset + length})"
 
     def fingerprint(self) -> str:
-        """SHA-256 over shards' names and sizes, the packer's checksum of records, and `is_demo`."""
+        """SHA-256 over shards' names and sizes, the index with its checksums, and `is_demo`."""
         about = [("is_demo", 0)] if self.is_demo else []
-        return source.digest([*self._shards, (self._content, len(self)), *about])
+        return source.digest([*self._shards, (self._index_sha256, len(self)), *about])
 
     def _checked(self) -> dict[str, Any]:
         """What pack.json says, once all files fit it."""
@@ -183,17 +175,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS)
 
 
-def mark(content: str, shard: int, shards: int) -> bytes:
-    """Data of a shard's last record; content: the pack's, hex digits."""
-    return f"pack {content}, shard {shard} of {shards}".encode()
-
-
 def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
     """Writes index.bin and pack.json; `index`: PLACE [n], in the order of samples.
 
-    `meta`: kind ("map" or "class"), num_classes, content (hex digits), packed_from (for people),
-    shards (a list of {name, records, bytes}); class_names (a list) and is_demo (True) where the
-    source has them.
+    `meta`: kind ("map" or "class"), num_classes, packed_from (for people), shards (a list of
+    {name, records, bytes}); class_names (a list) and is_demo (True) where the source has them.
     """
     index.tofile(folder / INDEX)
     sha = hashlib.sha256(index).hexdigest()
@@ -232,7 +218,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _check_types(meta: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError for what is not as `write_meta` has it."""
-    "".join([meta["kind"], meta["content"], meta["packed_from"], *meta.get("class_names", [])])
+    "".join([meta["kind"], meta["packed_from"], *meta.get("class_names", [])])
     range(meta["num_classes"])
     for shard in meta["shards"]:
         count, size = operator.index(shard["records"]), operator.index(shard["bytes"])
@@ -249,20 +235,11 @@ def _check_shards(folder: Path, meta: dict[str, Any], which: range) -> None:
         path, size = folder / listed[number]["name"], listed[number]["bytes"]
         if not path.is_file():
             return f"{path} is missing"
-        with path.open("rb") as file:
-            return _strange(file, size, mark(meta["content"], number, len(listed)))
+        found = path.stat().st_size
+        return "" if found == size else f"{path} has {found} bytes where {size} were written"
 
     if problems := [*filter(None, _threads().map(problem, which))]:
         raise ValueError(f"{join(problems)}; {_AGAIN}")
-
-
-def _strange(file: BinaryIO, size: int, end: bytes) -> str:
-    """Why an open shard is not the one that was written with this size and mark; or ""."""
-    if (found := file.seek(0, os.SEEK_END)) != size:
-        return f"{file.name} has {found} bytes where {size} were written"
-    if os.pread(file.fileno(), len(end), max(0, size - len(end) - AFTER)) != end:
-        return f"{file.name} belongs to another pack or place, or its end is damaged"
-    return ""
 
 
 def _check_size(path: Path, records: int) -> None:
