@@ -27,18 +27,7 @@ def test_arrays_of_no_or_different_lengths_are_refused(lengths):
     refused(lambda: Arrays(**arrays), "of one length", lengths)
 
 
-def test_texts_are_compared_by_content_and_other_objects_refused():
-    def arrays(*texts):
-        """New objects, with other addresses each time."""
-        return Arrays(y=np.array(["".join(text) for text in texts], object))
-
-    assert arrays("aa", "bb").read(tf.constant(1, tf.int64))["y"] == b"bb"
-    prints = [arrays("aa", last).fingerprint() for last in ("bb", "bb", "bc")]
-    assert prints[0] == prints[1] != prints[2]
-    refused(lambda: Arrays(y=np.array(["a", None], object)), "array y", "objects")
-
-
-@pytest.mark.parametrize("dtype", [">i4", ">f8", "datetime64[s]", "i4,f4"])
+@pytest.mark.parametrize("dtype", [">i4", ">f8", "datetime64[s]", "i4,f4", "O"])
 def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
     refused(lambda: Arrays(odd=np.zeros(3, dtype)), "array odd is of ", "byte order")
 

@@ -96,8 +96,8 @@ def setting(default, **limits):
 def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, words, capsys):
     types = {name: kind for name, (kind, _) in fields.items() if kind}
     body = {name: default for name, (_, default) in fields.items()}
-    made = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
     with pytest.raises(SystemExit) as end:
+        made = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
         settings_lib.check(["train.py"], made)
     shown = capsys.readouterr().err
     assert end.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown

@@ -133,12 +133,6 @@ class Arrays(ReadAhead):
         self._arrays = {name: np.asanyarray(array) for name, array in arrays.items()}
         for name, array in self._arrays.items():
             _check_type(name, array)
-        # An array of objects holds addresses, which differ between ranks.
-        objects = {n: a.tolist() for n, a in self._arrays.items() if a.dtype == object}
-        for name, values in objects.items():
-            if not all(isinstance(value, (str, bytes)) for value in values):
-                raise ValueError(f"array {name} is of Python objects: make it numbers or strings")
-            self._arrays[name] = np.asarray(values)
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
@@ -177,8 +171,8 @@ class Arrays(ReadAhead):
 
 def _check_type(name: str, array: np.ndarray) -> None:
     """Raises ValueError for what TensorFlow does not take, or takes for other numbers."""
-    try:
-        known = tf.as_dtype(array.dtype) is not None and array.dtype.isnative
+    try:  # an array of objects holds addresses, which differ between ranks
+        known = tf.as_dtype(array.dtype) and array.dtype.isnative and array.dtype != object
     except TypeError:
         known = False
     if not known:

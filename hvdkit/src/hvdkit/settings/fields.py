@@ -9,10 +9,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Any, Self, dataclass_transform
 
 from absl import flags
 
+from hvdkit.logs import refuse
 from hvdkit.settings import project
 from hvdkit.settings.flagfiles import Given
 
@@ -80,11 +81,9 @@ def setting(
 class Room:
     """Settings that belong together; a subclass becomes a frozen dataclass by being one.
 
-    The first line of its docstring is its heading in --help. `of` raises what is wrong with its
-    fields, so that a program can report it as it reports a wrong flag.
+    The first line of its docstring is its heading in --help. What is wrong with its fields ends the
+    program as a wrong flag does.
     """
-
-    _fault: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
         cls.__doc__ = cls.__doc__ or "Settings of this project"  # else a dataclass's signature
@@ -98,7 +97,7 @@ class Room:
             for field in dataclasses.fields(cls):
                 value(field, str(field.default))
         except (TypeError, ValueError) as error:
-            cls._fault = f"{cls.__module__}.{cls.__qualname__}: {error}"
+            refuse(f"{cls.__module__}.{cls.__qualname__}: {error}")
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -162,9 +161,7 @@ def kind(field: dataclasses.Field) -> str:
 
 
 def of(settings: Any) -> Fields:
-    """The fields of a class of settings or of an instance, by name; ValueError for its `_fault`."""
-    if settings._fault:
-        raise ValueError(settings._fault)
+    """The fields of a class of settings or of an instance, by name."""
     return {field.name: field for field in dataclasses.fields(settings)}
 
 

@@ -189,7 +189,8 @@ def test_labels_of_another_kind_are_explained(root: Path):
     path = root / "labels" / "b.png"
     for mode in ("RGB", "RGBA", "I;16", "1"):
         Image.new(mode, (40, 30)).save(path)
-        explained(root, path, "must be an 8-bit grey or a palette PNG")
+        words = "has 16 bits a channel" if "16" in mode else "an 8-bit grey or a palette PNG"
+        explained(root, path, words)
     palette = Image.fromarray(np.full((30, 40), 9, np.uint8))
     palette.putpalette(bytes(range(30)))
     palette.save(path)

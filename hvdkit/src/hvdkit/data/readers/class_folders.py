@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data import shared_listing, source
-from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
@@ -60,15 +59,7 @@ class ClassFolders:
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
-        path = self.picture_file(index)
-        try:
-            pictures.load(path)
-            self.read(tf.constant(index, tf.int64))
-        except ValueError as problem:
-            return str(problem)
-        except tf.errors.OpError as error:
-            return f"{path} cannot be read: {reason_of(error)}; replace it"
-        return None
+        return pictures.explained(self.read, index, self.picture_file(index))
 
     def picture_file(self, index: int) -> Path:
         return self._folder(index) / self._files[index]

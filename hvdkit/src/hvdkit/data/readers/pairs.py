@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from hvdkit.data import shared_listing, source
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
@@ -65,16 +64,8 @@ class PicturePairs:
         return label
 
     def explain(self, index: int) -> str | None:
-        image_path, label_path = self.picture_file(index), self.root / self._labels[index]
-        try:
-            pictures.load(image_path)
-            pictures.load(label_path, deep=True)  # `read` says what a label must be
-            self.read(tf.constant(index, tf.int64))
-        except ValueError as problem:
-            return str(problem)
-        except tf.errors.OpError as error:
-            return f"{image_path} or {label_path} cannot be read: {reason_of(error)}"
-        return None
+        paths = self.picture_file(index), self.root / self._labels[index]
+        return pictures.explained(self.read, index, *paths)
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]

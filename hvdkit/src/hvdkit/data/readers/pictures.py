@@ -9,6 +9,7 @@ counts as no orientation.
 import functools
 import io
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit import whole_files
+from hvdkit.data.pipeline import reason_of
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # Endings of pictures that are not read; they are reported, not skipped silently.
@@ -189,11 +191,8 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
 
 def size(data: tf.Tensor) -> tf.Tensor:
     """Height and width, int32 [2], of `decode_image`'s result, from the header."""
-    return tf.cond(
-        _is_bare_jpeg(data),
-        lambda: tf.io.extract_jpeg_shape(data)[:2],
-        lambda: _searched_size(data),
-    )
+    stored = _stored_size(data)
+    return tf.where(swaps(orientation(data)), stored[::-1], stored)
 
 
 def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
@@ -205,26 +204,16 @@ def decode_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
     Decoding them too, and cutting them off, would take longer.
     """
     part = tf.cond(
-        _is_bare_jpeg(data),
+        tf.io.is_jpeg(data) & (orientation(data) == 1),
         lambda: tf.image.decode_and_crop_jpeg(fit(data), box, channels=3),
-        lambda: _searched_part(data, box),
+        lambda: _part_of_whole(data, box),
     )
     return tf.ensure_shape(part, [None, None, 3])
 
 
-@seldom(input_signature=[tf.TensorSpec([], tf.string)])
-def _searched_size(data: tf.Tensor) -> tf.Tensor:
-    stored = _stored_size(data)
-    return tf.where(swaps(orientation(data)), stored[::-1], stored)
-
-
 @seldom(input_signature=[tf.TensorSpec([], tf.string), tf.TensorSpec([4], tf.int32)])
-def _searched_part(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
-    return tf.cond(
-        tf.io.is_jpeg(data) & (orientation(data) == 1),
-        lambda: tf.image.decode_and_crop_jpeg(fit(data), box, channels=3),
-        lambda: slice_part(decode_image(data), box),
-    )
+def _part_of_whole(data: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    return slice_part(decode_image(data), box)
 
 
 def slice_part(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
@@ -276,16 +265,25 @@ def _header_crc(colour_type: int) -> int:
     return zlib.crc32(b"IHDR" + bytes(9) + bytes([colour_type, 0, 0, 0]))
 
 
-def load(path: Path, deep: bool = False) -> Image.Image:
-    """The decoded picture as it is stored; ValueError names the file and what is wrong.
+def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> str | None:
+    """What is wrong with a sample that `read` makes of these files; None if it is fine."""
+    try:
+        for path in paths:
+            _load(path)
+        read(tf.constant(index, tf.int64))
+    except ValueError as problem:
+        return str(problem)
+    except tf.errors.OpError as error:
+        return f"{' or '.join(map(str, paths))} cannot be read: {reason_of(error)}"
+    return None
 
-    `deep`: whether 16 bits a channel are accepted.
-    """
+
+def _load(path: Path) -> None:
+    """Decodes a picture with Pillow; ValueError names the file and what is wrong."""
     try:
         data = whole_files.read(path, _MOST_BYTES, links=True)
-        if not (fault := refused(data, deep)):
-            picture = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP"))
-            picture.load()
+        if not (fault := refused(data)):
+            Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")).load()
     except Image.UnidentifiedImageError:
         what = f"starts with {data[:8]!r}" if data else "has zero bytes"
         raise ValueError(
@@ -295,12 +293,11 @@ def load(path: Path, deep: bool = False) -> Image.Image:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
     if fault:
         raise ValueError(f"{path} {fault}")
-    return picture
 
 
-def refused(data: bytes, deep: bool = False) -> str:
+def refused(data: bytes) -> str:
     """Why a PNG, JPEG or WebP is not decoded, without its name; "" where its header is fine."""
-    if not deep and data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
+    if data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
         return (
             "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "
             "the range of values that matters"

@@ -35,7 +35,7 @@ VERSION = 5
 BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC, the data's CRC
 # Of a record's data, little-endian: its first byte's place in the shard, its bytes, its CRC-32.
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
-_THREADS, _EACH = 32, 2  # threads that wait for the disk, and the reads that one makes in turn
+_THREADS = 32  # that wait for the disk
 _OPEN = 512  # shards at a time: a process may have 1,024 files
 _INDEX = -1  # stands for the index among the open shards
 _AGAIN = "copy it again, or pack again"
@@ -72,18 +72,14 @@ class Records(source.ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         """Records, and what is wrong with each, or ""."""
-        parts = [indices[i : i + _EACH].tolist() for i in range(0, len(indices), _EACH)]
-        found = [one for part in _threads().map(self._fetch, parts) for one in part]
+        found = _threads().map(self._fetch, indices.tolist())
         return [np.array(part, object) for part in zip(*found)]
 
-    def _fetch(self, indices: list[int]) -> list[tuple[bytes, str]]:
-        found = []
-        for index in indices:
-            try:
-                found.append((self._data(index), ""))
-            except (ValueError, OSError, OverflowError) as error:
-                found.append((b"", f"{self.where(index)} {error}"))
-        return found
+    def _fetch(self, index: int) -> tuple[bytes, str]:
+        try:
+            return self._data(index), ""
+        except (ValueError, OSError, OverflowError) as error:
+            return b"", f"{self.where(index)} {error}"
 
     def _data(self, index: int) -> bytes:
         """A record's data. Raises ValueError for a damaged one; OSError."""
