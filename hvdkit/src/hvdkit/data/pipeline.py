@@ -389,7 +389,7 @@ def explain(source: Source, ids: list[int], error: Exception) -> str:
 def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = getattr(error, "message", str(error))
-    if failed := re.search(r"assertion failed: \[(.*)\]", message):
+    if failed := re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE):
         return failed[1].replace("] [", " ")
     lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
     reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])

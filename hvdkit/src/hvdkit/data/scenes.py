@@ -25,6 +25,8 @@ MARKER = "scenes.json"  # written last: a folder without it is not a finished se
 
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
 _TRIES = 30  # to find a place for a digit before it is left out
+_CONTRAST = (0.3, 0.7)  # of digit and background; 1: black on white
+_OVERLAP = 0.1  # largest share of a digit that a later digit may cover
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,6 @@ class Settings:
     size: int = 64  # pixels, height and width
     digits: tuple[int, int] = (2, 5)  # fewest and most in a scene (fewer where no room is found)
     box: tuple[int, int] = (18, 32)  # pixels, side of the square that a scan is scaled to
-    contrast: tuple[float, float] = (0.3, 0.7)  # of digit and background; 1: black on white
-    overlap: float = 0.1  # largest share of a digit that a later digit may cover
     seed: int = 0
 
 
@@ -60,14 +60,14 @@ def scene(settings: Settings, split: str, index: int) -> Scene:
     for _ in range(rng.integers(*settings.digits, endpoint=True)):
         scan = int(rng.choice(shipped.ROWS[split]))
         ink, digit, ring = _shape(scan, int(rng.integers(*settings.box, endpoint=True)))
-        place = _free_place(rng, owner, digit | ring, overlap=settings.overlap)
+        place = _free_place(rng, owner, digit | ring)
         if place is None:
             continue
         used.append(scan)
         class_id = shipped.digits()[1][scan] + 1
         label[place] = np.where(digit, class_id, np.where(ring, IGNORE, label[place]))
         owner[place] = np.where(digit, len(used), np.where(ring, 0, owner[place]))
-        _paint(rng, canvas[place], ink, contrast=float(rng.uniform(*settings.contrast)))
+        _paint(rng, canvas[place], ink)
     return Scene(np.rint(canvas * 255).astype(np.uint8), label, tuple(used), photo)
 
 
@@ -136,7 +136,7 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _free_place(
-    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray, *, overlap: float
+    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray
 ) -> tuple[slice, slice] | None:
     """Rows and columns where a digit hides little of earlier ones; None if none is found."""
     areas = np.bincount(owner.ravel())[1:]
@@ -145,15 +145,14 @@ def _free_place(
         top, left = rng.integers(len(owner) - side, size=2, endpoint=True)
         place = slice(top, top + side), slice(left, left + side)
         hidden = np.bincount(owner[place][covers], minlength=len(areas) + 1)[1:]
-        if (hidden <= overlap * areas).all():
+        if (hidden <= _OVERLAP * areas).all():
             return place
     return None
 
 
-def _paint(
-    rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray, *, contrast: float
-) -> None:
+def _paint(rng: np.random.Generator, patch: np.ndarray, ink: np.ndarray) -> None:
     """Lays ink on `patch` (float32 [H, W, 3] in [0, 1], in place), darker or brighter than it."""
+    contrast = float(rng.uniform(*_CONTRAST))
     under = float(patch[ink >= _INK].mean())
     rooms = {-1: under, 1: 1 - under}
     fitting = [sign for sign, room in rooms.items() if room >= contrast]

@@ -180,9 +180,9 @@ def test_values_that_are_no_class_are_explained(root: Path, pixels: tuple[np.nda
 
 
 def test_sizes_that_differ_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
-    for label, size in ((pixels[1][:, :39], "[30 39]"), (pixels[1].T.copy(), "[40 30]")):
+    for label, size in ((pixels[1][:, :39], "30 39"), (pixels[1].T.copy(), "40 30")):
         write(root, "b", pixels[0], label)
-        explained(root, root / "labels" / "b.png", f"height, width [30 40] and not {size}")
+        explained(root, root / "labels" / "b.png", f"height, width 30 40 and not {size}")
 
 
 def test_labels_of_another_kind_are_explained(root: Path):

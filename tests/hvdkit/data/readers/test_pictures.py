@@ -203,4 +203,4 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
 
 def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
     source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
-    readers.explained(source, 0, "a.png", "turned by EXIF", "[40 24] and not [24 40]")
+    readers.explained(source, 0, "a.png", "turned by EXIF", "40 24 and not 24 40")

@@ -241,7 +241,7 @@ def test_pictures_and_labels_that_do_not_fit_are_explained(voc: Path, city: Path
     readers.explained(Voc(voc, "train"), 0, path, "label value 21", "0 to 20")
     path = city / "gtFine/val/lindau/lindau_000000_000019_gtFine_labelIds.png"
     readers.save(path, np.zeros((12, 15), np.uint8))
-    readers.explained(Cityscapes(city, "val"), 0, path, "[12 16] and not [12 15]")
+    readers.explained(Cityscapes(city, "val"), 0, path, "12 16 and not 12 15")
 
 
 # Bytes of a record before its pixels; the last of them is the label.

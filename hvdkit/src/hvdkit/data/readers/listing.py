@@ -116,7 +116,7 @@ def folder_names(folder: Path) -> list[str]:
     entries = contents(folder, ())[1]
     for entry in entries:
         if entry.is_symlink() and not os.path.exists(entry.path):
-            raise ValueError(_dead_link(entry.path))
+            raise ValueError(f"{entry.path} is a link that leads nowhere; fix or remove it")
     return [entry.name for entry in entries if entry.is_dir()]
 
 
@@ -146,8 +146,6 @@ def _ask(paths: Sequence[Path]) -> np.ndarray:
         try:
             return os.path.getsize(path)
         except OSError as error:
-            if os.path.islink(path):
-                raise ValueError(_dead_link(path)) from None
             raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
 
     with ThreadPoolExecutor(THREADS) as pool:
@@ -171,12 +169,7 @@ def _check_file(entry: os.DirEntry) -> None:
     """Uses the file type from the listing: no further request, no link followed."""
     if entry.is_file(follow_symlinks=False) or entry.is_symlink():
         return
-    kind = "a folder" if entry.is_dir(follow_symlinks=False) else "no regular file"
-    raise ValueError(f"{entry.path} is {kind}, not a picture; rename or remove it")
-
-
-def _dead_link(path: str | Path) -> str:
-    return f"{path} is a link to {os.readlink(path)}, which cannot be reached; fix or remove it"
+    raise ValueError(f"{entry.path} is a folder or no regular file; rename or remove it")
 
 
 _NARROW = 2**32  # bytes of text that 32-bit places reach
