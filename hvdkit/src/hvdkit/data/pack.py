@@ -121,12 +121,8 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
     """WORK/whole of all shards; if it is cut off, the next try goes on."""
     folder = work / "whole"
     parts = [work / f"{number:05d}" for number in range(shards)]
-    said = time.monotonic()
-    while missing := sum(not part.exists() for part in parts):  # other ranks'
+    while not all(part.exists() for part in parts):  # other ranks'
         time.sleep(0.2)
-        if time.monotonic() - said > 30:
-            said = time.monotonic()
-            print(f"waiting for other ranks to pack {missing} of {shards} shards", flush=True)
     folder.mkdir(exist_ok=True)
     metas = [json.loads((part / records.META).read_text()) for part in parts]
     listed, index = [], []
