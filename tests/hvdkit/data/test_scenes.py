@@ -102,7 +102,7 @@ def test_a_finished_set_is_left_alone(demo: Path, monkeypatch):
 def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
     for root in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(ValueError, match=f"{root} is not empty and not a finished"):
+        with pytest.raises(ValueError, match=f"{root} cannot become a demo set"):
             scenes.ensure_demo(root, SMALL)
     assert contents(tmp_path) == {"mine.txt": b"mine"}
 

@@ -72,10 +72,7 @@ def check(
         tell(one_class(root / split))
     if not (known := classes or getattr(source, "num_classes", 0)):
         raise ValueError("--num_classes: this reader does not say how many classes there are")
-    unnamed = f"sample {{}} of {root / split}".format
-    file = getattr(source, "picture_file", None)
-    named = (lambda index: f"the label of {file(index)}") if file else unnamed
-    where = getattr(source, "where", named)
+    where = getattr(source, "where", f"sample {{}} of {root / split}".format)
     highest, counted = -1, Counts(known, kind_of(source))
     for index, found in enumerate(_samples(source)):
         if isinstance(found, str):

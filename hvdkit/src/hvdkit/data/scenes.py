@@ -77,7 +77,7 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
     Several processes may call it at once: each writes its own folder, the first to finish renames
     its folder to `root`, and the others remove theirs. ValueError if `root` holds anything else.
     """
-    if _is_made(root):
+    if (root / MARKER).is_file():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     # A sibling, as only a rename inside one file system is atomic.
@@ -90,23 +90,14 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
         (work / MARKER).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
         try:
             work.rename(root)  # onto nothing or an empty folder; fails on anything else
-        except OSError:
-            if not _is_made(root):
-                raise
+        except OSError as error:
+            if not (root / MARKER).is_file():
+                raise ValueError(
+                    f"{root} cannot become a demo set ({error.strerror}): give another folder, or "
+                    "remove this one"
+                ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _is_made(root: Path) -> bool:
-    """Whether there is a finished set; ValueError where there is something else."""
-    if (root / MARKER).is_file():
-        return True
-    if root.exists() and not (root.is_dir() and not any(root.iterdir())):
-        raise ValueError(
-            f"{root} is not empty and not a finished demo set: it has no {MARKER}; give another "
-            "folder, or remove this one"
-        )
-    return False
 
 
 def _background(

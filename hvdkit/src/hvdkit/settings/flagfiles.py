@@ -70,8 +70,6 @@ def _of_file(flag: Given, read: list[Path], opened: tuple[Path, ...] = ()) -> li
     path = _find(flag)
     if path.resolve() in opened:
         raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
-    if not path.is_file():  # a pipe can be read once only, and each rank reads it twice
-        raise flag.error(f"--flagfile={flag.value} is a pipe or a folder, not a file")
     read.append(path)
     if len(read) > _MOST_FILES:
         raise flag.error(f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read")

@@ -117,10 +117,6 @@ class Tars(_Archives):
     names = r".*\.tar"
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
-        with path.open("rb") as file:
-            file.seek(-min(512, path.stat().st_size), os.SEEK_END)
-            if file.read().strip(b"\0"):  # tarfile takes one that was cut between two files
-                raise EOFError("its end is cut off")
         with tarfile.open(path, "r:") as tar:
             now, parts = "", {}
             for member in tar:
@@ -136,10 +132,11 @@ class Tars(_Archives):
                 if (ending := f".{ending.lower()}") in parts:
                     raise ValueError(f"{path}, sample {now[1:]} has {ending} twice")
                 parts[ending] = member
-            with path.open("rb") as file:  # tarfile takes a damaged header for the end
+            with path.open("rb") as file:  # tarfile takes a damaged or missing header for the end
                 file.seek(tar.offset)
-                if any(block.strip(b"\0") for block in iter(lambda: file.read(2**20), b"")):
-                    raise EOFError(f"the header at byte {tar.offset} is damaged")
+                rest = [any(block) for block in iter(lambda: file.read(2**20), b"")]
+            if any(rest) or not rest:  # an archive ends with zeros
+                raise EOFError(f"it is damaged or cut off at byte {tar.offset}")
             yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
 
 
