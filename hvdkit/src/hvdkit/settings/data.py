@@ -43,8 +43,8 @@ READERS = {
     "voc": "hvdkit.data.readers.voc.Voc",
     "cityscapes": "hvdkit.data.readers.cityscapes.Cityscapes",
     "class_folders": "hvdkit.data.readers.class_folders.ClassFolders",
-    "cifar10": "hvdkit.data.readers.cifar.cifar10",
-    "cifar100": "hvdkit.data.readers.cifar.cifar100",
+    "cifar10": "hvdkit.data.readers.cifar.Cifar10",
+    "cifar100": "hvdkit.data.readers.cifar.Cifar100",
     "digits": "hvdkit.data.shipped.Digits",
     "records": "hvdkit.data.readers.records.Records",
 }

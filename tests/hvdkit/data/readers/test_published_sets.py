@@ -15,7 +15,7 @@ from refusals import refused
 
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import voc as voc_reader
-from hvdkit.data.readers.cifar import cifar100
+from hvdkit.data.readers.cifar import Cifar100
 from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
@@ -269,11 +269,11 @@ def test_reads_all_records_of_all_files(layout, folder, classes, before, tmp_pat
 
 def test_fingerprint_tells_contents(tmp_path: Path):
     written = readers.write_cifar100(tmp_path)
-    first = cifar100(tmp_path, "train").fingerprint()
-    assert cifar100(tmp_path, "train").fingerprint() == first
+    first = Cifar100(tmp_path, "train").fingerprint()
+    assert Cifar100(tmp_path, "train").fingerprint() == first
     written[2, 77] ^= 1
     written[:15].tofile(tmp_path / "train.bin")
-    assert cifar100(tmp_path, "train").fingerprint() != first
+    assert Cifar100(tmp_path, "train").fingerprint() != first
 
 
 @pytest.mark.parametrize(

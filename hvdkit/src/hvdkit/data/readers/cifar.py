@@ -6,7 +6,6 @@ label (in CIFAR-100 the coarse one first), then 32 x 32 red, green and blue valu
 
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -14,30 +13,6 @@ import tensorflow as tf
 from hvdkit.data import source
 
 _PIXELS = 3 * 32 * 32  # bytes
-
-
-class _Layout(NamedTuple):
-    folder: str  # what the archive unpacks to
-    splits: dict[str, list[str]]
-    before: int  # bytes of labels before the pixels of a record, the label last
-    classes: int
-    names: str  # file
-
-
-_CIFAR10 = _Layout(
-    "cifar-10-batches-bin",
-    {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "val": ["test_batch.bin"]},
-    before=1,
-    classes=10,
-    names="batches.meta.txt",
-)
-_CIFAR100 = _Layout(
-    "cifar-100-binary",
-    {"train": ["train.bin"], "val": ["test.bin"]},
-    before=2,
-    classes=100,
-    names="fine_label_names.txt",
-)
 
 
 class Cifar:
@@ -49,24 +24,39 @@ class Cifar:
     Raises ValueError, naming the file, when one is missing, cut, or holds a label that is no class.
     """
 
-    def __init__(self, root: Path, split: str, layout: _Layout):
-        if split not in layout.splits:
-            raise ValueError(f"{layout.folder} has no split {split!r}, only {[*layout.splits]}")
-        root = Path(root, layout.folder) if Path(root, layout.folder).is_dir() else Path(root)
-        for name in (*layout.splits["train"], *layout.splits["val"], layout.names):
+    folder: str  # what the archive unpacks to
+    train: tuple[str, ...]  # files
+    val: str
+    names: str  # file of the classes' names
+    num_classes: int
+    labels: int  # bytes before the pixels of a record; the last of them is read
+
+    def __init__(self, root: Path, split: str, _: int = 0):
+        splits = {"train": self.train, "val": (self.val,)}
+        if split not in splits:
+            raise ValueError(f"{self.folder} has no split {split!r}, only train and val")
+        root = Path(root, self.folder) if Path(root, self.folder).is_dir() else Path(root)
+        for name in (*self.train, self.val, self.names):
             if not (root / name).is_file():
                 raise ValueError(f"{root / name} is missing: unpack the archive again")
-        whole = (root / layout.splits["val"][0]).stat().st_size * 5 // len(layout.splits["train"])
-        for path in (root / name for name in layout.splits["train"]):
+        whole = (root / self.val).stat().st_size * 5 // len(self.train)
+        for path in (root / name for name in self.train):
             # The archives have five times as many records to train on.
-            if path.stat().st_size != whole or whole % (layout.before + _PIXELS) or not whole:
+            if path.stat().st_size != whole or whole % (self.labels + _PIXELS) or not whole:
                 raise ValueError(f"{path} or the val split was cut: unpack the archive again")
-        self.num_classes = layout.classes
-        self.class_names = (root / layout.names).read_text().split()
-        parts = {name: _load(root / name, layout) for name in layout.splits[split]}
+        self.class_names = (root / self.names).read_text().split()
+        parts = {name: self._load(root / name) for name in splits[split]}
         self._listing = [(name, zlib.crc32(part)) for name, part in parts.items()]
         with tf.device("CPU:0"):  # where it is read; it must not take GPU memory
             self._records = tf.constant(np.concatenate([*parts.values()]))
+
+    def _load(self, path: Path) -> np.ndarray:
+        """The file's records, uint8 [n, bytes of a record]."""
+        records = np.fromfile(path, np.uint8).reshape(-1, self.labels + _PIXELS)
+        if len(wrong := np.flatnonzero(records[:, self.labels - 1] >= self.num_classes)):
+            highest = self.num_classes - 1
+            raise ValueError(f"{path}, record {wrong[0]}: its label is above {highest}")
+        return records
 
     def __len__(self) -> int:
         return int(self._records.shape[0])
@@ -84,18 +74,17 @@ class Cifar:
         return source.digest(self._listing)
 
 
-def cifar10(root: Path, split: str, _: int = 0) -> Cifar:
-    return Cifar(root, split, _CIFAR10)
+class Cifar10(Cifar):
+    folder = "cifar-10-batches-bin"
+    train, val = tuple(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"
+    names = "batches.meta.txt"
+    num_classes, labels = 10, 1
 
 
-def cifar100(root: Path, split: str, _: int = 0) -> Cifar:
+class Cifar100(Cifar):
     """With the 100 fine labels."""
-    return Cifar(root, split, _CIFAR100)
 
-
-def _load(path: Path, layout: _Layout) -> np.ndarray:
-    """The file's records, uint8 [n, bytes of a record]."""
-    records = np.fromfile(path, np.uint8).reshape(-1, layout.before + _PIXELS)
-    if len(wrong := np.flatnonzero(records[:, layout.before - 1] >= layout.classes)):
-        raise ValueError(f"{path}, record {wrong[0]}: its label is above {layout.classes - 1}")
-    return records
+    folder = "cifar-100-binary"
+    train, val = ("train.bin",), "test.bin"
+    names = "fine_label_names.txt"
+    num_classes, labels = 100, 2
