@@ -107,7 +107,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     refused(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
     meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
     for path, damages in (
-        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 1}': "version 1"}),
+        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 1}': "version is not"}),
         (index, {b"": "0 bytes", index.read_bytes()[::-1]: "checksum", None: "is missing"}),
         (shard, {b"cut": "3 bytes where", None: "is missing"}),
     ):
@@ -124,7 +124,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     ):
         assert changed != whole
         meta.write_text(changed)
-        refused(open_it, meta, "does not match its own checksum", "pack again")
+        refused(open_it, meta, "its checksum differs", "pack again")
 
 
 def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys):

@@ -62,14 +62,12 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     return [flag for part in found for flag in part]
 
 
-def _of_file(flag: Given, read: list[Path], opened: tuple[Path, ...] = ()) -> list[Given]:
-    """The flags in the flagfile that `flag` names; `opened` are the files that led here.
+def _of_file(flag: Given, read: list[Path]) -> list[Given]:
+    """The flags in the flagfile that `flag` names.
 
     `read` takes the name of each file that was read so far.
     """
     path = _find(flag)
-    if path.resolve() in opened:
-        raise flag.error(f"--flagfile={flag.value} leads back to {_shown(path)}")
     read.append(path)
     if len(read) > _MOST_FILES:
         raise flag.error(f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read")
@@ -90,7 +88,7 @@ def _of_file(flag: Given, read: list[Path], opened: tuple[Path, ...] = ()) -> li
             raise where.error(f"{line!r} is not a flag: write --name=value, one a line")
         inner = Given(match["name"], match["value"], path, number)
         if inner.name == "flagfile":
-            found += _of_file(inner, read, (*opened, path.resolve()))
+            found += _of_file(inner, read)
         else:
             found.append(inner)
     return found

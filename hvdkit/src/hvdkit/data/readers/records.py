@@ -200,15 +200,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     try:
         meta = json.loads(whole_files.read(path, whole_files.TABLE_BYTES, links=True))
-        version, whole = meta["version"], meta.get("checksum") == _checksum(meta)
-        if version == VERSION:
-            _check_types(meta)
+        if meta["version"] != VERSION or meta["checksum"] != _checksum(meta):
+            raise ValueError(f"its checksum differs, or its version is not {VERSION}")
+        _check_types(meta)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version!r}, not {VERSION}; pack again")
-    if not whole:
-        raise ValueError(f"{path} does not match its own checksum; {_AGAIN}")
     return meta
 
 
