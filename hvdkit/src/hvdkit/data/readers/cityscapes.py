@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import shared_listing
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Packed, packed
@@ -30,7 +29,6 @@ NUM_CLASSES = len(CLASS_NAMES)
 IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 LAST_ID = 33  # the others from 0 on (ego vehicle, parking, caravan, ...) are ignored
 
-SPLITS = ("train", "val")
 _IMAGE, _LABEL = "_leftImg8bit.png", "_gtFine_labelIds.png"
 
 
@@ -41,12 +39,23 @@ class Cityscapes(PicturePairs):
     the layout is missing or empty, or a picture or a label lacks the other.
     """
 
-    class_names = CLASS_NAMES
+    class_names, num_classes = CLASS_NAMES, NUM_CLASSES
 
-    def __init__(self, root: Path, split: str, _: int = 0):
-        root = Path(root)
-        files = shared_listing.found(("cityscapes", str(root), split), lambda: _list(root, split))
-        super().__init__(root, files, NUM_CLASSES)
+    @staticmethod
+    def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
+        if split not in ("train", "val"):  # test has label files too, with nothing to learn in them
+            raise ValueError(f"Cityscapes has no labels of split {split!r}: choose train or val")
+        images = _names(root / "leftImg8bit" / split, _IMAGE)
+        labels = _names(root / "gtFine" / split, _LABEL)
+        for ending, lacking in ((_LABEL, images - labels), (_IMAGE, labels - images)):
+            if lacking:
+                raise ValueError(
+                    f"{root}, split {split}: no *{ending} for {join(sorted(lacking))}; unpack the "
+                    "archives of leftImg8bit and gtFine that have this split whole"
+                )
+        names = sorted(images)
+        images = packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names)
+        return str(root), images, packed(f"gtFine/{split}/{name}{_LABEL}" for name in names)
 
     def classes_of(self, label: tf.Tensor) -> tf.Tensor:
         highest = tf.reduce_max(label)
@@ -55,24 +64,6 @@ class Cityscapes(PicturePairs):
         train_ids = np.full(256, IGNORE, np.uint8)
         train_ids[list(IDS)] = np.arange(NUM_CLASSES)
         return tf.gather(tf.constant(train_ids), tf.cast(label, tf.int32))
-
-
-def _list(root: Path, split: str) -> tuple[Packed, Packed]:
-    if split not in SPLITS:  # test has label files too, of nothing but ignored pixels
-        raise ValueError(f"Cityscapes has no labels of split {split!r}: choose train or val")
-    images = _names(root / "leftImg8bit" / split, _IMAGE)
-    labels = _names(root / "gtFine" / split, _LABEL)
-    for ending, lacking in ((_LABEL, images - labels), (_IMAGE, labels - images)):
-        if lacking:
-            raise ValueError(
-                f"{root}, split {split}: no *{ending} for {join(sorted(lacking))}; unpack the "
-                "archives of leftImg8bit and gtFine that have this split whole"
-            )
-    names = sorted(images)
-    return (
-        packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names),
-        packed(f"gtFine/{split}/{name}{_LABEL}" for name in names),
-    )
 
 
 def _names(folder: Path, ending: str) -> set[str]:

@@ -5,7 +5,7 @@ explains them.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import tensorflow as tf
@@ -23,20 +23,25 @@ class PicturePairs:
 
     Reads to {"image": uint8 [H, W, 3], "label": uint8 [H, W, 1], "file": the picture's bytes}.
     Label values are below `num_classes`, or IGNORE. No file is opened here. Pictures are turned by
-    their EXIF orientation; labels belong to the turned picture, as viewers show it.
-
-    `files`: paths of the pictures and of their labels, relative to root; labels are 8-bit grey or
-    palette PNGs. A reader lists them in `shared_listing.found`, on rank 0.
+    their EXIF orientation; labels belong to the turned picture, as viewers show it. They are 8-bit
+    grey or palette PNGs.
     """
 
     kind = "map"
+    num_classes: int
 
-    def __init__(self, root: Path, files: Sequence[Packed], num_classes: int):
-        self.root, self.num_classes = root, num_classes
+    def __init__(self, root: Path, split: str, _: int = 0):
+        key = (type(self).__name__, str(root), split)
+        found, *files = shared_listing.found(key, lambda: self.listed(Path(root), split))
+        self.root = Path(found)
         self._images, self._labels = (Names(*names) for names in files)
-        self._folder = os.fsencode(os.path.join(root, ""))
-        names = str(root), self._images.digest(), self._labels.digest()
-        self._sizes = listing.sizes(names, self._looked_at)
+        self._folder = os.fsencode(os.path.join(found, ""))
+        self._sizes = listing.sizes(key, self._looked_at)
+
+    @staticmethod
+    def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
+        """The folder, and the paths of pictures and labels in it; called on rank 0."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self._images)
@@ -105,18 +110,18 @@ class ImageLabelFolder(PicturePairs):
     """
 
     def __init__(self, root: Path, split: str, num_classes: int = 0):
-        root = Path(root)
-        files = shared_listing.found(("folders", str(root), split), lambda: _list(root, split))
-        super().__init__(root, files, num_classes or 256)
-        self.is_demo: bool = shared_listing.found(("demo", str(root)), (root / MARKER).is_file)
+        self.num_classes = num_classes or 256
+        super().__init__(root, split)
+        self.is_demo: bool = shared_listing.found(("demo", str(root)), (self.root / MARKER).is_file)
+
+    @staticmethod
+    def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
+        names = listing.read_names(root / "splits" / f"{split}.txt")
+        images = listing.find(root / "images", names, IMAGE_SUFFIXES)
+        labels = listing.find(root / "labels", names, (".png",))
+        return str(root), packed(images), packed(labels)
 
     def fingerprint(self) -> str:
         """That of `PicturePairs`; the demo's marker changes it."""
         files = super().fingerprint()
         return source.digest([(files, 0), (MARKER, 0)]) if self.is_demo else files
-
-
-def _list(root: Path, split: str) -> tuple[Packed, Packed]:
-    names = listing.read_names(root / "splits" / f"{split}.txt")
-    images = listing.find(root / "images", names, IMAGE_SUFFIXES)
-    return packed(images), packed(listing.find(root / "labels", names, (".png",)))

@@ -12,7 +12,6 @@ Of a list of pairs (/JPEGImages/NAME.jpg /SegmentationClassAug/NAME.png) keep th
 
 from pathlib import Path
 
-from hvdkit.data import shared_listing
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.listing import Packed, packed
 from hvdkit.data.readers.pairs import PicturePairs
@@ -33,20 +32,14 @@ class Voc(PicturePairs):
     Raises ValueError as `ImageLabelFolder` does.
     """
 
-    class_names = CLASS_NAMES
+    class_names, num_classes = CLASS_NAMES, NUM_CLASSES
 
-    def __init__(self, root: Path, split: str, _: int = 0):
-        key = ("voc", str(root), split)
-        year, *files = shared_listing.found(key, lambda: _list(Path(root), split))
-        super().__init__(Path(year), files, NUM_CLASSES)
-
-
-def _list(root: Path, split: str) -> tuple[str, Packed, Packed]:
-    """The year's folder, pictures and labels."""
-    if (root / "VOC2012").is_dir():
-        root = root / "VOC2012"
-    names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
-    folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
-    images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
-    labels = listing.find(root / folder, names, (".png",))
-    return str(root), packed(images), packed(labels)
+    @staticmethod
+    def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
+        if (root / "VOC2012").is_dir():
+            root = root / "VOC2012"
+        names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
+        folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
+        images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
+        labels = listing.find(root / folder, names, (".png",))
+        return str(root), packed(images), packed(labels)
