@@ -448,7 +448,7 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
         def optimizer(self, model):
             return keras.optimizers.SGD(self.config.base_lr, momentum=0.1 * world.rank)
 
-    words = ("optimizer differs on rank 1 ", "in momentum (0.0; 0.1)")
+    words = ("optimizer of rank 1 differ ", "momentum (0.0; 0.1)")
     if world.size == 1:
         fit(world, Own)
     else:

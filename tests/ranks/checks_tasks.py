@@ -125,15 +125,11 @@ MISTAKES = [
     ({"training_example": _branches}, "training_example failed", "checks_tasks.py, line"),
     (_sources(_bytes_for_text), "fingerprint() must return text", "b'bytes'"),
     (_sources(_tuple_for_dict), "read() must return a dict of tensors, not tuple"),
-    ({"actions": lambda task, run: None}, "actions must return a list", "NoneType"),
     (  # of one rank alone
         {"actions": lambda task, run: {}["rank"] if run.world.rank else []},
         *("actions failed", "KeyError"),
     ),
-    (
-        {"actions": lambda task, run: [lambda step, result: None]},
-        *("settles", "due(step)", "a function"),
-    ),
+    ({"actions": lambda task, run: [lambda step, result: None]}, "actions failed", "'settles'"),
     *(
         ({"schedule": lambda task, config, rate=rate: lambda step: rate}, words)
         for rate, words in RATES

@@ -162,7 +162,7 @@ class Evaluator:
                     raise ValueError(why)
             figures = self._figures(sums | rows)
             with task_checks.user_code_errors("notes"):
-                notes = task_checks.notes(self._notes(sums)) if self._notes else []
+                notes = self._notes(sums) if self._notes else []
         for note in notes:
             self._say_once(note)
         alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
@@ -184,15 +184,10 @@ class Evaluator:
                     f"a batch of evaluation with inputs of shape {shape} does not fit into memory: "
                     "give a smaller --eval_batch_size or, for whole pictures, --eval_window"
                 ) from None
-            fix = "sample"
-            if self._feed.one_by_one:
-                fix = (
-                    "shape that evaluation_example gives. Segmentation pads pictures to a multiple "
-                    "of its `stride`, and --eval_crop cuts them to one size"
-                )
             raise ValueError(
                 f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
-                f"{reason_of(error)}: the task's model, loss and sums must take every {fix}"
+                f"{reason_of(error)}: the task's model, loss and sums must take every sample "
+                "(pictures of any size: see `stride` of segmentation, and --eval_crop)"
             ) from None
 
     def _check_size(self, rows: dict[str, tf.Tensor]) -> None:

@@ -42,7 +42,7 @@ def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) ->
 
 
 def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:
-    """Raises Stop on all ranks when they were given different settings, naming the first.
+    """Raises Stop on all ranks when they were given different settings, naming them.
 
     Another seed would be trained silently, another number of steps would wait for ever. Paths may
     differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes. `others`:
@@ -50,23 +50,23 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     """
     paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
     own = {n: f"{v}" for n, v in dataclasses.asdict(config).items() if n not in paths}
-    everyone = world.gather_alike(own | dict(others or {}), "agreement.settings")
-    for name, first in everyone[0].items():
-        if ranks := [rank for rank, theirs in enumerate(everyone) if theirs[name] != first]:
-            differ = (
-                f"--{name} is {everyone[ranks[0]][name]} on rank {join(ranks)}, {first} on rank 0"
-            )
-            raise Stop(WRONG_USE, f"{differ}: give every rank the same flags and flagfiles")
+    way_out = "give every rank the same flags and flagfiles"
+    flags = {f"--{name}": value for name, value in (own | dict(others or {})).items()}
+    _check_alike(world, flags, "settings", way_out)
 
 
 def check_optimizer(world: World, own: Mapping[str, str]) -> None:
     """Raises Stop on all ranks when a task's optimizer has other hyperparameters on one of them."""
-    everyone, ranks = world.compare(dict(own), "agreement.optimizer")
+    way_out = "make it from the settings alone, the same on every rank"
+    _check_alike(world, own, "hyperparameters of the task's optimizer", way_out)
+
+
+def _check_alike(world: World, own: Mapping[str, str], what: str, way_out: str) -> None:
+    everyone, ranks = world.compare(dict(own), f"agreement.{what}")
     if ranks:
-        different = fingerprints.differences(everyone[0], everyone[ranks[0]])
-        differs = f"the task's optimizer differs on rank {join(ranks)} from rank 0's in"
-        way_out = "make it from the settings alone, the same on every rank"
-        raise Stop(WRONG_USE, f"{differs} {join(different, 3)}: {way_out}")
+        different = join(fingerprints.differences(everyone[0], everyone[ranks[0]]), 3)
+        odd = f"the {what} of rank {join(ranks)} differ from rank 0's: {different}"
+        raise Stop(WRONG_USE, f"{odd}: {way_out}")
 
 
 def fingerprint(world: World, config: Settings) -> dict[str, str]:

@@ -116,11 +116,9 @@ class Own:
     """An action of the task: an error in it ends all ranks with one sentence."""
 
     def __init__(self, world: World, action: Action) -> None:
-        self._world, self._action, self.settles = world, action, action.settles
+        self._world, self._action = world, action
+        self.settles, self.due = action.settles, action.due
         self._name = f"the task's action {type(action).__name__}"
-
-    def due(self, step: int) -> bool:
-        return self._action.due(step)
 
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""

@@ -66,7 +66,7 @@ def actions_of_task(context: RunContext) -> list[Action]:
     what = "making the task's actions"
     with context.world.fail_together(what), task_checks.user_code_errors("actions"):
         seen = dataclasses.replace(context, config=tasks.settings_of(context.task, context.config))
-        return [Own(context.world, action) for action in task_checks.actions(make(seen))]
+        return [Own(context.world, action) for action in make(seen)]
 
 
 def actions(run: Run, others: list[Action]) -> list[Action]:

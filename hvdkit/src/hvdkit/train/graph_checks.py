@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Container, Iterable
-from pathlib import Path
 
 import horovod.tensorflow as hvd
 import keras
@@ -11,7 +10,6 @@ from tensorflow.python.eager import context
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-from hvdkit.settings import project
 from hvdkit.train.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
@@ -35,7 +33,6 @@ _GROWS = "resize_if_index_out_of_bounds"
 _NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
 # Names of the collectives of synchronized batch norm and of `gather`.
 _OF_ENGINE = re.compile(r"(\.batch|hvdkit\.gather)(\.gradient)?(_\d+)?$")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
@@ -171,18 +168,11 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
 
 
 def _of_xla(message: str) -> str:
-    """XLA's message on one line, and the project's own line that it is about."""
+    """XLA's message on one line."""
     # It is quoted inside another message.
     first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
     missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
-    reason = f"it has no {join(missing)}" if missing else first[:400]
-    frames = [(Path(f"/{file.lstrip('/')}"), line) for file, line in _FRAME.findall(message)]
-    own = [(path, line) for path, line in frames if project.is_own(path)]
-    # These two call the model and the loss: the error is Keras's where no other own code is below.
-    callers = [project.ENGINE / "train" / name for name in ("step.py", "objective.py")]
-    if not own or own[-1][0] in callers:
-        return reason
-    return f"{own[-1][0].name}, line {own[-1][1]}: {reason}"
+    return f"it has no {join(missing)}" if missing else first[:400]
 
 
 def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:

@@ -79,15 +79,13 @@ def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.T
         )
     with user_code_errors(what):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
-    shapes = f"losses {losses.shape} and weights {weights.shape}"
-    if not losses.shape.rank or (samples and losses.shape[0] not in (samples, None)):
-        raise ValueError(f"{what} must return a loss for each example, not {shapes}")
-    if losses.shape.as_list() != weights.shape.as_list():
+    counted = losses.shape.rank and (not samples or losses.shape[0] in (samples, None))
+    alike = counted and losses.shape.as_list() == weights.shape.as_list()
+    if not alike or not losses.dtype.is_floating:
         raise ValueError(
-            f"{what} returns {shapes}: give both the same shape, or one would be broadcast"
+            f"{what} must return a loss for each example and weights of the same shape, floats, "
+            f"not losses {losses.shape} of {losses.dtype.name} and weights {weights.shape}"
         )
-    if not losses.dtype.is_floating:
-        raise ValueError(f"{what} returns losses of {losses.dtype.name}: make them floats")
     losses = at_least_float32(losses)
     return losses, tf.cast(weights, losses.dtype)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from numbers import Number
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -169,30 +168,25 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
 
 def _check_own(config: Settings, optimizer: Any) -> None:
     """A task's optimizer, or that of a group: refused where it does what the run does."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(f"optimizer must return a keras.optimizers.Optimizer, not {optimizer!r}")
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ValueError("optimizer: LossScaleOptimizer is not supported: use --precision=float16")
-    if optimizer.built:
-        raise ValueError("optimizer must not be built: the run builds it for the model's weights")
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
+        what = f"{optimizer!r}{', built' * getattr(optimizer, 'built', False)}"
+        raise ValueError(f"optimizer must return a keras.optimizers.Optimizer to build, not {what}")
+    for name, instead in (
+        ("inner_optimizer", "--precision=float16"),
+        ("gradient_accumulation_steps", "--accumulation_steps"),
+        ("loss_scale_factor", "--precision=float16"),
+        ("use_ema", "--optimizer with --ema_decay"),
+    ):
+        if getattr(optimizer, name, None):
+            what = f"{type(optimizer).__name__} with {name}"
+            raise ValueError(f"optimizer: {what} is not supported: use {instead}")
     if _decays(optimizer) and config.weight_decay:
         raise ValueError(
             f"--weight_decay={config.weight_decay} and the task's optimizer both decay: choose one"
         )
     if callable(rate := optimizer._learning_rate):
-        code = getattr(rate, "__code__", None)
-        where = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})" if code else ""
-        raise ValueError(
-            f"optimizer: give it a number as rate, not {rate!r:.80}{where}; a task's `schedule` "
-            "sets the rate"
-        )
-    for name, instead in (
-        ("gradient_accumulation_steps", "--accumulation_steps"),
-        ("loss_scale_factor", "--precision=float16"),
-        ("use_ema", "--optimizer with --ema_decay"),
-    ):
-        if getattr(optimizer, name):
-            raise ValueError(f"optimizer: {name} is not supported: use {instead}")
+        what = f"optimizer: give it a number as rate, not {rate!r:.80}"
+        raise ValueError(f"{what}; a task's `schedule` sets the rate")
 
 
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:

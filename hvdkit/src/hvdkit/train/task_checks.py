@@ -228,27 +228,6 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     return figures
 
 
-def actions(found: Any) -> list[Any]:
-    """What the task's `actions` returned: Actions, see hvdkit/run/actions.py."""
-
-    def is_action(x: Any) -> bool:
-        return callable(x) and hasattr(x, "due") and isinstance(getattr(x, "settles", 0), bool)
-
-    each = found if isinstance(found, (list, tuple)) else [found]
-    if wrong := [x for x in each if x is found or not is_action(x)]:
-        raise ValueError(
-            "the task's actions must return a list of objects with `settles` (a bool), due(step) "
-            f"and __call__(step, result); there is {describe(wrong[0])}"
-        )
-    return list(found)
-
-
-def notes(found: Any) -> list[str]:
-    if not isinstance(found, (list, tuple)) or not all(isinstance(note, str) for note in found):
-        raise ValueError(f"the task's notes must return a list of texts, not {describe(found)}")
-    return list(found)
-
-
 def pictures(drawn: Any) -> np.ndarray:
     """What `draw` returned: uint8 [n, height, width, 3]."""
     fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
