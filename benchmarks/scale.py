@@ -271,7 +271,7 @@ def be_one_of(ranks: int) -> None:
 
     connect, numbers, sign = world_lib.connect, blank.numbers, proof.sign
     proof.sign = lambda key, rank: sign(key, 0)  # the others answer what this one says
-    world_lib.connect = lambda knobs, limit: connect(knobs) and world_lib.World(0, ranks, 0, 1)
+    world_lib.connect = lambda limit: connect() and world_lib.World(0, ranks, 0, 1)
     blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
 
 

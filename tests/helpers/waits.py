@@ -23,7 +23,6 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.peers import Peers
 from hvdkit.settings import project
-from hvdkit.train import reduction
 
 project.use(Path(__file__).resolve().parent)  # its lines are named, as a fork's own are
 
@@ -40,9 +39,9 @@ def fail(how: str) -> None:
 
 def main() -> None:
     config = settings_lib.Settings(stall_shutdown_s=int(sys.argv[2]), cpu_threads=1)
-    world = world_lib.connect(reduction.environment(config))
+    world = world_lib.connect()
     world = world_lib.set_up(world, config)
-    with Peers(world, reduction.stall_seconds(config)):
+    with Peers(world, config.stall_shutdown_s):
         for step in range(1_000_000):
             if step == 5 and world.rank == 1:
                 time.sleep(3)  # each has heard its neighbour

@@ -25,7 +25,7 @@ from hvdkit.ranks.world import World
 from hvdkit.run.actions import evaluation_due
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
-from hvdkit.train import losses, reduction
+from hvdkit.train import losses
 from hvdkit.train.dropout import SampleDropout
 
 ROWS = int(os.environ["FLAGS_ROWS"])
@@ -65,7 +65,6 @@ class Sweep:
     def __init__(self, world: World) -> None:
         world_lib.set_up(world, Settings())  # before anything is exchanged, as in a run
         self.world, self.folder, self.runs = world, folder(world), 0
-        self._knobs: dict[str, str] = {}
         self._weights: dict[str, str] = {}
         carriers = ("mpi", "gloo") if hvd.mpi_enabled() else ("gloo", "mpi")
         self.names = dict(zip(("carrier", "other_carrier"), carriers))
@@ -99,17 +98,11 @@ class Sweep:
         return fit_config(config, self.world, task, code=None, stop_signal=stop_signal)
 
     def start(self, values: Iterable[str]) -> Settings:
-        """As a new process would: settings, Horovod with the knobs that they turn."""
+        """As a new process would: settings, Horovod."""
         self.runs += 1
         config = self.parse([f"--run_dir={self.folder}/{self.runs}", *values])
         hvd.shutdown()
-        for name in self._knobs:
-            del os.environ[name]
-        # Horovod 0.28.1 crashes when it starts again in a process that has had both of them.
-        unset = "HOROVOD_CYCLE_TIME" if self.world.size == 1 else "HOROVOD_FUSION_THRESHOLD"
-        knobs = reduction.environment(config).items()
-        self._knobs = {name: value for name, value in knobs if name != unset}
-        world_lib.connect(self._knobs)
+        world_lib.connect()
         tf_config.disable_op_determinism()
         return config
 

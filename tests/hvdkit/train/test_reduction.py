@@ -2,8 +2,6 @@
 
 import pytest
 
-from hvdkit.settings import Settings
-from hvdkit.train import reduction
 from ranks import CHECKS, names_of_checks, run_checks
 
 # All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
@@ -33,29 +31,3 @@ def test_number(backend, ranks, name, outcomes):
         outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
     failure = outcomes[backend, ranks][name]
     assert failure is None, failure
-
-
-def test_the_cache_holds_large_models_unless_it_is_set(monkeypatch):
-    monkeypatch.delenv("HOROVOD_CACHE_CAPACITY", raising=False)
-    assert reduction.environment(Settings(stall_shutdown_s=0)) == {"HOROVOD_CACHE_CAPACITY": "8192"}
-    monkeypatch.setenv("HOROVOD_CACHE_CAPACITY", "77")
-    assert reduction.environment(Settings(stall_shutdown_s=0)) == {}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "given", "knobs"),
-    [
-        (0, None, {}),
-        (600, None, {"SHUTDOWN": "600"}),
-        (600, "0", {"SHUTDOWN": "600"}),  # horovodrun's word for "nobody said"
-        (600, "30", {}),  # whoever started the run has the last word
-        (60, None, {"SHUTDOWN": "60", "CHECK": "30"}),
-    ],
-)
-def test_how_long_ranks_wait_for_one_that_hangs(seconds, given, knobs, monkeypatch):
-    monkeypatch.delenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", raising=False)
-    if given:
-        monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", given)
-    found = reduction.environment(Settings(stall_shutdown_s=seconds))
-    found.pop("HOROVOD_CACHE_CAPACITY")
-    assert found == {f"HOROVOD_STALL_{name}_TIME_SECONDS": v for name, v in knobs.items()}

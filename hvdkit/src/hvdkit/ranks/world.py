@@ -11,7 +11,7 @@ import faulthandler
 import hashlib
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -29,6 +29,7 @@ from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks,
 # What Horovod 0.28.1 cannot broadcast.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
+_CACHED = "8192"  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 _OPEN_FILES = 65536  # over Gloo a rank has a connection with each other one
 
 
@@ -172,13 +173,13 @@ def unoptimized() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({name: before})
 
 
-def connect(knobs: Mapping[str, str] | None = None, limit: int = 0) -> World:
-    """Starts Horovod, with `knobs` in its environment: from here on this is one of the ranks.
+def connect(limit: int = 0) -> World:
+    """Starts Horovod: from here on this is one of the ranks.
 
     Each wait for others ends the process after `limit` seconds; 0: never.
     Raises Stop where Horovod would see, or sees, fewer ranks than were started together.
     """
-    os.environ.update(knobs or {})
+    os.environ.setdefault("HOROVOD_CACHE_CAPACITY", _CACHED)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
     started, variable = launched_ranks()

@@ -69,7 +69,7 @@ def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> i
     stop_signal = StopSignal(launch_rank())
     logs.use()
     try:
-        world = world_lib.connect(reduction.environment(config), config.start_limit_s)
+        world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
         if launch_rank() == 0:
             complain(str(stop))
@@ -81,8 +81,7 @@ def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> i
             world = world_lib.set_up(world, config)
         with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
-        limits = reduction.stall_seconds(config), config.start_limit_s
-        with Peers(world, *limits):
+        with Peers(world, config.stall_shutdown_s, config.start_limit_s):
             work(world, stop_signal)
     except Stop as stop:
         code = stop.code

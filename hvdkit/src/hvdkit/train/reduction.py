@@ -6,7 +6,6 @@ docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-
 import ast
 import contextlib
 import inspect
-import os
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,7 @@ from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train.gradients import overwritten
 
-_CACHED = 8192  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
 NO_GRADIENTS = "the loss depends on none of the model's weights"
-_STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 # make_step of the template's train.py.
 TEMPLATE_STEP = """
@@ -39,26 +36,6 @@ def make_step(run):
 """
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
-
-
-def environment(config: Settings) -> dict[str, str]:
-    """What hvd.init reads; HOROVOD_* that whoever started the run has set come first."""
-    knobs = {}
-    if "HOROVOD_CACHE_CAPACITY" not in os.environ:
-        knobs["HOROVOD_CACHE_CAPACITY"] = str(_CACHED)
-    # horovodrun sets 0 by default.
-    if config.stall_shutdown_s and os.environ.get(_STALL_SHUTDOWN, "0") == "0":
-        knobs[_STALL_SHUTDOWN] = str(config.stall_shutdown_s)
-        if config.stall_shutdown_s < 120:  # Horovod looks every minute, and not before that
-            knobs["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(max(1, config.stall_shutdown_s // 2))
-    return knobs
-
-
-def stall_seconds(config: Settings) -> int:
-    """How long ranks wait for one that hangs, once Horovod was started; 0: for ever."""
-    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0", "False"):
-        return 0
-    return int(os.environ.get(_STALL_SHUTDOWN) or config.stall_shutdown_s)
 
 
 def check_backend(config: Settings) -> None:
