@@ -104,7 +104,9 @@ def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm,
     job.end(300)
     log = job.log()
     assert "1 rank on 1 host(s) (node1)" in log and "alone 0" in log, log
-    assert log.count("error: srun started 2 tasks that know nothing of each other") == 1, log
+    assert (
+        log.count("error: SLURM_STEP_NUM_TASKS says that 2 processes were started together") == 1
+    ), log
     assert "srun 2" in log and "Traceback" not in log, log
 
 

@@ -177,17 +177,13 @@ def connect(limit: int = 0) -> World:
     """Starts Horovod: from here on this is one of the ranks.
 
     Each wait for others ends the process after `limit` seconds; 0: never.
-    Raises Stop where Horovod would see, or sees, fewer ranks than were started together.
+    Raises Stop where Horovod sees fewer ranks than were started together.
     """
     os.environ.setdefault("HOROVOD_CACHE_CAPACITY", _CACHED)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
     started, variable = launched_ranks()
     if not any(name in os.environ for name in LAUNCHED):
-        if started > 1:
-            alone = f"srun started {started} tasks that know nothing of each other"
-            way_out = "use srun --mpi=pmix (srun --mpi=list names what there is)"
-            raise Stop(WRONG_USE, f"{alone}: {way_out}")
         # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     elif messages.in_mpi_world():
@@ -201,8 +197,8 @@ def connect(limit: int = 0) -> World:
         raise Stop(
             WRONG_USE,
             f"{variable} says that {started} processes were started together, but Horovod sees "
-            f"{hvd.size()}: their MPI is not the one that Horovod was built with. Use horovodrun, "
-            "that MPI's own mpirun, or srun --mpi=pmix",
+            f"{hvd.size()}: they know nothing of each other, or their MPI is not the one that "
+            "Horovod was built with. Use horovodrun, that MPI's own mpirun, or srun --mpi=pmix",
         )
     carrier = messages.carrier()
     return World(hvd.rank(), hvd.size(), *carrier.local(), carrier)

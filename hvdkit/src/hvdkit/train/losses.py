@@ -14,18 +14,14 @@ import keras
 import tensorflow as tf
 
 
-def require_classes(labels: tf.Tensor, num_classes: int, ignored: int | None = None) -> tf.Tensor:
+def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     """The labels (integers of any shape) unchanged; use it where examples are made.
 
-    Args:
-      ignored: one more value that is allowed.
     Raises:
       tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
     """
     wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
     known = (wide >= 0) & (wide < num_classes)
-    if ignored is not None:
-        known |= wide == ignored
     wrong = tf.boolean_mask(wide, ~known)
     first = tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))
     rest = f" is no class: classes are 0 to {num_classes - 1}"

@@ -13,10 +13,10 @@ from hvdkit.settings import Settings
 from hvdkit.train import groups
 from hvdkit.train.gradients import is_kernel
 
+_TRUST = 0.001  # of LARS
 _REDUCED = (tf.float16, tf.float32, tf.float64)
 
 
-@keras.saving.register_keras_serializable(package="engine")
 class SGD(keras.optimizers.SGD):
     """u = momentum * u - rate * g; w += u, the same bits as Keras's (Polyak 1964).
 
@@ -39,25 +39,15 @@ class SGD(keras.optimizers.SGD):
         )
 
 
-@keras.saving.register_keras_serializable(package="engine")
 class Lars(keras.optimizers.SGD):
     """LARS (You et al. 2017, arXiv:1708.03888, algorithm 1). For a weight w with gradient g:
 
-        rate = learning_rate * trust * norm(w) / (norm(g) + weight_decay * norm(w))
+        rate = learning_rate * 0.001 * norm(w) / (norm(g) + weight_decay * norm(w))
         u = momentum * u - rate * (g + weight_decay * w); w += u
 
-    with the paper's eta as `trust`; where a norm is 0, rate = learning_rate. Weights named to
+    with 0.001 for the paper's eta; where a norm is 0, rate = learning_rate. Weights named to
     `exclude_from_weight_decay` have no decay and the plain rate, as is usual for biases and norms.
     """
-
-    def __init__(self, learning_rate: float = 0.01, trust: float = 0.001, **named: Any) -> None:
-        super().__init__(learning_rate, **named)
-        if self.nesterov:
-            raise ValueError("LARS has no Nesterov momentum: leave out nesterov")
-        self.trust = trust
-
-    def get_config(self) -> dict[str, Any]:
-        return super().get_config() | {"trust": self.trust}
 
     def _apply_weight_decay(self, variables: list) -> None:
         """None apart from `update_step`."""
@@ -72,14 +62,13 @@ class Lars(keras.optimizers.SGD):
             size, slope = tf.norm(variable), tf.norm(gradient)
             usable = (size > 0) & (slope > 0)
             # The inner where keeps 0 out of the division.
-            ratio = tf.constant(self.trust, rate.dtype) * size
+            ratio = tf.constant(_TRUST, rate.dtype) * size
             ratio /= tf.where(usable, slope + decay * size, 1.0)
             rate = rate * tf.where(usable, ratio, 1.0)
             gradient += decay * variable
         super().update_step(gradient, variable, rate)
 
 
-@keras.saving.register_keras_serializable(package="engine")
 class Lamb(keras.optimizers.Lamb):
     """LAMB (You et al. 2020, arXiv:1904.00962, algorithm 2). For a weight w with gradient g:
 
