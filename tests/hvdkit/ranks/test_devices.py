@@ -96,7 +96,7 @@ def test_threads_are_a_flags_or_a_share_of_the_cores(monkeypatch, flag, world, t
     monkeypatch.setattr(world_lib.proof, "prove", lambda *ranks, secret: b"")
     world = world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
     assert chosen == [("cpu", -1, threads)]
-    assert world_lib.data_workers(world, Settings(data_workers=flag)) == threads
+    assert world.threads == (2 if world.size > 1 else 8)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -26,7 +26,6 @@ from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import Evaluation, Evaluator
 from hvdkit.observe.records import is_of_class
-from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
@@ -74,7 +73,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
     with world.fail_together("reading the validation data"):
         reader = task_checks.reader(run.task, run.val_source, training=False)
         share = {"rank": world.rank, "size": world.size}
-        share["workers"] = world_lib.data_workers(world, config)
+        share["workers"] = config.data_workers or world.threads
         feed = EvaluationFeed(run.val_source, reader, config.eval_batch_size, **share)
     evaluator, worst = Evaluator(run, feed), Worst(run, own.worst, feed.rounds)
     evaluator.try_out()

@@ -229,11 +229,6 @@ def set_up(world: World, config: Settings) -> World:
     return dataclasses.replace(world, key=key, threads=place.threads)
 
 
-def data_workers(world: World, config: Settings) -> int:
-    """Threads of this rank that read data: --data_workers, or its share of the cores."""
-    return config.data_workers or world.threads
-
-
 def gpu() -> str:
     """TensorFlow's name of this rank's GPU; empty where it has none."""
     return "/GPU:0" if tf.config.get_visible_devices("GPU") else ""

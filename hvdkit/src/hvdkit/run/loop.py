@@ -91,7 +91,7 @@ class Run:
             self.sampler = Sampler(len(context.train_source), *batch, *share)
             how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
             self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
-        workers = world_lib.data_workers(world, settings)
+        workers = settings.data_workers or world.threads
         how = {"first_step": self.start.step, "num_steps": settings.num_steps, "workers": workers}
         how["replaces"] = settings.most_bad_samples(len(context.train_source)) > 0
         parts = context.train_source, self.sampler, train_reader(context)

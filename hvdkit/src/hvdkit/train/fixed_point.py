@@ -107,20 +107,16 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
-    _, gradients_beyond, state_beyond, _ = map(int, result["faults"].numpy())
-    if not gradients_beyond and not state_beyond:
+    _, gradients, state, _ = map(int, result["faults"].numpy())
+    if not gradients and not state:
         return None
-    limit = (
-        f"a gradient of their share larger than {int(LARGEST_GRADIENT)}"
-        if gradients_beyond
-        else f"a moving statistic larger than {LARGEST_STATE:.0e}"
-    )
     return (
         DIVERGED,
         "overflow",
-        f"at step {int(result['step'])} {gradients_beyond or state_beyond} virtual rank(s) have "
-        f"{limit}: it does not fit the fixed point of --virtual_ranks. Try a lower --base_lr, "
-        "--warmup_steps, smaller inputs, or leave out --virtual_ranks",
+        f"at step {int(result['step'])} {gradients} virtual rank(s) have a gradient of their share "
+        f"larger than {int(LARGEST_GRADIENT)}, and {state} a moving statistic larger than "
+        f"{LARGEST_STATE:.0e}: it does not fit the fixed point of --virtual_ranks. Try a lower "
+        "--base_lr, --warmup_steps, smaller inputs, or leave out --virtual_ranks",
     )
 
 

@@ -302,8 +302,7 @@ class Passes:
                     value -= self._count * tf.reshape(old, [-1])
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if largest := self._of(*_LARGEST):
-            how = {"name": "virtual.most", "device_dense": self._device}
-            most = hvd.allreduce(total.most, op=hvd.Max, **how)
+            most = self._sum(total.most, "virtual.most", op=hvd.Max)
             for (variable, rule, before), value in parts(largest, most):
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if queues := self._of("concatenate"):
@@ -315,5 +314,5 @@ class Passes:
                 every = every[size:]
                 variable.assign(joined(before, rows))
 
-    def _sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return hvd.allreduce(tensor, op=hvd.Sum, name=name, device_dense=self._device)
+    def _sum(self, tensor: tf.Tensor, name: str, op: int = hvd.Sum) -> tf.Tensor:
+        return hvd.allreduce(tensor, op=op, name=name, device_dense=self._device)
