@@ -455,18 +455,6 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
         fit(world, Own, *words, code=WRONG_USE)
 
 
-def check_a_rate_that_an_optimizer_calls_is_refused_by_its_line(world):
-    def rate():
-        raise KeyError("no rate")
-
-    class Own(Small):
-        def optimizer(self, model):
-            return keras.optimizers.SGD(rate)
-
-    line = rate.__code__.co_firstlineno
-    fit(world, Own, f"checks_runs.py, line {line}); a task's `schedule`", code=WRONG_USE)
-
-
 def slow_check_epochs_become_steps_once_the_data_are_counted(world):
     """60 samples, 12 a step."""
     known = fields.of(Settings)
