@@ -107,7 +107,7 @@ MISTAKES = [
     ),
     (_sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
     (_sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
-    (_sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "depends on the batch"),
+    (_sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "must not depend on it"),
     (
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
         *("draw must return", "uint8", "float32 [4, 8, 3]"),

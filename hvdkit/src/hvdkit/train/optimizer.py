@@ -14,7 +14,6 @@ from hvdkit.train import groups
 from hvdkit.train.gradients import is_kernel
 
 _TRUST = 0.001  # of LARS
-_REDUCED = (tf.float16, tf.float32, tf.float64)
 
 
 class SGD(keras.optimizers.SGD):
@@ -224,14 +223,6 @@ def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> Non
         raise ValueError(
             f"--weight_decay={config.weight_decay} decays weights whose name ends with 'kernel', "
             f"and the model has none ({variables[0].path}, ...): name them so or leave it out"
-        )
-    own_sums = config.virtual_ranks or config.compression == "bf16"
-    odd = [v for v in variables if raw(v).dtype not in _REDUCED]
-    if odd and not own_sums:
-        raise ValueError(
-            f"{odd[0].path} is a weight of {raw(odd[0]).dtype.name}, whose gradients Horovod does "
-            "not add up: give its layer a dtype policy with weights of float32 (mixed_bfloat16 "
-            "computes in bfloat16)"
         )
     bound = [v.path for v in variables if v.constraint is not None]
     if config.ema_decay and bound:

@@ -70,15 +70,12 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
                 "use a tuple or a dict"
             )
     for spec in tf.nest.flatten(example):
-        if not isinstance(spec, (tf.Tensor, tf.TensorSpec)):
+        dense = isinstance(spec, (tf.Tensor, tf.TensorSpec))
+        if not dense or (training and not spec.shape.is_fully_defined()):
             raise ValueError(
-                f"{name} must return dense tensors; it returns {describe(spec)}: pad ragged and "
-                "sparse tensors, and return () where there are no targets"
-            )
-        if training and not spec.shape.is_fully_defined():
-            raise ValueError(
-                f"{name} returns a tensor of shape {spec.shape}: shapes must be fixed and known "
-                "in advance: crop or pad, and set the shape with tf.ensure_shape"
+                f"{name} must return dense tensors, of shapes that are known before training; "
+                f"it returns {describe(spec)}: crop or pad (tf.ensure_shape sets the shape), and "
+                "return () where there are no targets"
             )
     keyed = "use `key`, with tf.random.stateless_*"
     graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
@@ -177,12 +174,11 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     if taken := [name for name in found if name.split("/")[0] in ("loss", "weight")]:
         raise ValueError(f"the task's sums use {join(taken)}, a name reserved for the loss")
     for name, value in found.items():
-        if not (value.dtype.is_floating or value.dtype.is_integer):
-            raise ValueError(f"the task's sums have {name} of {value.dtype.name}: add up numbers")
-        if not value.shape.is_fully_defined():
+        number = value.dtype.is_floating or value.dtype.is_integer
+        if not number or not value.shape.is_fully_defined():
             raise ValueError(
-                f"the task's sums have {name} of shape {value.shape}, which depends on the batch: "
-                "add it up over the batch, or say its shape with tf.ensure_shape"
+                f"the task's sums have {name}, {value.dtype.name} {value.shape}: add numbers up "
+                "over the batch; the shape must not depend on it (tf.ensure_shape says it)"
             )
     return {
         name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
@@ -217,14 +213,11 @@ def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
         raise ValueError(
             f"the task's metrics return {taken[0]!r}, the run's own: choose another name"
         )
-    if task.main_metric == "loss":
-        raise ValueError(
-            'main_metric = "loss": the checkpoint with the highest main metric is kept as the '
-            'best. Let `metrics` return {"score": -sums["loss"] / sums["weight"]} and name that'
-        )
     if task.main_metric not in figures:
-        names = sorted(figures)
-        raise ValueError(f'main_metric = "{task.main_metric}" is none of `metrics`: {names}')
+        raise ValueError(
+            f'main_metric = "{task.main_metric}" is none of `metrics`: {sorted(figures)}; the '
+            'highest is the best, so for a loss name one that is -sums["loss"] / sums["weight"]'
+        )
     return figures
 
 
@@ -238,6 +231,6 @@ def pictures(drawn: Any) -> np.ndarray:
 
 
 def describe(value: Any) -> str:
-    if isinstance(value, tf.Tensor):
+    if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return f"one tensor of shape {value.shape}"
     return f"a {type(value).__name__}"
