@@ -100,8 +100,5 @@ class SampleDropout(keras.layers.Layer):
         scaled = features / tf.cast(1.0 - self.rate, features.dtype)
         return tf.where(mask, scaled, tf.zeros_like(features))
 
-    def compute_output_shape(self, input_shape: list[tuple]) -> tuple:
-        return input_shape[0]
-
     def get_config(self) -> dict:
         return super().get_config() | {"rate": self.rate}
