@@ -43,17 +43,13 @@ def why_no_gpu(device: str) -> str:
         count = _granted()
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi fails on {host} ({error}): look at its driver, or give --device=cpu"
-    if device == "auto" and not count:
-        return ""
     if not count:
-        return f"--device=gpu, but {host} has no GPU that this process may use (nvidia-smi)"
-    if tf.test.is_built_with_cuda():
-        why = "its CUDA libraries cannot be loaded; TensorFlow's own lines above name them"
-    else:
-        why = "it is the build for CPUs: set up again with DEVICE=gpu"
+        none = f"--device=gpu, but {host} has no GPU that this process may use (nvidia-smi)"
+        return "" if device == "auto" else none
     return (
-        f"{host} has {count} GPU(s) and TensorFlow sees none of them: {why}. To train on CPUs all "
-        "the same: --device=cpu"
+        f"{host} has {count} GPU(s) and TensorFlow sees none of them: it is the build for CPUs "
+        "(set up again with DEVICE=gpu), or lacks CUDA libraries, which its own lines above name. "
+        "To train on CPUs all the same: --device=cpu"
     )
 
 
