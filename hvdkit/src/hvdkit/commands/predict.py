@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdkit import logs, whole_files
 from hvdkit.checkpoint import files
@@ -154,6 +154,8 @@ def decoded(data: bytes, file: object) -> np.ndarray:
             fault = fault or "has more than 8 bits a channel: convert it to 8 bits"
     except tf.errors.OpError:
         fault = "is damaged: it cannot be decoded"
+    except UnidentifiedImageError:
+        fault = "is no picture in a format that is read"
     except Image.DecompressionBombError:  # of twice the limit, before its size is known here
         fault = f"has more pixels than --max_pixels={pictures.most_pixels}"
     # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...

@@ -22,6 +22,7 @@ import numpy as np
 
 from hvdkit.checkpoint import files
 from hvdkit.commands import predict
+from hvdkit.data.labels import COLOURS
 from hvdkit.logs import say
 from hvdkit.observe import pages
 from hvdkit.ranks.interrupt import StopSignal
@@ -49,11 +50,12 @@ file.onchange = async () => {
     fault.textContent = found.error ?? ""
     picture.src = found.picture ?? URL.createObjectURL(file.files[0])
     picture.alt = found.picture ? "the picture, its classes drawn over it" : "the picture"
-    picture.style = "max-width: 100%; max-height: 70vh"
+    picture.style = "min-width: 12rem; max-width: 100%; max-height: 70vh"
     if (!found.error) shown.append(picture)
-    for (const pair of found.rows ?? []) {
+    for (const [name, value, colour] of found.rows ?? []) {
       const row = rows.insertRow()
-      for (const text of pair) row.insertCell().textContent = text
+      for (const text of [name, value]) row.insertCell().textContent = text
+      if (colour) row.cells[0].style = `border-left: 1rem solid ${colour}; padding-left: 0.5rem`
     }
   } catch (error) { fault.textContent = String(error) }
 }
@@ -83,7 +85,7 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
 def answered(
     data: bytes, outputs_of: Callable[[np.ndarray], dict[str, np.ndarray]], names: list[str]
 ) -> dict[str, Any]:
-    """What the page shows: rows of names and values, and an overlay; or an "error"."""
+    """What the page shows: rows of name, value, perhaps colour, and an overlay; or an "error"."""
     try:
         image = predict.decoded(data, "the file")
         drawn = predict.drawn("the file", image=image, outputs=(found := outputs_of(image)))
@@ -98,12 +100,14 @@ def answered(
     classes, overlay = drawn
     counts = np.bincount(np.asarray(classes).ravel())
     order = [int(c) for c in np.argsort(-counts, kind="stable") if counts[c]]
-    called = {c: names[c] if c < len(names) else f"class {c}" for c in order}
+    shown = []
+    for c in order:
+        called = names[c] if c < len(names) else f"class {c}"
+        colour = "#" + bytes(COLOURS[c]).hex()
+        shown.append((called, f"{counts[c] / counts.sum():.1%}", colour))
     overlay.save(buffer := io.BytesIO(), "PNG")
     picture = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return {"rows": [(called[c], f"{counts[c] / counts.sum():.1%}") for c in order]} | {
-        "picture": picture
-    }
+    return {"rows": shown, "picture": picture}
 
 
 def _text(value: Any) -> str:
