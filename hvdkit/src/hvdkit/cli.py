@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("hvdkit.commands.serve", "a page in the browser: a picture, the prediction"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
     "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
+    "sweep": ("hvdkit.commands.sweep", "searches settings by many runs, weak ones end early"),
     "supervise": ("hvdkit.commands.supervise", "starts a run again until it is done"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
 }

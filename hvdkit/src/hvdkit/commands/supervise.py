@@ -44,7 +44,9 @@ RULES = (  # exit codes, what they mean, what follows
 # How srun names the first rank that ends; it then kills the others, and returns 137.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
-_set_of_process, _PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+_PR_SET_PDEATHSIG = 1
+# For preexec_fn. A command that is killed itself leaves no run that nobody watches.
+end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 _NO_STEP = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
 
@@ -153,10 +155,8 @@ class Supervisor:
         """One start of the command; its exit code, as a shell has it."""
         self._starting, self._died = True, None
         try:
-            # Killed itself, it leaves no run that nobody watches.
-            ends_too = functools.partial(_set_of_process, _PR_SET_PDEATHSIG, signal.SIGTERM)
             self._child = child = subprocess.Popen(
-                self._command, stderr=subprocess.PIPE, preexec_fn=ends_too
+                self._command, stderr=subprocess.PIPE, preexec_fn=end_with_parent
             )
         except OSError as error:
             complain(f"{self._command[0]}: {error.strerror}")

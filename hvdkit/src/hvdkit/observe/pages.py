@@ -9,7 +9,7 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -214,6 +214,45 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
                 colour = "white" if shares[row, column] > 0.5 else _INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
         return _svg(figure, title)
+
+
+def parallel(
+    title: str, columns: Mapping[str, Sequence[float | str]], *, log: Collection[str] = ()
+) -> str:
+    """Parallel coordinates as SVG: an axis for each column, a line for each row, the first orange.
+
+    Texts are sorted by the alphabet; axes of the columns in `log` are logarithmic. The last column
+    is a score: the higher, the darker the line.
+    """
+    scales = [_scale(values, log=name in log) for name, values in columns.items()]
+    rows = np.array([places for places, _ in scales]).T
+    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
+        figure = Figure((max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5), layout="constrained")
+        axes = figure.add_subplot()
+        for row in rows[::-1]:
+            axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * row[-1])
+        axes.lines[-1].set(color=_COLOURS[1], alpha=1.0, linewidth=2.4)
+        for x, (_, marks) in enumerate(scales):
+            axes.axvline(x, color=_INK, linewidth=0.8)
+            for y, text in marks.items():
+                axes.text(x + 0.04, y, _short(text), va="center", fontsize=8)
+        axes.set_xticks(range(len(scales)), map(_short, columns))
+        axes.set_yticks([])
+        axes.set_xlim(-0.1, len(scales) - 0.5)
+        axes.spines[:].set_visible(False)
+        return _svg(figure, title)
+
+
+def _scale(values: Sequence[float | str], *, log: bool) -> tuple[np.ndarray, dict[float, str]]:
+    """Places from 0 to 1 on an axis, and the texts beside it."""
+    if any(isinstance(value, str) for value in values):
+        names = sorted({*values})
+        at = {name: n / max(1, len(names) - 1) for n, name in enumerate(names)}
+        return np.array([at[value] for value in values]), {at[name]: name for name in names}
+    low, high = min(values), max(values)
+    places = np.log(values) if log else np.array(values, np.float64)
+    places = (places - places.min()) / (np.ptp(places) or 1.0)
+    return places, {0.0: f"{low:.4g}", **({1.0: f"{high:.4g}"} if high > low else {})}
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,105 @@
+"""Searches for the best settings: each trial is a run of its own, and weak ones end early.
+
+    hvdkit sweep configs/demo.cfg --base_lr=1e-4:1e-2:log --model=small,tiny --trials=20
+
+--NAME=LOW:HIGH or LOW:HIGH:log is a range, --NAME=A,B a choice, --NAME=X holds for all trials. The
+score is the main metric of a run's last evaluation. Given again, the command resumes.
+"""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdkit import logs
+from hvdkit import settings as settings_lib
+from hvdkit.logs import complain, printable, refuse
+from hvdkit.settings import fields, flagfiles, project
+from hvdkit.stop import NOT_NOW, WRONG_USE, passes
+
+_NUMBERS = {"int": int, "float": float}
+_BATCH = {"global_batch_size", "batch_per_rank"}  # a flagfile may hold one of them
+
+
+class Asked(NamedTuple):
+    """What is searched."""
+
+    base: list[tuple[str, str]]  # names and lines of the flagfile
+    flags: dict[str, str]  # by name, as given
+    values: dict[str, list]  # of flags that are swept: two numbers, ends of a range; or texts
+
+    def words(self, values: Mapping[str, object]) -> list[str]:
+        """Flags of a trial, in which swept ones have these values."""
+        return [f"--{name}={value}" for name, value in (self.flags | {**values}).items()]
+
+    def flagfile(self, values: Mapping[str, object]) -> list[str]:
+        """Lines of a flagfile that trains as a trial with these values does."""
+        given = {*self.flags, *(_BATCH if self.flags.keys() & _BATCH else ()), "run_dir"}
+        given |= {f"no{name}" for name in given}
+        return [*(line for name, line in self.base if name not in given), *self.words(values)]
+
+
+def asked(base: Path, words: Sequence[str]) -> Asked:
+    """Raises ValueError where a trial could not be started; both ends of a range are tried."""
+    kind, given = settings_lib.of_project(), flagfiles.expand([f"--flagfile={base}"], ())
+    lines = [(f.name, f"--{f.name}" + ("" if f.value is None else f"={f.value}")) for f in given]
+    flags, values = {}, {}
+    for word in words:
+        name, is_given, text = word.removeprefix("--").partition("=")
+        if not (is_given and word.startswith("--")) or name in ("run_dir", "flagfile"):
+            raise ValueError(f"{word}: give settings as --NAME=VALUES; --folder is for all runs")
+        field, flags[name] = fields.of(kind).get(name), text
+        found = _values(name, text, fields.kind(field) if field else "")
+        values |= {name: found} if len(found) > 1 else {}
+    what, first = Asked(lines, flags, values), {name: of[0] for name, of in values.items()}
+    for change in [{}, *({name: value} for name, of in values.items() for value in of)]:
+        flags = [f"--flagfile={base}", *what.words(first | change)]
+        settings = settings_lib.parse(["sweep", *flags], kind)
+    if not values:
+        raise ValueError("nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice")
+    if not settings.eval_every:
+        raise ValueError("--eval_every=0 makes no evaluations, by which trials are compared")
+    return what
+
+
+def _values(name: str, text: str, kind: str) -> list:
+    """Both ends of a range, as numbers; or all values, as texts."""
+    if kind not in _NUMBERS or ":" not in text:
+        return text.split(",")
+    low, _, high = text.removesuffix(":log").partition(":")
+    with contextlib.suppress(ValueError):
+        ends = [_NUMBERS[kind](low), _NUMBERS[kind](high)]
+        if ends[0] < ends[1] and (ends[0] > 0 or not text.endswith(":log")):
+            return ends
+    how = "is no range: write LOW:HIGH, or, above 0, LOW:HIGH:log, with LOW < HIGH"
+    raise ValueError(f"--{name}={text} {how}, both of them {kind}s")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 no trial has a score, 2 wrong use, 75 stopped, 76 later."""
+    made = logs.parser(__doc__)
+    made.add_argument("base", type=Path, metavar="BASE.cfg", help="flagfile of all trials")
+    made.add_argument("--folder", type=Path, help="for the trials' runs (runs/sweep-BASE)")
+    made.add_argument("--trials", type=int, default=20, metavar="N", help="how many (20)")
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
+    made.add_argument("--seed", type=int, default=1, help="of drawn values; BASE.cfg has the runs'")
+    launch = {"help": "what starts a trial (python train.py)", "metavar": "COMMAND"}
+    made.add_argument("--launch", default=shlex.join([sys.executable, "train.py"]), **launch)
+    own, words = made.parse_known_args(argv[1:])
+    own.folder = own.folder or Path("runs", f"sweep-{own.base.stem}")
+    own.command = printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
+    if not project.is_fork(Path.cwd()):
+        refuse("hvdkit sweep: run it in your fork, the folder that holds train.py and tasks/")
+    if min(own.trials, own.jobs) < 1:
+        refuse("--trials and --jobs: 1 or more")
+    try:
+        from hvdkit.commands.sweep_trials import Sweep
+    except ModuleNotFoundError as error:
+        refuse(f"{error}: hvdkit sweep needs Optuna: python -m pip install optuna")
+    try:
+        return Sweep(own, asked(own.base, words)).run()
+    except (OSError, ValueError) as error:  # trials that run save and end
+        complain(str(error))
+        return NOT_NOW if passes(error) else WRONG_USE

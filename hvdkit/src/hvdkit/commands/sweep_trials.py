@@ -1,0 +1,277 @@
+"""The trials of `hvdkit sweep`: starts and stops their runs, in a study of Optuna's.
+
+Values are drawn by TPE. Trials are pruned by asynchronous successive halving over evaluations
+(ASHA, Li et al. 2018, arXiv:1810.05934): after evaluations 1, 3, 9, ... the best third goes on.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import optuna
+from optuna import distributions
+from optuna.trial import FrozenTrial, TrialState
+
+from hvdkit import whole_files
+from hvdkit.commands import seeds
+from hvdkit.commands.supervise import end_with_parent, newest_step
+from hvdkit.commands.sweep import Asked
+from hvdkit.logs import complain, printable
+from hvdkit.observe import pages, records
+from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
+
+_RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
+_SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclasses.dataclass
+class Run:
+    """A trial that runs, in one of --jobs places."""
+
+    trial: optuna.Trial
+    slot: int
+    folder: Path
+    reported: int  # evaluations
+    process: subprocess.Popen | None = None
+    began: float = 0.0
+    restarts: int = 0
+    pruned: bool = False
+    stopped: bool = False
+
+
+class Sweep:
+    """The trials of one folder; `run` returns the exit code."""
+
+    def __init__(self, own: argparse.Namespace, asked: Asked) -> None:
+        """Raises ValueError where the folder has another sweep, NotNow while one runs there."""
+        self._own, self._asked, self._launch = own, asked, shlex.split(own.launch)
+        names = {Path(word).name for word in self._launch}
+        # SIGTERM makes srun kill the ranks, and mpirun after a second; both pass SIGUSR1 on.
+        self._signal = signal.SIGUSR1 if names & {"srun", "mpirun"} else signal.SIGTERM
+        self._gpus = _gpus() if own.jobs > 1 and "srun" not in names else []
+        own.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = whole_files.lock(own.folder / ".lock")
+        except BlockingIOError:
+            raise NotNow(f"{own.folder} is in use by another sweep: wait for its end") from None
+        self._study, self._running, self._code = _study(own.folder, asked), [], DONE
+
+    def run(self) -> int:
+        """Runs trials to the last one, or to a signal. Raises OSError: the folder fails."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._hear)
+        while True:
+            while not self._code and len(self._running) < self._own.jobs and self._begin():
+                pass
+            if not self._running:
+                break
+            time.sleep(1)
+            for run in [*self._running]:
+                code = run.process.poll()
+                self._look(run)
+                if code is not None:
+                    self._end(run, code)
+                elif (run.pruned or self._code) and not run.stopped:
+                    run.stopped = True
+                    os.killpg(run.process.pid, self._signal)
+        best = self._write()
+        if best and not self._code:
+            print(printable(f"best settings: {best}; all: {best.with_name('sweep.html')}"))
+        elif not self._code:
+            complain(f"no trial has a score: {self._own.folder}/trial-*.log say why")
+        return self._code or (DONE if best else BUG)
+
+    def _hear(self, number: int, frame: object) -> None:
+        if not self._code:
+            self._code = PREEMPTED
+            os.write(2, b"stopping: trials save, then end; the same command resumes\n")
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self._study.get_trials(states=states or None)
+
+    def _begin(self) -> bool:
+        """Starts a trial, first those that an earlier start left; False where there is none."""
+        number = len(self._trials())
+        if number >= self._own.trials and not self._trials(TrialState.WAITING):
+            return False
+        seed = random.Random(f"{self._own.seed} {number}").getrandbits(32)
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed)  # alike after a restart
+        trial = self._study.ask(_space(self._asked))
+        reported = len(self._trials()[trial.number].intermediate_values)
+        slot = min({*range(self._own.jobs)} - {run.slot for run in self._running})
+        folder = self._own.folder / f"trial-{trial.number + 1:04}"
+        self._running.append(Run(trial, slot, folder, reported))
+        self._start(self._running[-1])
+        return True
+
+    def _start(self, run: Run) -> None:
+        env, count = dict(os.environ), max(1, len(self._gpus) // self._own.jobs)
+        if self._gpus:
+            first = run.slot * count % len(self._gpus)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + count])
+        flags = [f"--flagfile={self._own.base}", *self._asked.words(run.trial.params)]
+        words = [*self._launch, *flags, f"--run_dir={run.folder}"]
+        how = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": env}
+        how |= {"process_group": 0, "preexec_fn": end_with_parent}
+        with whole_files.opened(run.folder.with_suffix(".log"), append=True) as log:
+            run.process, run.began = subprocess.Popen(words, stdout=log, **how), time.monotonic()
+
+    def _look(self, run: Run) -> None:
+        """Reports new evaluations to Optuna, which may prune by each."""
+        try:
+            found = records.read(run.folder)
+        except (OSError, ValueError):  # it has not begun to write
+            return
+        if metric := found.last_start().get("score"):
+            values = records.column(found.evaluations, f"eval_{metric}")
+            for number, value in enumerate(values[run.reported :], run.reported + 1):
+                self._study.set_user_attr("metric", metric)
+                run.trial.report(value, number)
+                run.reported, run.pruned = number, run.pruned or run.trial.should_prune()
+
+    def _end(self, run: Run, code: int) -> None:
+        """What follows an exit code: the trial's result, another start, or the sweep's end."""
+        seconds = run.trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.began
+        run.trial.set_user_attr("seconds", seconds)
+        run.trial.set_user_attr("steps", newest_step(run.folder))
+        state, score, why = TrialState.FAIL, None, f"exit code {code}"
+        self._running.remove(run)
+        if code == DONE:
+            try:
+                state, score = TrialState.COMPLETE, seeds.score(run.folder)[1]
+            except (OSError, ValueError) as error:
+                why = str(error)
+        elif run.pruned:
+            state = TrialState.PRUNED
+        elif self._code:  # it goes on when the sweep does
+            return
+        elif code in (PREEMPTED, NOT_NOW) and run.restarts < _RESTARTS:
+            run.restarts += 1
+            self._running.append(run)
+            time.sleep(_PAUSE)
+            return self._start(run)
+        elif code == WRONG_USE and not self._trials(*_SCORED):
+            self._code = WRONG_USE
+            return complain(f"{run.folder}.log: {_last_error(run.folder.with_suffix('.log'))}")
+        self._tell(self._study.tell(run.trial, score, state), why)
+
+    def _tell(self, trial: FrozenTrial, why: str) -> None:
+        """Writes the files anew, prints a line about a trial."""
+        self._write()
+        metric, best = self._study.user_attrs.get("metric"), self._best()
+        what = f"{metric} {trial.value:.4f}" if trial.value is not None else f"failed, {why}"
+        if trial.state == TrialState.PRUNED:
+            what = f"pruned at evaluation {len(trial.intermediate_values)}, {what}"
+        than = f"best {best.value:.4f}, trial {best.number + 1}" if best else "no score yet"
+        values = " ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
+        done, seconds = f"{trial.number + 1}/{self._own.trials}", trial.user_attrs["seconds"]
+        print(printable(f"trial {done}: {what} ({than}): {values}; {seconds:.0f} s"), flush=True)
+
+    def _best(self) -> FrozenTrial | None:
+        return max(self._trials(TrialState.COMPLETE), key=lambda one: one.value, default=None)
+
+    def _write(self) -> Path | None:
+        """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
+        folder, best, metric = self._own.folder, self._best(), self._study.user_attrs.get("metric")
+        pages.write(
+            folder / "sweep.html",
+            _page(str(folder), metric or "score", self._trials(), self._asked),
+        )
+        if not best:
+            return None
+        about = f"# {metric} {best.value:.6g}, trial {best.number + 1}: {self._own.command}"
+        lines = [about, *self._asked.flagfile(best.params), f"--run_dir={folder / 'best'}\n"]
+        pages.write(folder / "best.cfg", "\n".join(lines))
+        return folder / "best.cfg"
+
+
+def _study(folder: Path, asked: Asked) -> optuna.Study:
+    """A new study, or the one of the folder; ValueError where that is of another sweep."""
+    file, journal = folder / "sweep.json", folder / "journal.log"
+    new = [*(line for _, line in asked.base), *asked.words({})]
+    old = json.loads(whole_files.read(file, whole_files.JSON_BYTES)) if file.exists() else new
+    for line in [line for line in (*old, *new) if (line in old) != (line in new)]:
+        whose = "that one" if line in old else "this one"
+        raise ValueError(f"{folder} has another sweep: only {whose} has {line}; give --folder")
+    whole_files.write_json(file, new)
+    if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
+        os.truncate(journal, text.rfind(b"\n") + 1)  # a full disk cut its last line
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    storage = optuna.storages.JournalStorage(backend)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+    how = {"storage": storage, "pruner": pruner, "direction": "maximize", "load_if_exists": True}
+    study = optuna.create_study(study_name="sweep", **how)
+    for left in study.get_trials(states=[TrialState.RUNNING]):  # `ask` takes these first
+        storage.set_trial_state_values(left._trial_id, TrialState.WAITING)
+    return study
+
+
+def _space(asked: Asked) -> dict[str, distributions.BaseDistribution]:
+    found = {}
+    for name, values in asked.values.items():
+        whole = isinstance(values[0], int)
+        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+        if isinstance(values[0], str):
+            found[name] = distributions.CategoricalDistribution(values)
+        else:
+            found[name] = kind(*values, log=asked.flags[name].endswith(":log"))
+    return found
+
+
+def _gpus() -> list[str]:
+    """This host's, as CUDA_VISIBLE_DEVICES names them."""
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return given.split(",")
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True).stdout
+    return [*map(str, range(len(re.findall("^GPU ", listed, re.MULTILINE))))]
+
+
+def _last_error(log: Path) -> str:
+    text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
+    return (re.findall(r"error: (.*)", text) or text.split("\n")[-2:] or [""])[-1]
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _page(title: str, metric: str, trials: Sequence[FrozenTrial], *, asked: Asked) -> str:
+    """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
+
+    def rank(one: FrozenTrial) -> tuple[bool, float]:
+        return one.state == TrialState.COMPLETE, -math.inf if one.value is None else one.value
+
+    trials, rows = sorted(trials, key=rank, reverse=True), []
+    for one in trials:
+        ran = one.user_attrs.get("steps", ""), _short(one.user_attrs.get("seconds", ""))
+        score = "" if one.value is None else f"{one.value:.4f}"
+        values = (_short(one.params.get(name, "")) for name in asked.values)
+        rows.append([one.number + 1, score, *values, *ran, one.state.name.lower()])
+    table = pages.table(rows, ["trial", metric, *asked.values, "steps", "seconds", "state"])
+    scored, plots = [one for one in trials if one.state in _SCORED and one.value is not None], []
+    if scored:
+        axes = {name: [one.params[name] for one in scored] for name in asked.values}
+        log = {name for name in axes if asked.flags[name].endswith(":log")}
+        axes |= {metric: [one.value for one in scored]}
+        plots.append(pages.parallel("Settings and score", axes, log=log))
+    whole = sorted((one.number + 1, one.value) for one in trials if rank(one)[0])
+    if whole:
+        numbers, scores = zip(*whole)
+        best = numbers, [*itertools.accumulate(scores, max)]
+        plots.append(pages.curves(f"Best {metric} so far", {"best": best}, xlabel="trial"))
+    return pages.page(title, [pages.cards(plots), pages.section("Trials", table)])
