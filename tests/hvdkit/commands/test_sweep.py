@@ -1,9 +1,12 @@
 """hvdkit sweep: trials that run, end early, fail, are killed; its flagfile trains the same."""
 
+import os
 import re
 import shlex
 import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -16,14 +19,15 @@ RUN = """
 import json, pathlib, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 folder, model = pathlib.Path(flags["run_dir"]), flags["model"]
+again = folder.exists()
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.cfg").touch()
 with open(folder / "starts.jsonl", "a") as file:
     file.write(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
-score = float(flags["base_lr"]) * (model != "weak")
-line = {"step": 5, "eval_loss": 1.0, "eval_miou": score}
-(folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
-time.sleep(60 * (model == "weak"))
+if model in ("whole", "weak"):
+    line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+time.sleep(60 * (model == "weak" and not again))
 print("error: no such model")
 sys.exit({"diverges": 3, "stops": 75, "wrong": 2}.get(model, 0))
 """
@@ -49,9 +53,9 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
     base.write_text("\n".join(["--flagfile=configs/blank.cfg", steps, "--eval_every=4"]))
     words = ["-m", "hvdkit", "sweep", base, f"--folder={folder}", "--trials=4", "--jobs=2"]
     words += ["--base_lr=1e-3:1e-1:log", "--global_batch_size=8:32", "--optimizer=adam,sgd"]
-    killed = launch(1, words, kill_when=(folder / "best.cfg").exists)
+    killed = launch(1, words, timeout=300, kill_when=(folder / "best.cfg").exists)
     before = {path: path.read_text() for path in folder.glob("trial-*/config.cfg")}
-    ended = launch(1, words)
+    ended = launch(1, words, timeout=300)
     assert (killed.code, ended.code) == (-9, 0), ended.output
     told = re.findall(r"^trial (\d)/4: ", killed.output + ended.output, re.MULTILINE)
     assert sorted({*told}) == [*"1234"] and len(ended.output.splitlines()) <= 4
@@ -65,11 +69,37 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
 
 
 def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
-    words = ["--base_lr=0.1:1.0", "--model=whole,weak,diverges,stops,wrong", "--trials=10"]
-    assert start(*words, "--jobs=2", "--seed=1") == 0
-    said = capfd.readouterr().out
-    print(said)
-    assert 0
+    models = "--model=whole,weak,diverges,stops,wrong"
+    assert start("--base_lr=0.1:1.0", models, "--trials=6", "--seed=10") == 0
+    said = capfd.readouterr().out.splitlines()
+    ends = {re.search(r"model=(\w+)", line)[1]: line for line in said[:-1]}
+    assert re.fullmatch(r"trial 1/6: miou 0\.\d+ \(best .*, trial 1\): base_lr=.*", ends["whole"])
+    assert "pruned at evaluation 1, miou 0.0000 (best 0." in ends["weak"]
+    codes = {model: ends[model].partition("exit code ")[2][:2] for model in ends}
+    assert codes == {"whole": "", "weak": "", "diverges": "3 ", "stops": "75", "wrong": "2 "}
+    stopped = tmp_path / "all" / f"trial-000{ends['stops'][6]}" / "starts.jsonl"
+    assert len(stopped.read_text().splitlines()) == 4
+    assert said[-1] == f"best settings: {tmp_path}/all/best.cfg; all: {tmp_path}/all/sweep.html"
+    assert start("--base_lr=0.1:0.9", models) == 2
+    assert "only that one has --base_lr=0.1:1.0" in capfd.readouterr().err
+    assert start("--base_lr=0.1:1.0", "--model=wrong", f"--folder={tmp_path}/wrong") == 2
+    assert capfd.readouterr().err == f"error: {tmp_path}/wrong/trial-0001.log: no such model\n"
+
+
+def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
+    run, words = tmp_path / "all/trial-0001", ["--base_lr=0.1:1.0", "--model=weak", "--trials=1"]
+
+    def stop() -> None:
+        while not (run / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    assert start(*words) == 75
+    assert not (tmp_path / "all/best.cfg").exists()
+    assert start(*words) == 0
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+    assert "trial 1/1: miou 0.0000 (best 0.0000, trial 1)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -78,7 +108,7 @@ def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
         (["--lr=1e-4:1e-2"], "did you mean --base_lr"),
         (["--base_lr=1e-2:1e-4"], "LOW < HIGH"),
         (["--base_lr=0:1:log"], "above 0"),
-        (["--num_steps=5:5"], "both of them ints"),
+        (["--num_steps=5:5"], "write whole numbers"),
         (["--base_lr=1e-2:nan"], "LOW < HIGH"),
         (["--ema_decay=0.5:1.5"], "--ema_decay=1.5: must be"),
         (["--optimizer=adam,adamm"], "--optimizer=adamm: must be one of"),

@@ -19,7 +19,7 @@ from hvdkit.logs import complain, printable, refuse
 from hvdkit.settings import fields, flagfiles, project
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
-_NUMBERS = {"int": int, "float": float}
+_NUMBERS = {"int": (int, "whole numbers"), "float": (float, "numbers")}
 _BATCH = {"global_batch_size", "batch_per_rank"}  # a flagfile may hold one of them
 
 
@@ -68,13 +68,13 @@ def _values(name: str, text: str, kind: str) -> list:
     """Both ends of a range, as numbers; or all values, as texts."""
     if kind not in _NUMBERS or ":" not in text:
         return text.split(",")
-    low, _, high = text.removesuffix(":log").partition(":")
+    (number, numbers), (low, _, high) = _NUMBERS[kind], text.removesuffix(":log").partition(":")
     with contextlib.suppress(ValueError):
-        ends = [_NUMBERS[kind](low), _NUMBERS[kind](high)]
+        ends = [number(low), number(high)]
         if ends[0] < ends[1] and (ends[0] > 0 or not text.endswith(":log")):
             return ends
-    how = "is no range: write LOW:HIGH, or, above 0, LOW:HIGH:log, with LOW < HIGH"
-    raise ValueError(f"--{name}={text} {how}, both of them {kind}s")
+    how = f"{numbers} as LOW:HIGH or, above 0, LOW:HIGH:log, with LOW < HIGH"
+    raise ValueError(f"--{name}={text} is no range: write {how}")
 
 
 def main(argv: list[str]) -> int:

@@ -153,7 +153,7 @@ class Sweep:
                 state, score = TrialState.COMPLETE, seeds.score(run.folder)[1]
             except (OSError, ValueError) as error:
                 why = str(error)
-        elif run.pruned:
+        elif run.pruned and run.stopped:
             state = TrialState.PRUNED
         elif self._code:  # it goes on when the sweep does
             return
@@ -184,11 +184,10 @@ class Sweep:
 
     def _write(self) -> Path | None:
         """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
-        folder, best, metric = self._own.folder, self._best(), self._study.user_attrs.get("metric")
-        pages.write(
-            folder / "sweep.html",
-            _page(str(folder), metric or "score", self._trials(), self._asked),
-        )
+        folder, best = self._own.folder, self._best()
+        metric = self._study.user_attrs.get("metric", "score")
+        page = _page(str(folder), metric, self._trials(), asked=self._asked)
+        pages.write(folder / "sweep.html", page)
         if not best:
             return None
         about = f"# {metric} {best.value:.6g}, trial {best.number + 1}: {self._own.command}"
