@@ -99,7 +99,9 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         refuse(f"{error}: hvdkit sweep needs Optuna: python -m pip install optuna")
     try:
-        return Sweep(own, asked(own.base, words)).run()
+        sweep = Sweep(own, asked(own.base, words))
+        with sweep.lock:
+            return sweep.run()
     except (OSError, ValueError) as error:  # trials that run save and end
         complain(str(error))
         return NOT_NOW if passes(error) else WRONG_USE

@@ -63,7 +63,7 @@ class Sweep:
         self._gpus = _gpus() if own.jobs > 1 and "srun" not in names else []
         own.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock = whole_files.lock(own.folder / ".lock")
+            self.lock = whole_files.lock(own.folder / ".lock")
         except BlockingIOError:
             raise NotNow(f"{own.folder} is in use by another sweep: wait for its end") from None
         self._study, self._running, self._code = _study(own.folder, asked), [], DONE
