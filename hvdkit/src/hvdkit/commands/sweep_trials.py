@@ -148,15 +148,15 @@ class Sweep:
         run.trial.set_user_attr("steps", newest_step(run.folder))
         state, score, why = TrialState.FAIL, None, f"exit code {code}"
         self._running.remove(run)
-        if code == DONE:
+        if run.pruned and run.stopped:
+            state = TrialState.PRUNED
+        elif self._code:  # it goes on when the sweep does; horovodrun may return 0 for 75
+            return
+        elif code == DONE:
             try:
                 state, score = TrialState.COMPLETE, seeds.score(run.folder)[1]
             except (OSError, ValueError) as error:
                 why = str(error)
-        elif run.pruned and run.stopped:
-            state = TrialState.PRUNED
-        elif self._code:  # it goes on when the sweep does
-            return
         elif code in (PREEMPTED, NOT_NOW) and run.restarts < _RESTARTS:
             run.restarts += 1
             self._running.append(run)
@@ -168,8 +168,7 @@ class Sweep:
         self._tell(self._study.tell(run.trial, score, state), why)
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
-        """Writes the files anew, prints a line about a trial."""
-        self._write()
+        """Prints a line about a trial, writes the files anew."""
         metric, best = self._study.user_attrs.get("metric"), self._best()
         what = f"{metric} {trial.value:.4f}" if trial.value is not None else f"failed, {why}"
         if trial.state == TrialState.PRUNED:
@@ -178,6 +177,7 @@ class Sweep:
         values = " ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
         done, seconds = f"{trial.number + 1}/{self._own.trials}", trial.user_attrs["seconds"]
         print(printable(f"trial {done}: {what} ({than}): {values}; {seconds:.0f} s"), flush=True)
+        self._write()
 
     def _best(self) -> FrozenTrial | None:
         return max(self._trials(TrialState.COMPLETE), key=lambda one: one.value, default=None)
@@ -232,7 +232,7 @@ def _space(asked: Asked) -> dict[str, distributions.BaseDistribution]:
 
 def _gpus() -> list[str]:
     """This host's, as CUDA_VISIBLE_DEVICES names them."""
-    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return given.split(",")
     if not shutil.which("nvidia-smi"):
         return []
@@ -257,7 +257,7 @@ def _page(title: str, metric: str, trials: Sequence[FrozenTrial], *, asked: Aske
 
     trials, rows = sorted(trials, key=rank, reverse=True), []
     for one in trials:
-        ran = one.user_attrs.get("steps", ""), _short(one.user_attrs.get("seconds", ""))
+        ran = one.user_attrs.get("steps", ""), round(one.user_attrs.get("seconds", 0))
         score = "" if one.value is None else f"{one.value:.4f}"
         values = (_short(one.params.get(name, "")) for name in asked.values)
         rows.append([one.number + 1, score, *values, *ran, one.state.name.lower()])
