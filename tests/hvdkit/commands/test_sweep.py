@@ -127,3 +127,11 @@ def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, sai
     error = capfd.readouterr().err
     assert code == 2 and said in error and error.count("\n") == 1, error
     assert not (tmp_path / "all").exists()
+
+
+def test_without_optuna_it_says_how_to_install_it(start, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "hvdkit.commands.sweep_trials")
+    with pytest.raises(SystemExit, match="2"):
+        start("--base_lr=0.1:1.0")
+    assert "pip install optuna" in capfd.readouterr().err

@@ -81,9 +81,9 @@ class Sweep:
             for run in [*self._running]:
                 code = run.process.poll()
                 self._look(run)
-                if code is not None:
+                if code is not None and not _is_used(run.folder):
                     self._end(run, code)
-                elif (run.pruned or self._code) and not run.stopped:
+                elif code is None and (run.pruned or self._code) and not run.stopped:
                     run.stopped = True
                     os.killpg(run.process.pid, self._signal)
         best = self._write()
@@ -228,6 +228,15 @@ def _space(asked: Asked) -> dict[str, distributions.BaseDistribution]:
         else:
             found[name] = kind(*values, log=asked.flags[name].endswith(":log"))
     return found
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether rank 0 holds its lock (hvdkit/checkpoint/lease.py): it may outlive its launcher."""
+    try:
+        whole_files.lock(folder / ".lock").close()
+    except OSError as error:  # others: no folder yet, no locks
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _gpus() -> list[str]:
