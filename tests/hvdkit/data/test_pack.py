@@ -165,7 +165,7 @@ def killed_at(monkeypatch, owner: object, function: str, call: int) -> list[obje
 
 @pytest.mark.parametrize(
     ("owner", "function", "call", "calls_of_both"),
-    [(pack, "_verify", 2, 4), (Path, "rename", 6, 9)],
+    [(pack, "_verify", 2, 4), (Path, "rename", 6, 8)],
 )
 def test_after_a_kill_the_next_try_goes_on(
     demo, tmp_path, monkeypatch, owner, function: str, call: int, calls_of_both: int
