@@ -80,7 +80,7 @@ def test_a_flagfile_is_looked_for_here_then_in_the_project(project, elsewhere):
         ("--run_dir=a --num_steps=5\n", ["a.cfg, line 1", "no other flag"]),
         ("--num_steps 5\n", ["a.cfg, line 1", "is not a flag"]),
         ("\n--num_steps=x\n", ["a.cfg, line 2", "num_steps=x"]),
-        ("--learning_rate=1\n", ["a.cfg, line 1", "no flag --learning_rate"]),
+        ("--learning_rate=1\n", ["a.cfg, line 1", "--base_lr"]),
         ("--num_steps\n", ["a.cfg, line 1", "needs a value"]),
         ("--flagfile=none.cfg\n", ["a.cfg, line 1", "none.cfg", "no such file"]),
         ("--flagfile=\n", ["a.cfg, line 1", "names no file"]),

@@ -58,7 +58,9 @@ def test_what_readme_and_docs_promise_of_every_run():
         ("--", ["'--'", "--name=value"]),
         # The nearest name is offered.
         ("--undefok=seeds", ["--undefok", "--help"]),
-        ("--learning_rate=1", ["no flag --learning_rate", "--help"]),
+        ("--learning_rate=1", ["no flag --learning_rate", "--base_lr?"]),
+        ("--batchsize=1", ["--global_batch_size or --batch_per_rank?"]),
+        ("--num_epochs=1", ["--epochs?"]),
         ("--base-lr=1", ["--base_lr?"]),
         ("--momentun=1", ["--momentum?"]),
         ("--nobenchmrk=1", ["--nobenchmark"]),
@@ -192,7 +194,7 @@ def test_a_wrong_flag_is_refused_before_tensorflow_is_imported():
     ended = subprocess.run([*command, "--lr=1"], **how, timeout=60)
     assert (ended.returncode, ended.stderr) == (
         2,
-        "error: there is no flag --lr (--help lists all)\n",
+        "error: there is no flag --lr: did you mean --base_lr? (--help lists all)\n",
     )
     ended = subprocess.run(["bash", "-c", '"$@" --help | true', "bash", *command], **how)
     assert ended.stderr == ""  # no trace of a pipe that nobody reads

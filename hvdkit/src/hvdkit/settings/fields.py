@@ -31,6 +31,25 @@ PARSERS = {
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
+# Names that other programs have for a setting.
+_ELSEWHERE = {
+    "base_lr": "lr learning_rate initial_lr init_lr max_lr",
+    "batch_per_rank": "batch_per_gpu local_batch_size per_device_train_batch_size",
+    "clip_norm": "clip grad_clip max_grad_norm gradient_clip_norm",
+    "data_dir": "data dataset dataset_dir data_path data_root",
+    "accumulation_steps": "grad_accum gradient_accumulation_steps",
+    "flagfile": "config config_file cfg",
+    "global_batch_size or --batch_per_rank": "batch batchsize batch_size bs train_batch_size",
+    "jit": "xla jit_compile compile",
+    "init_from": "pretrained checkpoint restore init_checkpoint",
+    "lr_policy": "schedule lr_schedule scheduler lr_scheduler",
+    "model": "arch backbone network",
+    "epochs": "num_epochs max_epochs num_train_epochs n_epochs",
+    "num_steps": "steps max_steps train_steps num_train_steps",
+    "precision": "fp16 bf16 amp mixed_precision dtype",
+    "run_dir": "output_dir model_dir out_dir save_dir logdir log_dir workdir",
+    "weight_decay": "wd l2",
+}
 
 # Flags that are no settings and are read before them.
 _TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", "full", "xml"))}
@@ -234,8 +253,12 @@ def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
 
 
 def _nearest(name: str, switches: Mapping[str, bool]) -> str:
+    plain = name.replace("-", "_").lower()
+    for meant, names in _ELSEWHERE.items():
+        if plain in names.split():
+            return f": did you mean --{meant}?"
     known = [*switches, "flagfile", *(f"no{name}" for name, switch in switches.items() if switch)]
-    close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    close = difflib.get_close_matches(plain, known, n=1)
     return f": did you mean --{close[0]}?" if close else ""
 
 
