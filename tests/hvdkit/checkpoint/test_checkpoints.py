@@ -94,7 +94,7 @@ def test_the_same_step_saved_again_keeps_its_score_only_with_the_same_weights(ke
     assert kept.best() == (0.5, 1)
     save(kept, 1, 2.0)
     assert kept.best() is None and restored(kept) == 2.0 and names(kept) == [path.name]
-    refused(lambda: kept.add_score(2, 0.5), "step-00000002", "missing")
+    refused(lambda: kept.add_score(2, 0.5), "step-00000002 is no checkpoint")
 
 
 def test_auto_never_a_checkpoint_and_a_run(kept, tmp_path):

@@ -85,14 +85,7 @@ def verify(path: Path) -> Manifest:
 
     Raises Damaged, OtherFormat: it is not; the message names the file.
     """
-    try:
-        if not path.is_dir():
-            missing = "is no folder" if path.exists() else "does not exist"
-            raise Damaged(f"{path} is no checkpoint: it {missing}")
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from None
-    manifest = read_manifest(path)
-    file = path / STATE
+    manifest, file = read_manifest(path), path / STATE
     if _guarded(file, lambda: whole_files.sha256(file, links=False)) != manifest.sha256:
         raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
@@ -212,11 +205,13 @@ def tidy(folder: Path) -> None:
 
 def _guarded(file: Path, read: Callable[[], Any]) -> Any:
     """What `read` returns; whatever goes wrong becomes a sentence that names the file."""
+    folder = file.parent
     try:
-        if file.parent.is_symlink():
-            raise Damaged(f"{file.parent} is a link, which is not followed")
-        if not file.is_file():
-            raise Damaged(f"{file} is no file" if file.exists() else f"{file} is missing")
+        if folder.is_symlink():
+            raise Damaged(f"{folder} is a link, which is not followed")
+        if not folder.is_dir():
+            missing = "is no folder" if folder.exists() else "does not exist"
+            raise Damaged(f"{folder} is no checkpoint: it {missing}")
         return read()
     except OSError as error:
         raise Damaged(f"{file} cannot be read: {error.strerror or error}") from None
@@ -231,8 +226,6 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
 def _parse(path: Path) -> Manifest:
     file = path / MANIFEST
     record = json.loads(whole_files.read(file, whole_files.JSON_BYTES))
-    if not isinstance(record, dict):
-        raise Damaged(f"{file} is damaged: it holds no JSON object")
     checksum, number = record.pop("checksum", None), record.pop("format", None)
     if checksum != checksum_of(record, number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")

@@ -7,8 +7,8 @@ the next save tries again. The number of saves that failed in a row is a vote of
 
 import errno
 import os
-import threading
 import time
+from concurrent import futures
 from typing import Self
 
 from hvdkit.checkpoint import files
@@ -31,9 +31,10 @@ class Saver:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints, self._world = checkpoints, checkpoints.world
-        self._thread: threading.Thread | None = None
+        self._pool = futures.ThreadPoolExecutor(1, "saver")
+        self._pool.submit(int)  # starts its thread: later there may be too many processes
+        self._writing: futures.Future | None = None
         self._step: int | None = None  # of the newest save
-        self._outcome: Exception | None = None  # of the newest save, once its thread has ended
         self._score: tuple[int, float] | None = None  # the newest, and of which step
         self._skipped = 0  # of the newest save: see Copy
         self.failed, self.error = 0, None
@@ -44,11 +45,9 @@ class Saver:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if not error or isinstance(error, Stop):
             self.wait()
-        elif self._thread:
-            self._thread.join(_AFTER_FAILURE)
-            if self._thread.is_alive():
-                late = f"the checkpoint of step {self._step} was still being written when the run"
-                say(self._world, f"note: {late} ended: a rerun resumes from the one before it")
+        elif self._writing and futures.wait([self._writing], _AFTER_FAILURE).not_done:
+            late = f"the checkpoint of step {self._step} was still being written when the run"
+            say(self._world, f"note: {late} ended: a rerun resumes from the one before it")
 
     def save(self, step: int, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
@@ -64,13 +63,8 @@ class Saver:
         except MemoryError as error:
             self._fail(error)
             return
-        self._skipped, self._outcome = copy.skipped, None
-        thread = threading.Thread(target=self._write, args=(copy,), name="saver")
-        try:
-            thread.start()
-            self._thread = thread
-        except RuntimeError as error:  # no more processes are allowed
-            self._fail(error)
+        self._skipped = copy.skipped
+        self._writing = self._pool.submit(self._write, copy)
 
     def add_score(self, step: int, score: float) -> None:
         """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
@@ -108,32 +102,28 @@ class Saver:
 
     def wait(self) -> None:
         """Until nothing is being written any more."""
-        if self._thread:
-            self._thread.join()
+        if self._writing:
+            futures.wait([self._writing])
             self.look()
 
     def look(self) -> None:
-        """Learns how a save ended whose thread has ended."""
-        if not self._thread or self._thread.is_alive():
+        """Learns how a save ended that has ended."""
+        if not self._writing or not self._writing.done():
             return
-        self._thread = None
-        if self._outcome is None:
+        error, self._writing = self._writing.exception(), None
+        if error is None:
             self.failed, self.error = 0, None
-        elif isinstance(self._outcome, OSError | ValueError | MemoryError):
-            self._fail(self._outcome)
+        elif isinstance(error, OSError | ValueError | MemoryError):
+            self._fail(error)
         else:
-            raise self._outcome
+            raise error
 
     def _write(self, copy: Copy) -> None:
-        folder = self._checkpoints.folder
-        try:
-            # Made anew, it would hide from the next start that the run's disk is away.
-            if not folder.is_dir():
-                away = f"{os.strerror(errno.ENODEV)}: is its disk mounted?"
-                raise OSError(errno.ENODEV, away, str(folder))
-            self._checkpoints.write(copy)
-        except Exception as error:
-            self._outcome = error
+        # Made anew, it would hide from the next start that the run's disk is away.
+        if not (folder := self._checkpoints.folder).is_dir():
+            away = f"{os.strerror(errno.ENODEV)}: is its disk mounted?"
+            raise OSError(errno.ENODEV, away, str(folder))
+        self._checkpoints.write(copy)
 
     def _fail(self, error: Exception) -> None:
         self.failed += 1
