@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,24 +111,24 @@ def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
     return "\n".join(lines)
 
 
-def html(runs: Sequence[Records], names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table, and the curves of all runs, one plot for each figure."""
+def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]) -> None:
+    """A page with the table, and the curves of all runs, by their names. Raises OSError."""
     from hvdkit.observe import pages  # here: loading the plot library takes half a second
 
     wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
     wanted |= {"samples_per_second": "Samples a second, all ranks", "eval_loss": "Validation loss"}
-    wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs for n in run.scores()}
+    wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs.values() for n in run.scores()}
     found = []
     for key, title in itertools.islice(wanted.items(), _MOST_PLOTS):
         lines = {}
-        for run, name in zip(runs, names):
+        for name, run in runs.items():
             of_key = run.evaluations if key.startswith("eval_") else run.steps
             curve = column(of_key, "step"), column(of_key, key)
             if not all(map(math.isnan, curve[1])):
                 lines[name] = curve
         found += [pages.curves(title, lines)] if lines else []
-    parts = [pages.table(rows, ["", *names]), pages.section("Curves", pages.cards(found))]
-    return pages.page(f"{len(runs)} runs compared", parts)
+    parts = [pages.table(rows[1:], rows[0]), pages.section("Curves", pages.cards(found))]
+    pages.write(file, f"{len(runs)} runs compared", parts)
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -168,11 +168,11 @@ def main(argv: list[str]) -> int:
         if len(own.folders) < 2:
             raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
         runs = [records.read(folder) for folder in own.folders]
-        rows, names = side_by_side(runs, own.score), labels(own.folders)
+        names = labels(own.folders)
+        rows = [["", *names], *side_by_side(runs, own.score)]
         if own.html:
-            with whole_files.written(own.html) as partial:
-                partial.write_text(html(runs, names, rows), encoding="utf-8")
-        print(printed([["", *names], *rows]))
+            write(own.html, dict(zip(names, runs)), rows)
+        print(printed(rows))
         if own.html:
             print(printable(f"page: {own.html}"))
         for run in runs:

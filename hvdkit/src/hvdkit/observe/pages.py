@@ -87,6 +87,12 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
+def write(file: Path, title: str, parts: Sequence[str]) -> None:
+    """Atomic: a reader finds the old page or the new one. Raises OSError."""
+    with whole_files.written(file) as partial:
+        partial.write_text(page(title, parts), encoding="utf-8")
+
+
 def escaped(text: object) -> str:
     return html.escape(records.text(text))
 
@@ -129,12 +135,6 @@ def picture(file: Path, caption: str) -> str:
     alt = escaped(caption)
     image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
     return f"<figure><figcaption>{alt}</figcaption>{image}</figure>"
-
-
-def write(file: Path, text: str) -> None:
-    """Atomic: a reader finds the old page or the new one."""
-    with whole_files.written(file) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def curves(

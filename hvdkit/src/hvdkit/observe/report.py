@@ -5,17 +5,16 @@
 train.py writes it at the end and when it is stopped. It is one file and needs no network.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 import numpy as np
 
+from hvdkit import logs
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
 from hvdkit.logs import complain, printable
@@ -61,7 +60,7 @@ def write(run_dir: Path) -> Path:
     ]
     state = run.summary.get("exit_reason") or f"not ended, step {run.last_step():,}"
     out = run_dir / "report.html"
-    pages.write(out, pages.page(f"{run.folder.resolve().name}: {state}", parts))
+    pages.write(out, f"{run.folder.resolve().name}: {state}", parts)
     return out
 
 
@@ -184,13 +183,11 @@ def _duration(seconds: float) -> str:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
-    folders: list[Any] = argv[1:]
-    if not folders or any(name.startswith("-") for name in folders):
-        print(__doc__, file=sys.stderr)
-        return DONE if folders in (["--help"], ["-h"]) else WRONG_USE
+    parser = logs.parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
     try:
-        for folder in folders:
-            print(printable(f"report: {write(Path(folder))}"))
+        for folder in parser.parse_args(argv[1:]).folders:
+            print(printable(f"report: {write(folder)}"))
     except (OSError, ValueError) as error:
         complain(str(error))
         return WRONG_USE

@@ -83,7 +83,7 @@ class FindLr:
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
         how = {"xlabel": "learning rate", "log_x": True, "marks": list(found or [])}
         drawn = pages.curves(title, lines, **how)
-        pages.write(self._page, pages.page("Learning rate", [pages.cards([drawn])]))
+        pages.write(self._page, "Learning rate", [pages.cards([drawn])])
 
 
 class Slopes(NamedTuple):
