@@ -1,16 +1,13 @@
-"""Log lines and the rank in front of them; the status line of a terminal; progress."""
+"""Log lines and the rank in front of them; progress."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from terminal import Terminal
 
 import hvdkit
 from hvdkit import logs
-from ranks import ENVIRONMENT, PROJECT
 
 PROGRAM = """
 from absl import app, logging
@@ -50,19 +47,6 @@ def test_a_log_that_nobody_reads_ends_no_run(tmp_path):
     ended = run(tmp_path, "> /dev/full")
     assert ended.returncode == 0 and (tmp_path / "done").exists()
     assert ended.stderr.count("note: standard output cannot be written") == 1, ended.stderr
-
-
-def test_on_a_terminal_one_line_is_written_over_and_others_stay(tmp_path):
-    flags = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
-    words = [sys.executable, "train.py", *flags, f"--run_dir={tmp_path}/run"]
-    with Terminal(words, PROJECT, ENVIRONMENT | {"TERM": "xterm"}) as terminal:
-        assert terminal.wait(200) == 0, terminal.shown
-        shown = terminal.shown
-    steps = re.findall(r"\r\x1b\[K((?:\[[#-]{5,20}\] )?step (\d)/6 [^\r\n]*)", shown)
-    assert [int(step) for _, step in steps] == [1, 2, 3, 4, 5, 6], shown
-    assert steps[0][0].startswith("[#-") and all(len(line) < 80 for line, _ in steps)
-    stays = shown.replace("\r\n", "\n").splitlines()
-    assert any(line.startswith("step 3/6  evaluated: loss") for line in stays), shown
 
 
 @pytest.mark.parametrize("terminal", [True, False])

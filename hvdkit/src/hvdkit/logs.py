@@ -16,12 +16,10 @@ from typing import NoReturn
 
 from absl import flags, logging
 
-from hvdkit.stop import RANK_VARIABLES, WRONG_USE, launch_rank
+from hvdkit.stop import WRONG_USE, launch_rank
 
-_LEAST_BAR = 5  # columns
+_BAR = 30  # columns
 _UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by their launcher
-
-_status_shown = False  # a line that the next one replaces
 
 
 class _Lines(python_logging.Handler):
@@ -32,7 +30,6 @@ class _Lines(python_logging.Handler):
         rank = "" if hasattr(record, "names_rank") else launch_rank()
         text = "\n".join(map(printable, record.getMessage().split("\n")))
         text = f"rank {rank}: {text}" if rank else text
-        end_status()
         try:
             # One write a line: launchers put their tags between writes.
             file = sys.stderr if to_errors else sys.stdout
@@ -105,52 +102,16 @@ def join(things: Iterable[object], most: int = 5) -> str:
     return ", ".join(map(str, things[:most])) + more
 
 
-def can_show_status() -> bool:
-    """Whether standard output is a terminal that understands what `show_status` writes.
-
-    Never under a launcher: mpirun gives its ranks a terminal, and writes what comes out to a log.
-    """
-    launched = any(name in os.environ for name in RANK_VARIABLES)
-    return not launched and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
-def show_status(text: str, done: int, count: int) -> None:
-    """One line on a terminal that replaces the last one, after a bar where there is room.
-
-    Cut to the terminal's width, because a line that wraps stays.
-    """
-    global _status_shown
-    with contextlib.suppress(OSError):
-        width = os.get_terminal_size(sys.stdout.fileno()).columns or 80
-        room = min(20, width - len(text) - len("[] ") - 1)
-        line = f"{_bar(done, count, room)} {text}" if room >= _LEAST_BAR else text[: width - 1]
-        print(f"\r\x1b[K{line}", end="", flush=True)
-        _status_shown = True
-
-
-def end_status() -> None:
-    """Leaves the status line as it is; the next line is written below it."""
-    global _status_shown
-    with contextlib.suppress(OSError):
-        if _status_shown:
-            print(flush=True)
-    _status_shown = False
-
-
 def progress(what: str, done: int, count: int) -> None:
     """How far something is, on standard error: a bar on a terminal, in a log a line each tenth."""
     if sys.stderr.isatty():
         if done % max(1, count // 200) == 0 or done == count:
             end = "\n" if done == count else ""
-            text = f"\r{what:>8} {_bar(done, count, 30)} {done}/{count}"
-            print(text, end=end, file=sys.stderr, flush=True)
+            full = _BAR * done // count
+            bar = f"[{'#' * full}{'-' * (_BAR - full)}]"
+            print(f"\r{what:>8} {bar} {done}/{count}", end=end, file=sys.stderr, flush=True)
     elif 10 * done // count > 10 * (done - 1) // count:
         print(f"{what}: {done}/{count}", file=sys.stderr, flush=True)
-
-
-def _bar(done: int, count: int, width: int = 20) -> str:
-    full = width * done // max(count, 1)
-    return f"[{'#' * full}{'-' * (width - full)}]"
 
 
 def _give_up_stdout(error: OSError) -> None:

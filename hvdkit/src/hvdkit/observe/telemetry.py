@@ -12,13 +12,14 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from PIL import Image
 
-from hvdkit import logs, whole_files
+from hvdkit import whole_files
 from hvdkit.evaluate import metrics
 from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
@@ -44,7 +45,7 @@ class Telemetry:
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._samples = config.global_batch_size  # a step
         self._last_step, self._last_time = first_step, time.monotonic()
-        self._epoch, self._score = epoch, ""  # of the newest evaluation, for the status line
+        self._epoch = epoch
         self._first_loss = 0.0  # logged by this process
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
@@ -60,8 +61,6 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._world.is_chief:
-            logs.end_status()
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.close()
@@ -108,16 +107,13 @@ class Telemetry:
         shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
         self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
-        eta = _clock_time((self._num_steps - step) * self._samples / rate)
-        line = (
+        eta = timedelta(seconds=int((self._num_steps - step) * self._samples / rate))
+        say(
+            self._world,
             f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
-            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
+            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}  "
+            f"epoch {step * self._samples / self._epoch:.1f}",
         )
-        epochs = f"epoch {step * self._samples / self._epoch:.1f}"
-        if logs.can_show_status():
-            logs.show_status(f"{line}{self._score}  {epochs}", step, self._num_steps)
-        else:
-            say(self._world, f"{line}  {epochs}")
         self._judge(figures["loss"])
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
@@ -177,9 +173,8 @@ class Telemetry:
         if pictures is not None:
             with self._reports_once("predictions.png"):
                 self._pictures(step, pictures)
-        self._score = f"  {main_metric} {figures[main_metric]:.4f}"
-        loss = f"evaluated: loss {figures['loss']:.4f}"
-        say(self._world, f"step {step}/{self._num_steps}  {loss}{self._score}")
+        score = f"loss {figures['loss']:.4f}  {main_metric} {figures[main_metric]:.4f}"
+        say(self._world, f"step {step}/{self._num_steps}  evaluated: {score}")
 
     def _pictures(self, step: int, pictures: np.ndarray) -> None:
         """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
@@ -251,10 +246,3 @@ def _by_rank(losses: Sequence[float]) -> dict[str, float]:
     if len(found) <= _RANKS_SHOWN:
         figures |= dict(enumerate(found))
     return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
-
-
-def _clock_time(seconds: float) -> str:
-    """4:05 or 1:04:05."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
