@@ -13,6 +13,7 @@ from refusals import refused
 from small_checkpoints import counted, first_weights
 
 from hvdkit.checkpoint import warm_start
+from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 from hvdkit.train.preprocessing import Preprocess
 from hvdkit.train.state import names_of_model
@@ -27,6 +28,11 @@ def write(model, path):
     with h5py.File(path, "w") as file:
         legacy_h5_format.save_weights_to_hdf5_group(file, model)
     return path
+
+
+def load(model, file, mode):
+    config = Settings(backbone_weights=str(file), backbone_preprocessing=mode)
+    warm_start.load_backbone(model, config)
 
 
 def features(model, image):
@@ -44,7 +50,7 @@ def test_features_are_those_of_keras_applications(tmp_path):
             variable.assign(rng.uniform(low, low + 0.5, variable.shape))
     wanted = features(there, keras.applications.resnet.preprocess_input(PICTURE.copy()))
     model = classification.MODELS["resnet50_keras"](64, 5, 0.0)
-    warm_start.load_backbone(model, write(there, tmp_path / "notop.h5"), "caffe")
+    load(model, write(there, tmp_path / "notop.h5"), "caffe")
     for layer in there.layers[1:]:
         pairs = zip(layer.weights, model.get_layer(layer.name).weights, strict=True)
         assert all(np.array_equal(one.numpy(), other.numpy()) for one, other in pairs)
@@ -115,7 +121,7 @@ def test_what_the_backbone_is_and_no_more_is_set(last, left, policy, tmp_path):
     finally:
         keras.config.set_dtype_policy("float32")
     model.get_layer("conv1_conv").trainable = False
-    warm_start.load_backbone(model, file, "torch")
+    load(model, file, "torch")
     assert first_weights(model) == [5.0] * 6 + left and mode(model) == "torch"
     assert model.weights[1].dtype == policy
 
@@ -192,7 +198,7 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
 def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):
     file = published(tmp_path / "a.h5", **there)
     file = (spoil and spoil(file)) or file
-    error = refused(lambda: warm_start.load_backbone(small(**here), file, "tf"), *words)
+    error = refused(lambda: load(small(**here), file, "tf"), *words)
     assert str(error).startswith(f"--backbone_weights={file}")
 
 

@@ -167,25 +167,17 @@ class _Backbone(keras.Model):
         return [x for x in super().layers if not isinstance(x, preprocessing.Preprocess)]
 
 
-def start_backbone(model: keras.Model, config: Settings) -> None:
-    """Loads --backbone_weights into the model, and prints that."""
-    path, mode = Path(config.backbone_weights), config.backbone_preprocessing
-    load_backbone(model, path, mode)
-    logs.say(
-        f"starting from the backbone in {path}, up to {model.backbone}, trained on "
-        f"{preprocessing.MEANING[mode]} ({mode})"
-    )
-
-
-def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
-    """Sets all layers up to the one that `model.backbone` names, and the kind of pictures.
+def load_backbone(model: keras.Model, config: Settings) -> None:
+    """Sets all layers up to the one that `model.backbone` names, and the kind of pictures; says so.
 
     The file must have exactly these layers, in their order (Keras checks it): with the top where
     `model.backbone` is the network's last layer. Rank 0 alone needs to call it.
 
-    `path`: a .h5 file as keras.applications publishes them. `mode`: of preprocessing.MODES. Raises
-    ValueError: the model names no backbone, or the file does not fit it.
+    --backbone_weights: a .h5 file as keras.applications publishes them. --backbone_preprocessing:
+    of preprocessing.MODES. Raises ValueError: the model names no backbone, or the file does not
+    fit it.
     """
+    path, mode = Path(config.backbone_weights), config.backbone_preprocessing
     here = f"--backbone_weights={path}"
     pixels, last = preprocessing.find(model), getattr(model, "backbone", "")
     if not (pixels and last):
@@ -206,6 +198,8 @@ def load_backbone(model: keras.Model, path: Path, mode: str) -> None:
         if not all(np.isfinite(values).all() for values in layer.get_weights()):
             raise ValueError(f"{here}: {layer.name} holds values that are not finite")
     pixels.mode.assign(preprocessing.MODES.index(mode))
+    kind = f"trained on {preprocessing.MEANING[mode]} ({mode})"
+    logs.say(f"starting from the backbone in {path}, up to {last}, {kind}")
 
 
 def _check_values(path: Path | IO[bytes]) -> None:

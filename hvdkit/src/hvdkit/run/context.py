@@ -234,7 +234,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         context.checkpoints.restore(found, state.variables, config)
         state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
-        read = warm_start.start if config.init_from else warm_start.start_backbone
+        read = warm_start.start if config.init_from else warm_start.load_backbone
         with world.fail_together("reading the first weights"):
             if world.is_chief:
                 read(context.model, config)
