@@ -6,7 +6,6 @@ before the first one.
 """
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -93,24 +92,18 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
 
 
 def check_code(world: World) -> None:
-    """Raises Stop on all ranks when a host has other files of code; one rank a host reads them."""
-    own = {}
+    """Raises Stop on all ranks when a rank has other files of code."""
     with world.fail_together("reading the project's code"):
-        if world.local_rank == 0:
-            own = fingerprints.code(project.folder(), project.ENGINE)
-    whole = hashlib.sha256(repr(sorted(own.items())).encode()).hexdigest() if own else ""
-    first = world.broadcast_object(whole, "agreement.code")
-    if world.barrier_max("agreement.odd_code", bool(own) and whole != first) == [0]:
-        return
-    everyone = world.gather_objects((own, hostname()), "agreement.files")
-    first, _ = everyone[0]
-    for rank, (theirs, host) in enumerate(everyone):
+        own = fingerprints.code(project.folder(), project.ENGINE)
+    everyone, odd = world.compare(dict(sorted(own.items())), "agreement.code")
+    if odd:
+        hosts = world.gather_objects(hostname(), "agreement.hosts")
+        first, theirs = everyone[0], everyone[odd[0]]
         names = sorted({*first, *theirs})
-        different = [name for name in names if theirs and theirs.get(name) != first.get(name)]
-        if different:
-            what = f"{join(different, 3)} on {host} (rank {rank}) differ from rank 0's"
-            way_out = "copy the same code to all hosts, or keep it on a disk that they share"
-            raise Stop(WRONG_USE, f"{what}: {way_out}")
+        different = [name for name in names if theirs.get(name) != first.get(name)]
+        what = f"{join(different, 3)} on {hosts[odd[0]]} (rank {odd[0]}) differ from rank 0's"
+        way_out = "copy the same code to all hosts, or keep it on a disk that they share"
+        raise Stop(WRONG_USE, f"{what}: {way_out}")
 
 
 def check_gradients(

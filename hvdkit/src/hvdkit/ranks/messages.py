@@ -1,8 +1,8 @@
 """What carries messages between ranks outside of a step: mpi4py, or Horovod where there is no MPI.
 
-Both carriers have the same calls: `largest`, `gather`, `beside`, `broadcast`, `local`. Every rank
-must make the same ones in the same order, from one thread. Their size is constant at any number
-of ranks, except for what `gather` returns.
+Both carriers have the same calls: `largest`, `gather`, `beside`, `broadcast`. Every rank must make
+the same ones in the same order, from one thread. Their size is constant at any number of ranks,
+except for what `gather` returns.
 
 Horovod gives all collectives of a kind outside a graph one name, and MPI gives them none. So
 `World` begins each exchange with the same call, `largest`, which shows that all are at one place.
@@ -114,10 +114,6 @@ class Horovod:
             part[:] = sent
         heartbeat.beat()
 
-    def local(self) -> tuple[int, int]:
-        """This rank among those of its host, and their number."""
-        return hvd.local_rank(), hvd.local_size()
-
 
 class Mpi:
     """As Horovod, through mpi4py; its own communicator never meets a step's collectives.
@@ -152,12 +148,6 @@ class Mpi:
 
     def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
         self._wait(self._world.Ibcast(part, root))
-
-    def local(self) -> tuple[int, int]:
-        host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
-        found = host.rank, host.size
-        host.Free()
-        return found
 
     def _wait(self, request: Any) -> None:
         start = time.monotonic()

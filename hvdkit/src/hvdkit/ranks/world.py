@@ -200,8 +200,8 @@ def connect(limit: int = 0) -> World:
             f"{hvd.size()}: they know nothing of each other, or their MPI is not the one that "
             "Horovod was built with. Use horovodrun, that MPI's own mpirun, or srun --mpi=pmix",
         )
-    carrier = messages.carrier()
-    return World(hvd.rank(), hvd.size(), *carrier.local(), carrier)
+    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    return World(*place, messages.carrier())
 
 
 def set_up(world: World, config: Settings) -> World:
