@@ -35,12 +35,10 @@ class RankSums:
 
     def over_ranks(self) -> dict[str, np.ndarray]:
         """Totals in one collective, which every rank must call; integers are exact below 2**53."""
-        own = {name: np.asarray(self._sums[name]) for name in sorted(self._sums)}
-        flat = np.concatenate([np.ravel(part).astype(np.float64) for part in own.values()])
-        total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="metrics.sums").numpy()
-        parts = np.split(total, np.cumsum([part.size for part in own.values()])[:-1])
-        shaped = {name: part.reshape(own[name].shape) for name, part in zip(own, parts)}
-        return {name: part.astype(own[name].dtype) for name, part in shaped.items()}
+        own = {name: self._sums[name] for name in sorted(self._sums)}
+        sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
+        totals = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
+        return {name: total.numpy().astype(own[name].dtype) for name, total in zip(own, totals)}
 
 
 class ExactSums(RankSums):
