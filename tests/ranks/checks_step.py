@@ -219,21 +219,21 @@ def check_a_variable_without_gradient_is_allowed_on_every_rank_and_named_on_one(
 
 def check_state_that_differs_between_ranks_is_named(world):
     named = {name: tf.Variable([1.0, 2.0]) for name in ("a", "b", "c", "d", "e")}
-    agreement.check_same_state(world, named, "the state at step 1")
+    agreement.check_same_state(world, named, 1, why="")
     last = world.size - 1
     if world.rank == last:
         named["c"].assign([1.0, np.nextafter(np.float32(2), np.float32(3))])
 
     def check():
-        agreement.check_same_state(world, named, "the state at step 2")
+        agreement.check_same_state(world, named, 2, why="it may not")
 
-    differ(check, "the state at step 2: c on", f"rank {last} ")
+    differ(check, "at step 2 c on", f"rank {last} ", "it may not")
     if world.rank == last:
         for variable in named.values():
             variable.assign([3.0, 3.0])
     differ(check, "a, b, c and 2 more", f"rank {last} ")
     named = {"a": tf.Variable(1.0)} | ({"new": tf.Variable(1.0)} if world.rank == last else {})
-    differ(lambda: agreement.check_same_state(world, named, "state"), "state: new", f"rank {last} ")
+    differ(check, "at step 2 new on", f"rank {last} ")
 
 
 def check_collectives_that_differ_by_name_or_shape_are_named(world):

@@ -10,14 +10,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
-from hvdkit.ranks.world import World, hostname, raw, say, weights_sha256
+from hvdkit.ranks.world import World, hostname, raw, say
 from hvdkit.settings import Settings, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
 
@@ -121,21 +119,38 @@ def check_gradients(
             )
 
 
-def check_same_state(
-    world: World, named: Mapping[str, keras.Variable | tf.Variable], what: str
-) -> None:
-    """Raises Stop on all ranks when a variable's bytes differ between ranks, naming both."""
-    digests = {name: weights_sha256([variable]) for name, variable in named.items()}
-    everyone, ranks = world.compare(digests, f"agreement.state.{what}")
+def check_same_state(world: World, named: Variables, step: int, *, why: str) -> None:
+    """Raises Stop on all ranks when bits of a variable differ between them; `why` they may.
+
+    Weights get the same update everywhere, so nothing else compares them: a bit that flips in one
+    rank's memory would be trained on for weeks, and checkpoints hold rank 0's. Where all are alike,
+    32 bytes travel.
+    """
+    if world.size == 1 or not named:
+        return
+    sums = tf.stack([_checksum(raw(variable).read_value()) for variable in named.values()])
+    everyone, ranks = world.compare(dict(zip(named, sums.numpy().tolist())), f"state.{step}")
     if ranks:
+        hosts = world.gather_objects(hostname(), "state.hosts")
+        where = join(sorted({hosts[rank] for rank in ranks}))
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
-        raise Stop(
-            BUG,
-            f"{what}: {join(odd, 3)} on rank {join(ranks)} differ from rank 0's: every rank must "
-            "change what is not trained in the same way, or its layer must say how the ranks' "
-            "values come together (`combines`, hvdkit/train/combine.py)",
-        )
+        what = f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where})"
+        raise Stop(BUG, f"{what} differ from rank 0's: {why}")
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def _checksum(value: tf.Tensor) -> tf.Tensor:
+    """int64 []: sum over the elements of their bits times a number of their place, modulo 2^64."""
+    if value.dtype.is_bool:
+        value = tf.cast(value, tf.uint8)
+    # Wider types in parts: the highest of 64 bits, times an odd number, is the same everywhere.
+    width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
+    bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
+    places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
+    # No longer in a line, so that opposite changes at two places do not cancel.
+    places = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 31)) | 1
+    return tf.reduce_sum(tf.cast(bits, tf.int64) * places)
 
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
@@ -151,60 +166,6 @@ def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction
             f"{join(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
             "same on every rank",
         )
-
-
-class Drift:
-    """Compares variables over the ranks while they train, by 16 bytes a variable.
-
-    Every rank applies the same update to the same weights, so nothing else compares them. A
-    flipped bit of memory on one rank would be trained on for weeks, and checkpoints hold rank 0's.
-    """
-
-    def __init__(self, world: World, variables: Variables) -> None:
-        """`variables`: by name, the same on every rank, each equal on all ranks between steps."""
-        self._world, self._names = world, list(variables)
-        self._values = [raw(v) for v in variables.values()]
-        self._checksums = tf.function(self._compare, autograph=False)
-
-    def check(self, step: int) -> None:
-        """Raises Stop on all ranks where values differ; every rank calls it at the same step."""
-        if self._world.size == 1:
-            return
-        own, least, most = (part.numpy() for part in self._checksums())
-        differ = np.flatnonzero(least != most)
-        if not differ.size:
-            return
-        mine = (own[differ].tolist(), hostname())
-        everyone = self._world.gather_objects(mine, f"drift.{step}")
-        ranks = [rank for rank, (sums, _) in enumerate(everyone) if sums != everyone[0][0]]
-        hosts = sorted({everyone[rank][1] for rank in ranks})
-        raise Stop(
-            BUG,
-            f"at step {step} {join([self._names[i] for i in differ])} on rank {join(ranks)} "
-            f"({join(hosts)}) differ from rank 0's: memory or a device may be faulty. Checkpoints "
-            "hold rank 0's: check which of them is sound; a rerun resumes from the newest",
-        )
-
-    def _compare(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Each variable's checksum here, and the least and the most over all ranks."""
-        own = tf.stack([_checksum(v.read_value()) for v in self._values])
-        # The most is the complement of the least complement: one collective.
-        both = hvd.allreduce(tf.concat([own, tf.bitwise.invert(own)], 0), op=hvd.Min, name="drift")
-        least, most = tf.split(both, 2)
-        return own, least, tf.bitwise.invert(most)
-
-
-def _checksum(value: tf.Tensor) -> tf.Tensor:
-    """int64 []: sum over the elements of their bits times a number of their place, modulo 2^64."""
-    if value.dtype.is_bool:
-        value = tf.cast(value, tf.uint8)
-    # Wider types in parts: the highest of 64 bits, times an odd number, is the same everywhere.
-    width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
-    bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
-    places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
-    # No longer in a line, so that opposite changes at two places do not cancel.
-    places = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 31)) | 1
-    return tf.reduce_sum(tf.cast(bits, tf.int64) * places)
 
 
 def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:

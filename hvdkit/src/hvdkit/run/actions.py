@@ -15,7 +15,6 @@ from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
-from hvdkit.ranks.agreement import Drift
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
@@ -90,7 +89,7 @@ class Log:
             self._telemetry.gradients(step, paths, result["layers"].numpy())
 
 
-DRIFT_EVERY = 1000  # steps; an allreduce of 16 bytes a variable
+DRIFT_EVERY = 1000  # steps
 
 
 class CheckDrift:
@@ -103,13 +102,17 @@ class CheckDrift:
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
         apart = set() if alike else batch_norm.moving_ids(run.model)
         named = run.state.variables.items()
-        self._drift = Drift(run.world, {n: v for n, v in named if id(raw(v)) not in apart})
+        self._world, self._named = run.world, {n: v for n, v in named if id(raw(v)) not in apart}
 
     def due(self, step: int) -> bool:
         return step % DRIFT_EVERY == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        self._drift.check(step)
+        why = (
+            "memory or a device may be faulty. Checkpoints hold rank 0's: check which of them is "
+            "sound; a rerun resumes from the newest"
+        )
+        agreement.check_same_state(self._world, self._named, step, why=why)
 
 
 class Own:
@@ -160,7 +163,7 @@ class Save:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            check_alike(run)
+            check_alike(run, step)
             self._saver.save(step, run.state.variables, run.config)
         self._saved_at = step
 
@@ -171,7 +174,7 @@ class Save:
             self._saver.last(step, self._run.state.variables, self._run.config)
 
 
-def check_alike(run: RunContext) -> None:
+def check_alike(run: RunContext, step: int) -> None:
     """Raises Stop, on all ranks, where state that is not trained differs between them.
 
     Rank 0's is saved, so the others' would be lost. With --bn_sync=none each rank keeps moving
@@ -181,7 +184,11 @@ def check_alike(run: RunContext) -> None:
     untrained = set(map(id, run.state.untrained)) - apart
     named = run.state.variables.items()
     named = {n: v for n, v in named if id(raw(v)) in untrained}
-    agreement.check_same_state(run.world, named, "state that is not trained")
+    why = (
+        "every rank must change what is not trained in the same way, or its layer must say how the "
+        "ranks' values come together (`combines`, hvdkit/train/combine.py)"
+    )
+    agreement.check_same_state(run.world, named, step, why=why)
 
 
 class Evaluate:
