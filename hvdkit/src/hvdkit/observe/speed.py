@@ -46,51 +46,42 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """The figures as lines of text."""
-    lines = [
-        f"benchmark: {record['windows']} windows of {record['steps_a_window']} steps after "
-        f"{record['warm_up_steps']}; {record['seconds_a_step'] * 1e3:.4g} ms a step of "
-        f"{record['global_batch_size']} samples on {record['ranks']} rank(s) ({record['device']})",
-        f"{'samples/s':<12}{'mean':>10}{'95 % interval':>22}{'median':>10}{'jitter':>10}",
-    ]
-    for name, key in (("in all", "samples_per_second"), ("a rank", "samples_per_second_a_rank")):
-        found = record[key]
-        low, high = (f"{x:.4g}" for x in found["interval_95"])
-        lines.append(
-            f"{name:<12}{found['mean']:>10.4g}{f'{low} to {high}':>22}"
-            f"{found['median']:>10.4g}{found['jitter']:>10.2g}"
-        )
-    lines += [*_shares(record), _memory(record["by_rank"]), _operations(record)]
-    return "\n".join(lines)
-
-
-def _shares(record: Mapping[str, Any]) -> list[str]:
-    shares, waits = record["shares_of_a_step"], [own["input"] for own in record["by_rank"]]
-    worst = waits.index(max(waits))
-    waited = f"input wait {shares['input']:.1%}"
-    waited += f" (rank {worst}: {waits[worst]:.1%})" if worst else ""
-    lines = [f"of a step: {waited}, bookkeeping {shares['bookkeeping']:.2%}"]
-    if shares["reduction_alone"] is not None:
-        lines.append(
-            "the sum of gradients over ranks, alone: "
-            f"{record['seconds_of_reduction_alone'] * 1e3:.3g} ms = "
-            f"{shares['reduction_alone']:.1%} of a step, part of it hidden behind the backward pass"
-        )
-    return lines
-
-
-def _memory(by_rank: Sequence[Mapping[str, Any]]) -> str:
+    shares, by_rank = record["shares_of_a_step"], record["by_rank"]
+    waits = [own["input"] for own in by_rank]
     host = max(own["host_peak_bytes"] for own in by_rank)
     gpu = max(own["gpu_peak_bytes"] or 0 for own in by_rank)
-    more = f", GPU {gpu / 2**30:.2f} GiB" if gpu else ""
-    return f"peak memory of a rank: host {host / 2**30:.2f} GiB{more}"
+    rows = {
+        "benchmark": f"{record['windows']} windows of {record['steps_a_window']} steps after "
+        f"{record['warm_up_steps']}, {record['ranks']} rank(s) ({record['device']})",
+        "a step": f"{record['seconds_a_step'] * 1e3:.4g} ms, {record['global_batch_size']} samples",
+        "samples/s, in all": _rates(record["samples_per_second"]),
+        "samples/s, a rank": _rates(record["samples_per_second_a_rank"]),
+        "input wait": f"{shares['input']:.1%} of a step; rank {waits.index(max(waits))} has most, "
+        f"{max(waits):.1%}",
+        "bookkeeping": f"{shares['bookkeeping']:.2%} of a step",
+        "peak memory of a rank": f"host {host / 2**30:.2f} GiB"
+        + f", GPU {gpu / 2**30:.2f} GiB" * bool(gpu),
+        "model FLOPs": _operations(record["model_flops"]),
+    }
+    if (alone := record["seconds_of_reduction_alone"]) is not None:
+        share = f"{shares['reduction_alone']:.1%} of a step, part of it behind the backward pass"
+        rows["sum of gradients, alone"] = f"{alone * 1e3:.3g} ms, {share}"
+    return "\n".join(f"{name:<25}{text}" for name, text in rows.items())
 
 
-def _operations(record: Mapping[str, Any]) -> str:
-    found = record["model_flops"]
+def _rates(found: Mapping[str, Any]) -> str:
+    low, high = found["interval_95"]
+    return (
+        f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g}), "
+        f"median {found['median']:.4g}, jitter {found['jitter']:.2g}"
+    )
+
+
+def _operations(found: Mapping[str, Any]) -> str:
     if "not_counted" in found:
-        return f"model FLOPs: not counted: {found['not_counted']}"
+        return f"not counted: {found['not_counted']}"
     line = (
-        f"model FLOPs a sample: {_short(found['forward_a_sample'])} forward, "
+        f"{_short(found['forward_a_sample'])} a sample forward, "
         f"{_short(found['training_a_sample'])} in training (3 x forward); "
         f"{_short(found['a_second_a_rank'])} a second on a rank"
     )
