@@ -180,7 +180,7 @@ def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(use
 
 def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
     (tmp_path / "tensorboard").touch()
-    with pytest.raises(ValueError, match=r"tensorboard: .*Not a directory"):
+    with pytest.raises(ValueError, match=r"--trackers=tensorboard .*Not a directory"):
         Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, first_step=0, epoch=50)
 
 

@@ -33,10 +33,7 @@ class Tracker(Protocol):
 class TensorBoard:
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
         folder = str(run_dir / "tensorboard")
-        try:
-            self._board = tf.summary.create_file_writer(folder, flush_millis=10_000)
-        except tf.errors.OpError as error:
-            raise ValueError(f"{folder}: {error.message}") from None
+        self._board = tf.summary.create_file_writer(folder, flush_millis=10_000)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         # As arrays: TensorFlow caches every Python number it has seen (0.8 kB each).
