@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
-from hvdkit.ranks.world import World, hostname, raw, say
+from hvdkit.ranks.world import World, hostname, say, weights_sha256
 from hvdkit.settings import Settings, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
 
@@ -27,9 +27,6 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # 1 or 0 of each rank.
 DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
 NUM_VOTES = 4
-
-# Odd and random: the first 64 bits of the golden ratio's fraction, as int64.
-_MIX = -7046029254386353131
 
 
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
@@ -119,14 +116,17 @@ def check_gradients(
             )
 
 
-def check_same_state(world: World, digests: Mapping[str, Any], step: int, *, why: str) -> None:
+def check_same_state(world: World, named: Variables, step: int, *, why: str) -> None:
     """Raises Stop on all ranks when a variable differs between them, by its name; `why` it may.
 
     Weights get the same update everywhere, so nothing else compares them: a bit that flips in one
     rank's memory would be trained on for weeks, and checkpoints hold rank 0's. Where all are alike,
     32 bytes travel.
     """
-    everyone, ranks = world.compare(dict(digests), f"state.{step}")
+    if world.size == 1:
+        return
+    digests = {name: weights_sha256([variable]) for name, variable in named.items()}
+    everyone, ranks = world.compare(digests, f"state.{step}")
     if ranks:
         hosts = world.gather_objects(hostname(), "state.hosts")
         where = join(sorted({hosts[rank] for rank in ranks}))
@@ -134,28 +134,6 @@ def check_same_state(world: World, digests: Mapping[str, Any], step: int, *, why
         odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
         what = f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where})"
         raise Stop(BUG, f"{what} differ from rank 0's: {why}")
-
-
-def checksums(named: Variables) -> dict[str, int]:
-    """Of variables where they are, also on a GPU: for large ones, by name.
-
-    Not as a graph: to trace that of 500 variables takes seconds, and this less than one.
-    """
-    found = tf.stack([_checksum(raw(variable).read_value()) for variable in named.values()])
-    return dict(zip(named, found.numpy().tolist()))
-
-
-def _checksum(value: tf.Tensor) -> tf.Tensor:
-    """int64 []: sum over the elements of their bits times a number of their place, modulo 2^64."""
-    if value.dtype.is_bool:
-        value = tf.cast(value, tf.uint8)
-    # Wider types in parts: the highest of 64 bits, times an odd number, is the same everywhere.
-    width = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
-    bits = tf.reshape(value if value.dtype == width else tf.bitcast(value, width), [-1])
-    places = tf.range(tf.size(bits, tf.int64), dtype=tf.int64) * _MIX
-    # No longer in a line, so that opposite changes at two places do not cancel.
-    places = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 31)) | 1
-    return tf.reduce_sum(tf.cast(bits, tf.int64) * places)
 
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:

@@ -15,7 +15,7 @@ from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
-from hvdkit.ranks.world import World, raw, say, weights_sha256
+from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
@@ -105,15 +105,14 @@ class CheckDrift:
         self._world, self._named = run.world, {n: v for n, v in named if id(raw(v)) not in apart}
 
     def due(self, step: int) -> bool:
-        return self._world.size > 1 and step % DRIFT_EVERY == 0
+        return step % DRIFT_EVERY == 0
 
     def __call__(self, step: int, result: Result) -> None:
         why = (
             "memory or a device may be faulty. Checkpoints hold rank 0's: check which of them is "
             "sound; a rerun resumes from the newest"
         )
-        digests = agreement.checksums(self._named)
-        agreement.check_same_state(self._world, digests, step, why=why)
+        agreement.check_same_state(self._world, self._named, step, why=why)
 
 
 class Own:
@@ -183,13 +182,12 @@ def check_alike(run: RunContext, step: int) -> None:
     """
     apart = batch_norm.moving_ids(run.model) if run.config.bn_sync == "none" else set()
     untrained = set(map(id, run.state.untrained)) - apart
-    named = run.state.variables.items()
-    digests = {n: weights_sha256([v]) for n, v in named if id(raw(v)) in untrained}
+    named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
     why = (
         "every rank must change what is not trained in the same way, or its layer must say how the "
         "ranks' values come together (`combines`, hvdkit/train/combine.py)"
     )
-    agreement.check_same_state(run.world, digests, step, why=why)
+    agreement.check_same_state(run.world, named, step, why=why)
 
 
 class Evaluate:
