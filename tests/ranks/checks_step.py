@@ -219,15 +219,15 @@ def check_a_variable_without_gradient_is_allowed_on_every_rank_and_named_on_one(
 
 def check_state_that_differs_between_ranks_is_named(world):
     named = {name: tf.Variable([1.0, 2.0]) for name in ("a", "b", "c", "d", "e")}
-    agreement.check_same_state(world, named, 1, why="")
+    agreement.check_same_state(world, named, 1)
     last = world.size - 1
     if world.rank == last:
         named["c"].assign([1.0, np.nextafter(np.float32(2), np.float32(3))])
 
     def check():
-        agreement.check_same_state(world, named, 2, why="it may not")
+        agreement.check_same_state(world, named, 2)
 
-    differ(check, "at step 2 c on", f"rank {last} ", "it may not")
+    differ(check, "at step 2 c on", f"rank {last} ", "memory or a device may be faulty")
     if world.rank == last:
         for variable in named.values():
             variable.assign([3.0, 3.0])

@@ -38,7 +38,7 @@ def check_records(folder, ended, *, backend, ranks):
     assert 0 < lines(folder)[-1]["eval_miou"] < 1
     assert summary(folder)["exit_reason"] == "done" and summary(folder)["ranks"] == ranks
     assert re.fullmatch(r"[0-9a-f]{64}", summary(folder)["weights_sha256"])
-    assert files.fault(folder / "checkpoints" / "step-00000008") is None
+    assert files.verify(folder / "checkpoints" / "step-00000008")
     assert len(list((folder / "checkpoints").iterdir())) <= 2  # --keep=1, and the best
     assert list((folder / "tensorboard").glob("events*"))
     picture = Image.open(folder / "predictions.png")

@@ -173,7 +173,7 @@ def test_loss_falls_on_two_ranks(flagfile, tmp_path):
     assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
     task = base.load(settings_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
     assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
-    assert files.fault(tmp_path / "checkpoints" / "step-00000020") is None
+    assert files.verify(tmp_path / "checkpoints" / "step-00000020")
 
 
 def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():

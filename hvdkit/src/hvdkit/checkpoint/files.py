@@ -91,15 +91,6 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def fault(path: Path) -> str | None:
-    """What is wrong with the checkpoint, naming the file; None when it is sound."""
-    try:
-        verify(path)
-    except (Damaged, OtherFormat) as error:
-        return str(error)
-    return None
-
-
 def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]:
     """The arrays whose names begin with one of `prefixes`, as they were written.
 

@@ -94,8 +94,7 @@ def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     if path.suffix == ".keras" and path.is_file():
         return _read_keras(path, averages)
     folder = path if files.is_checkpoint(path) else _best(path)
-    if fault := files.fault(folder):
-        raise ValueError(f"--init_from={path}: {fault}")
+    files.verify(folder)
     state = files.read(folder, ("model/", "ema/", "optimizer/"))
     if averages:
         # Before its first step an optimizer's averages are zeros.
@@ -133,17 +132,15 @@ def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
 
 
 def _best(run_dir: Path) -> Path:
-    """A run's sound checkpoint with the best score of the newest measure; else the newest."""
-    there = files.candidates(run_dir / "checkpoints")
-    faults = {path: files.fault(path) for path in there}
-    sound = [path for path in there if not faults[path]]
-    if not sound:
-        example = f". {faults[there[-1]]}" if there else ""
+    """A run's checkpoint with the best score of the newest measure; else the newest sound one."""
+    folder = run_dir / "checkpoints"
+    best = files.best(files.scored(files.candidates(folder))) or files.newest_sound(folder)[0]
+    if not best:
         raise ValueError(
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
-            f"folder of a run with a sound checkpoint in checkpoints/{example}"
+            "folder of a run with a sound checkpoint in checkpoints/"
         )
-    return files.best(files.scored(sound)) or sound[-1]
+    return best
 
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:

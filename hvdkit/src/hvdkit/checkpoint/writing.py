@@ -3,7 +3,6 @@
 hvdkit/checkpoint/files.py says what they look like.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -24,45 +23,33 @@ from hvdkit.ranks.world import raw
 
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: Any) -> Path:
-    """Writes the checkpoint of this step and returns its folder.
+    """Writes the checkpoint of this step, in the place of one that is there; returns its folder.
 
-    One of the same step and the same arrays stays as it is, another one is replaced. (A run that
-    begins sets later checkpoints aside, so only a save that is tried again meets one.)
+    (A run that begins sets later checkpoints aside, so only a save that is tried again meets one.)
 
     `about`: `config`, `ranks`, `tensorflow` and `fingerprint` of its Manifest. Raises OSError,
     ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    name = f"step-{step:08d}"
     with whole_files.held(folder) as there:
-        _write(there, step, arrays, about=about)
-    return folder / f"step-{step:08d}"
-
-
-def _write(
-    folder: Path, step: int, arrays: Mapping[str, np.ndarray], *, about: Mapping[str, Any]
-) -> None:
-    partial, final = folder / f".step-{step:08d}.partial", folder / f"step-{step:08d}"
-    try:
-        files.delete(partial)
-        partial.mkdir()
-        with whole_files.held(partial) as inside:
-            sha256 = _write_arrays(inside / files.STATE, arrays)
-            dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
-            _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
-        there = None
-        with contextlib.suppress(files.Damaged, files.OtherFormat):
-            there = files.verify(final).sha256
-        if there == sha256:
+        partial, final = there / f".{name}.partial", there / name
+        try:
             files.delete(partial)
-        else:
+            partial.mkdir()
+            with whole_files.held(partial) as inside:
+                sha256 = _write_arrays(inside / files.STATE, arrays)
+                dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
+                _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
             if final.exists() and not final.is_dir():
-                raise ValueError(f"{final.name} is in the way: it is no folder")
+                raise ValueError(f"{name} is in the way: it is no folder")
             files.delete(final)
             partial.rename(final)
-        whole_files.flush(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+            whole_files.flush(there)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return folder / name
 
 
 def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:

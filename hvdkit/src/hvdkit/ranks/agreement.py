@@ -116,8 +116,8 @@ def check_gradients(
             )
 
 
-def check_same_state(world: World, named: Variables, step: int, *, why: str) -> None:
-    """Raises Stop on all ranks when a variable differs between them, by its name; `why` it may.
+def check_same_state(world: World, named: Variables, step: int) -> None:
+    """Raises Stop on all ranks when a variable differs between them, by its name.
 
     Weights get the same update everywhere, so nothing else compares them: a bit that flips in one
     rank's memory would be trained on for weeks, and checkpoints hold rank 0's. Where all are alike,
@@ -133,7 +133,13 @@ def check_same_state(world: World, named: Variables, step: int, *, why: str) -> 
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
         what = f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where})"
-        raise Stop(BUG, f"{what} differ from rank 0's: {why}")
+        raise Stop(
+            BUG,
+            f"{what} differ from rank 0's, which checkpoints hold. Every rank must change what is "
+            "not trained in the same way, or its layer must say how the ranks' values come "
+            "together (`combines`, hvdkit/train/combine.py). Where that is so, memory or a device "
+            "may be faulty: a rerun resumes from the newest checkpoint",
+        )
 
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:

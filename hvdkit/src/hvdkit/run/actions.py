@@ -108,11 +108,7 @@ class CheckDrift:
         return step % DRIFT_EVERY == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        why = (
-            "memory or a device may be faulty. Checkpoints hold rank 0's: check which of them is "
-            "sound; a rerun resumes from the newest"
-        )
-        agreement.check_same_state(self._world, self._named, step, why=why)
+        agreement.check_same_state(self._world, self._named, step)
 
 
 class Own:
@@ -183,11 +179,7 @@ def check_alike(run: RunContext, step: int) -> None:
     apart = batch_norm.moving_ids(run.model) if run.config.bn_sync == "none" else set()
     untrained = set(map(id, run.state.untrained)) - apart
     named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
-    why = (
-        "every rank must change what is not trained in the same way, or its layer must say how the "
-        "ranks' values come together (`combines`, hvdkit/train/combine.py)"
-    )
-    agreement.check_same_state(run.world, named, step, why=why)
+    agreement.check_same_state(run.world, named, step)
 
 
 class Evaluate:
