@@ -6,12 +6,13 @@ Imports no TensorFlow.
 
 import argparse
 import contextlib
+import functools
 import logging as python_logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from absl import flags, logging
@@ -88,6 +89,20 @@ def parser(about: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
     made.error = lambda message: refuse(f"{message} (--help says what there is)")
     return made
+
+
+def explained(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Of a command: a ValueError or OSError becomes a sentence, and the exit code 2."""
+
+    @functools.wraps(main)
+    def told(argv: list[str]) -> int:
+        try:
+            return main(argv)
+        except (ValueError, OSError) as error:
+            complain(str(error))
+            return WRONG_USE
+
+    return told
 
 
 def printable(text: object) -> str:

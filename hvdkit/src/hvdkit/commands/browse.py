@@ -21,10 +21,10 @@ from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler
-from hvdkit.logs import complain, printable
+from hvdkit.logs import printable
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
@@ -101,6 +101,7 @@ def _picture(inputs: Any) -> np.ndarray:
     )
 
 
+@logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     made = logs.parser(__doc__)
@@ -110,12 +111,7 @@ def main(argv: list[str]) -> int:
     if own.count < 1:
         made.error(f"--count={own.count}: give 1 or more")
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
-    try:
-        config = config.for_ranks(1)
-        examples, names = samples(config, own.count)
-        Image.fromarray(sheet(examples, names)).save(own.out)
-    except (ValueError, OSError) as error:
-        complain(str(error))
-        return WRONG_USE
+    examples, names = samples(config.for_ranks(1), own.count)
+    Image.fromarray(sheet(examples, names)).save(own.out)
     print(printable(f"{len(examples)} samples: {own.out}"))
     return DONE

@@ -17,7 +17,7 @@ from pathlib import Path
 from hvdkit import logs
 from hvdkit.logs import complain, printable
 from hvdkit.observe import records
-from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.stop import DONE
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
@@ -41,6 +41,7 @@ def score(folder: Path) -> tuple[str, float]:
     return name, value
 
 
+@logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, or that of a run that did not end well."""
     made = logs.parser(__doc__)
@@ -56,11 +57,7 @@ def main(argv: list[str]) -> int:
         if code := run.wait():
             complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
-        try:
-            name, value = score(folder)
-        except (ValueError, OSError) as error:
-            complain(str(error))
-            return WRONG_USE
+        name, value = score(folder)
         scores.append(value)
         print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)

@@ -28,7 +28,7 @@ from hvdkit.commands import browse
 from hvdkit.data import arrangement, check
 from hvdkit.data.labels import IGNORE
 from hvdkit.settings import project
-from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
@@ -156,6 +156,7 @@ def start(root: Path, name: str, *, ask: bool) -> str:
     return f"ARGS={flagfile}"
 
 
+@logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code, 0 done or 2 wrong use; with --train that of make."""
     made = logs.parser(__doc__)
@@ -166,11 +167,7 @@ def main(argv: list[str]) -> int:
     own = made.parse_args(argv[1:])
     root = Path(os.path.abspath(own.data))
     name = re.sub(r"[^\w.]+", "-", own.name or root.name, flags=re.ASCII).strip("-.") or "mine"
-    try:
-        flags = start(root, name, ask=not own.yes)
-    except (ValueError, OSError) as error:
-        logs.complain(str(error))
-        return WRONG_USE
+    flags = start(root, name, ask=not own.yes)
     if own.train:
         os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         sys.stdout.flush()

@@ -14,17 +14,15 @@ by bit. Exit code: 0 all the same, 1 not the same, 2 cannot be compared.
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdkit import logs, whole_files
-from hvdkit.logs import complain, printable
+from hvdkit.logs import printable
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
-from hvdkit.stop import WRONG_USE
 
 _MOST_PLOTS = 100
 
@@ -156,6 +154,7 @@ def _text(value: object) -> str:
     return f"{value:,.4f}" if isinstance(value, int | float) else "none"
 
 
+@logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all the same, 1 not the same, 2 cannot be compared."""
     parser = logs.parser(__doc__)
@@ -163,23 +162,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--html", type=Path, help="write the comparison as a page to this file")
     parser.add_argument("--score", type=float, help="also show each run's time to this score")
     own = parser.parse_args(argv[1:])
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
-    try:
-        if len(own.folders) < 2:
-            raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
-        runs = [records.read(folder) for folder in own.folders]
-        names = labels(own.folders)
-        rows = [["", *names], *side_by_side(runs, own.score)]
-        if own.html:
-            write(own.html, dict(zip(names, runs)), rows)
-        print(printed(rows))
-        if own.html:
-            print(printable(f"page: {own.html}"))
-        for run in runs:
-            check_ended(run)
-    except (OSError, ValueError) as error:
-        complain(str(error))
-        return WRONG_USE
+    if len(own.folders) < 2:
+        raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
+    runs = [records.read(folder) for folder in own.folders]
+    names = labels(own.folders)
+    rows = [["", *names], *side_by_side(runs, own.score)]
+    if own.html:
+        write(own.html, dict(zip(names, runs)), rows)
+    print(printed(rows))
+    if own.html:
+        print(printable(f"page: {own.html}"))
+    for run in runs:
+        check_ended(run)
     found = [verdict(runs[0], run) for run in runs[1:]]
     print("\n".join(printable(sentence) for _, sentence in found))
     return max(code for code, _ in found)

@@ -17,10 +17,10 @@ import numpy as np
 from hvdkit import logs
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
-from hvdkit.logs import complain, printable
+from hvdkit.logs import printable
 from hvdkit.observe import pages, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
-from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.stop import DONE
 
 _MOST_BARS = 30
 _MOST_SCORES = _MOST_STARTS = 100  # that a page shows; of starts the newest
@@ -181,14 +181,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+@logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     parser = logs.parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
-    try:
-        for folder in parser.parse_args(argv[1:]).folders:
-            print(printable(f"report: {write(folder)}"))
-    except (OSError, ValueError) as error:
-        complain(str(error))
-        return WRONG_USE
+    for folder in parser.parse_args(argv[1:]).folders:
+        print(printable(f"report: {write(folder)}"))
     return DONE
