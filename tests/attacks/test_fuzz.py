@@ -93,10 +93,6 @@ def picture(kind: str) -> bytes:
     return out.getvalue()
 
 
-def events(file: Path) -> None:
-    run_folder.drop_events(file, lambda event: event.step > 1)
-
-
 def message(file: Path) -> None:
     encoding.unpack(np.frombuffer(file.read_bytes(), np.uint8))
 
@@ -106,7 +102,6 @@ PARSERS = {
     "flagfile": (lambda file: settings.parse(["", f"--flagfile={file}"]), b"--seed=1\n--nojit\n"),
     "list": (listing.read_names, b"a\nb/c\n"),
     "index": (index, struct.pack("<4Q", 0, 1000, 1016, 2000)),
-    "events": (events, b"\x02\0\0\0\0\0\0\0x'\x0b4\x10\x02\x17J\xcb\x8f"),  # of step 2
     "png": (image, picture("PNG")),
     "jpeg": (image, picture("JPEG")),
     "manifest": (manifest, MANIFEST),

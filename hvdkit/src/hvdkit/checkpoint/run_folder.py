@@ -3,17 +3,13 @@
 Nothing is deleted that a later run does not write again.
 """
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Set
 from pathlib import Path
-from typing import IO, Any
-
-import tensorflow as tf
 
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
@@ -48,8 +44,8 @@ def begin(
     - Anew, or from a checkpoint that is elsewhere: all checkpoints and records are set aside.
     - Back to an earlier checkpoint (it was asked for): later checkpoints are set aside, and a copy
       of the records; what was logged up to the checkpoint stays in place too.
-    - From the newest sound one: newer, unsound ones are set aside; lines and TensorBoard events
-      after it are dropped, because the same run logs them again.
+    - From the newest sound one: newer, unsound ones are set aside; lines after it are dropped,
+      because the same run logs them again.
 
     `found`: what `Checkpoints.find` chose. `config`: the settings as this number of ranks made
     them. `evaluates_first`: the run first evaluates `found` itself, so an earlier evaluation of
@@ -144,36 +140,6 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     return f"note: set aside in {aside}: {len(checkpoints)} checkpoints{span}{files}"
 
 
-def drop_events(path: Path, is_after: Callable[[Any], bool]) -> None:
-    """Rewrites a TensorBoard file without the events that `is_after` says yes to.
-
-    What cannot be parsed (a kill cuts the last event) is kept. One event at a time is in memory:
-    after weeks there are millions.
-    """
-    parsed, damage = 0, (tf.errors.DataLossError, tf.errors.OutOfRangeError, ValueError)
-    with whole_files.opened(path) as old, whole_files.written(path) as partial:
-        records = tf.data.TFRecordDataset(f"/proc/self/fd/{old.fileno()}").take(_whole(old))
-        with tf.io.TFRecordWriter(str(partial)) as writer, contextlib.suppress(*damage):
-            for record in records.as_numpy_iterator():
-                event = tf.compat.v1.Event.FromString(record)
-                parsed += len(record) + 16  # its length, and a checksum of each
-                if not is_after(event):
-                    writer.write(record)
-        with partial.open("ab") as new:
-            old.seek(parsed)
-            shutil.copyfileobj(old, new)
-
-
-def _whole(file: IO[bytes]) -> int:
-    """How many TFRecords end within the file; TensorFlow crashes at one that claims terabytes."""
-    count, size = 0, os.fstat(file.fileno()).st_size
-    while len(head := file.read(12)) == 12:  # a length, and its checksum
-        if (end := file.tell() + int.from_bytes(head[:8], "little") + 4) > size:
-            break
-        count, _ = count + 1, file.seek(end)
-    return count
-
-
 def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
     for name in names:
         path = run_dir / name
@@ -184,17 +150,13 @@ def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
 
 
 def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
-    """Lines and events of steps after `step`; with `evaluates_first` its evaluation's too."""
+    """Lines of steps after `step`; with `evaluates_first` its evaluation's too.
+
+    TensorBoard's events stay: of steps that are there twice it shows the newer (docs/trackers.md).
+    """
     for name in (*_LOGS, _STARTS[0]):
         if (run_dir / name).exists():
             _drop_lines(run_dir / name, step, evaluates_first)
-
-    def is_after(event: Any) -> bool:
-        shown = any(v.tag.startswith(("eval/", "predictions")) for v in event.summary.value)
-        return event.step > step or (evaluates_first and event.step == step and shown)
-
-    for path in sorted((run_dir / _BOARD).glob("*tfevents*")):
-        drop_events(path, is_after)
 
 
 def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
