@@ -186,13 +186,14 @@ class Sweep:
         """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
         folder, best = self._own.folder, self._best()
         metric = self._study.user_attrs.get("metric", "score")
-        page = _page(str(folder), metric, self._trials(), asked=self._asked)
-        pages.write(folder / "sweep.html", page)
+        parts = _parts(metric, self._trials(), self._asked)
+        pages.write(folder / "sweep.html", str(folder), parts)
         if not best:
             return None
         about = f"# {metric} {best.value:.6g}, trial {best.number + 1}: {self._own.command}"
         lines = [about, *self._asked.flagfile(best.params), f"--run_dir={folder / 'best'}\n"]
-        pages.write(folder / "best.cfg", "\n".join(lines))
+        with whole_files.written(folder / "best.cfg") as partial:
+            partial.write_text("\n".join(lines))
         return folder / "best.cfg"
 
 
@@ -258,7 +259,7 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _page(title: str, metric: str, trials: Sequence[FrozenTrial], *, asked: Asked) -> str:
+def _parts(metric: str, trials: Sequence[FrozenTrial], asked: Asked) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
 
     def rank(one: FrozenTrial) -> tuple[bool, float]:
@@ -282,4 +283,4 @@ def _page(title: str, metric: str, trials: Sequence[FrozenTrial], *, asked: Aske
         numbers, scores = zip(*whole)
         best = numbers, [*itertools.accumulate(scores, max)]
         plots.append(pages.curves(f"Best {metric} so far", {"best": best}, xlabel="trial"))
-    return pages.page(title, [pages.cards(plots), pages.section("Trials", table)])
+    return [pages.cards(plots), pages.section("Trials", table)]

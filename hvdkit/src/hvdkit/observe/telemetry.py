@@ -26,6 +26,7 @@ from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 
 _MUCH_WAITING = 0.1  # share of a step's time
+_HUGE, _RISEN = 1e4, 3.0  # a loss, and how many times the first logged one, that are noted
 _RATES = 10_000  # logged intervals for the median
 _RANKS_SHOWN = 16  # shown one by one; ten figures take a tracker a millisecond or more
 
@@ -44,7 +45,7 @@ class Telemetry:
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._samples = config.global_batch_size  # a step
         self._last_step, self._last_time = first_step, time.monotonic()
-        self._epoch = epoch
+        self._epoch, self._first_loss = epoch, 0.0  # logged by this process
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines, by file
@@ -112,6 +113,7 @@ class Telemetry:
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}  "
             f"epoch {step * self._samples / self._epoch:.1f}",
         )
+        self._judge(figures["loss"])
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
             note = (
@@ -119,6 +121,17 @@ class Telemetry:
                 "or --data_workers, or smaller pictures (hvdkit pack)"
             )
             self._note_once("input-bound", note)
+
+    def _judge(self, loss: float) -> None:
+        """Notes, each once, a loss that nobody would want."""
+        if self._logged == 1:
+            self._first_loss = loss
+        if abs(loss) > _HUGE:
+            note = "inputs and targets should be of a scale around 1, losses one for each example"
+            self._note_once("huge", f"the loss is {loss:.3g}: {note}")
+        elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:  # near 0 it is noise
+            told = f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}"
+            self._note_once("risen", f"{told}: try a lower --base_lr (--find_lr suggests one)")
 
     def _since_last(self, step: int) -> tuple[int, float]:
         """Steps and seconds of training since the last call; above 0."""
