@@ -47,6 +47,14 @@ def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, 
     assert made.median_speed() == 6.0  # of 8 and 4
 
 
+def test_a_loss_that_nobody_would_want_is_noted_once(tmp_path, capsys):
+    with opened(tmp_path) as made:
+        for step, loss in enumerate((2.0, 8.0, 7.0, 8.0, 8.0, 2e6), start=1):
+            made.step(step, FIGURES | {"loss": loss}, losses=[1.0], waited=0.0, times={})
+    printed = capsys.readouterr().out
+    assert printed.count("has risen from 2 to 8") == 1 and printed.count("the loss is 2e+06") == 1
+
+
 def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
