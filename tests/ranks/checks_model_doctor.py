@@ -31,13 +31,17 @@ def notes(world, task=Small, **settings) -> str:
     return fit(world, task, **settings).printed
 
 
+OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ")  # notes of the launch, of a busy machine
+
+
 def judge(world, found: dict[str, str], good: str) -> None:
     """Each run said its note, the good one none; after all runs, as ranks make them together."""
     if world.is_chief:
         lacking = {said: printed for said, printed in found.items() if said not in printed}
-        assert not lacking and "note: " not in good.replace("note: horovodrun over Gloo", ""), (
+        said = [line for line in good.splitlines() if line.startswith("note: ")]
+        assert not lacking and not [x for x in said if not any(map(x.count, OTHERS))], (
             lacking,
-            good,
+            said,
         )
 
 
@@ -62,7 +66,7 @@ def check_what_the_first_steps_show_is_said(world):
     dead = {"units": 5, "activation": "relu", "bias_initializer": keras.initializers.Constant(-99)}
     cases = {
         "the loss begins at ": ({"head": {"kernel_initializer": wide}}, {}),
-        "did not change in 20 steps: their gradient is 0": (
+        "did not change in 20 steps: the gradient is 0": (
             {"layers": (keras.layers.Dense, dead)},
             {"num_steps": 20},
         ),

@@ -2,7 +2,7 @@
 
     hvdkit serve --run_dir=runs/demo [--port=8000]
 
-It prints an address to open on this host alone (from another: `ssh -L 8000:localhost:8000 HOST`
+It prints an address to open on this host alone (from another: `ssh -L 8000:127.0.0.1:8000 HOST`
 first). The address holds a word drawn at random, without which nothing is answered: other users of
 the host do not know it. Pictures are predicted one after the other, as `hvdkit predict` does, and
 kept nowhere. For looking, not for production: there, serve the SavedModel of `hvdkit export`.
@@ -14,6 +14,7 @@ import http.server
 import io
 import json
 import secrets
+import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -73,13 +74,28 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
         outputs_of = predict.of_picture(task, model, decode)
         names = files.read_manifest(path).card.get("class_names", [])
         word = secrets.token_urlsafe()
-        answer = lambda data: answered(data, outputs_of, names)  # noqa: E731
-        server = http.server.HTTPServer(("127.0.0.1", own.port), handler(answer, word, str(path)))
+        one_at_a_time = threading.Lock()
+
+        def answer(data: bytes) -> dict[str, Any]:
+            with one_at_a_time:
+                return answered(data, outputs_of, names)
+
+        server = Server(("127.0.0.1", own.port), handler(answer, word, str(path)))
     with server:
         server.timeout = 0.5
-        say(f"{path}: open http://localhost:{server.server_port}/{word} (Ctrl-C ends it)")
+        # By its number: on ::1, another name of localhost, another user may listen for the word.
+        say(f"{path}: open http://127.0.0.1:{server.server_port}/{word} (Ctrl-C ends it)")
         while not stop_signal.asked:
             server.handle_request()
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A thread a connection, so that none keeps the others waiting."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a client went away."""
 
 
 def answered(
@@ -118,14 +134,14 @@ def handler(answer: Answer, word: str, title: str) -> type[http.server.BaseHTTPR
     """Answers GET with the page and POST of a picture with JSON, both at /WORD only."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 20  # seconds that a client may be silent: others wait for it
+        timeout = 20  # seconds that a client may be silent
 
         def do_GET(self) -> None:
             self._send("text/html; charset=utf-8", pages.page(title, [_BODY]).encode())
 
         def do_POST(self) -> None:
             size = self.headers.get("Content-Length", "")
-            if not (size.isdecimal() and 0 < int(size) <= _MOST_BYTES):
+            if not (size.isdecimal() and len(size) < 9 and 0 < int(size) <= _MOST_BYTES):
                 found = {"error": f"it must have 1 to {_MOST_BYTES:,} bytes"}
             else:
                 found = answer(self.rfile.read(int(size)))

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -19,10 +19,10 @@ import tensorflow as tf
 
 from hvdkit.data import classes
 from hvdkit.logs import join
-from hvdkit.ranks.world import raw, say
+from hvdkit.ranks.world import say, weights_sha256
 from hvdkit.run.health import Ending
 from hvdkit.stop import PREEMPTED
-from hvdkit.train import outputs, preprocessing, schedule
+from hvdkit.train import groups, objective, outputs, schedule
 from hvdkit.train.step import Result
 
 if TYPE_CHECKING:
@@ -34,9 +34,10 @@ _LARGE_GRADIENT = 1e3
 _GUESSES = 3.0  # times the loss of a guess, plus 1, that a first loss may be
 _MOVED_AFTER = 20  # steps, each weight should have changed
 _JUDGED_AFTER = 100  # steps behind the warm-up, the loss should have fallen
-_FALL = 0.01  # a share of the first losses
+_FALL = 0.01  # of the scale of the loss
 _BY_HEART, _BY_HEART_SECONDS = 50, 30.0  # steps on one batch
-_LEARNED = 0.7  # of its first loss, or less, is left then
+_LEARNED, _LEFT = 0.3, 0.5  # of the scale: what should fall then, and what may be left
+_RATE = "try --find_lr, or a --base_lr ten times"
 
 
 def notes(run: Run) -> list[str]:
@@ -63,34 +64,39 @@ def _logits(run: Run) -> list[tf.Tensor]:
 
 def _of_samples(run: Run, has_classes: bool) -> list[str]:
     """Notes on the inputs and targets of samples from all over the training data."""
-    size, samples = len(run.context.train_source), []
+    places = np.random.default_rng(0).permutation(min(len(run.context.train_source), 2**24))
+    sizes, count, same, first = 0.0, 0, True, None
     end = time.monotonic() + _SECONDS
     with contextlib.suppress(ValueError):  # one that cannot be read is told when it is its turn
-        for place in range(0, size, -(-size // _SAMPLES)):
-            samples.append(run.feed.sample(place))
+        for place in places[:_SAMPLES].tolist():
+            sample = run.feed.sample(place)
+            floats = [x for x in tf.nest.flatten(sample["inputs"]) if x.dtype.is_floating]
+            sizes += max((float(tf.reduce_mean(tf.abs(x))) for x in floats), default=0.0)
+            targets = tf.nest.flatten(sample["targets"])
+            first = first or targets
+            same, count = same and all(map(np.array_equal, first, targets)), count + 1
             if time.monotonic() > end:
                 break
-    found = []
-    if samples and (largest := _unscaled(run.model, [s["inputs"] for s in samples])):
+    found, size = [], sizes / max(count, 1)
+    if size > _LARGE_INPUTS and _weighs_inputs(run.model):
         found.append(
-            f"inputs are {largest:.3g} in size on average and no layer scales them: begin the "
-            "model with keras.layers.Normalization or Rescaling, or scale them in the task"
+            f"inputs are {size:.3g} in size on average and no layer scales them: begin the model "
+            "with keras.layers.Normalization or Rescaling, or scale them in the task"
         )
-    targets = [tf.nest.flatten(s["targets"]) for s in samples]
-    same = all(np.array_equal(a, b) for other in targets[1:] for a, b in zip(targets[0], other))
-    if has_classes and len(samples) > _SAMPLES // 4 and same and targets[0]:
-        found.append(f"{len(samples)} samples from all over the data have the same targets")
+    if has_classes and count > _SAMPLES // 4 and same and first:
+        found.append(
+            f"{count} samples from all over the data have the same targets: are labels read as "
+            "they should be, or are other classes that rare?"
+        )
     return found
 
 
-def _unscaled(model: keras.Model, inputs: Sequence[Any]) -> float:
-    """The mean size of float inputs that is too large, and that no layer changes; else 0."""
-    normalize = (keras.layers.BatchNormalization, keras.layers.LayerNormalization)
-    if any(isinstance(x, (*preprocessing.SCALES, *normalize)) for x in model._flatten_layers()):
-        return 0.0
-    parts = zip(*(tf.nest.flatten(one) for one in inputs))
-    sizes = [float(np.mean(np.abs(part))) for part in parts if part[0].dtype.is_floating]
-    return max((size for size in sizes if size > _LARGE_INPUTS), default=0.0)
+def _weighs_inputs(model: keras.Model) -> bool:
+    """Whether a layer with a kernel takes an input as it is, as far as the model's graph shows."""
+    inputs = {id(x) for x in getattr(model, "inputs", None) or ()}
+    nodes = [(op, n) for op in getattr(model, "operations", ()) for n in op._inbound_nodes]
+    first = [op for op, node in nodes if inputs & {id(x) for x in node.input_tensors}]
+    return any(hasattr(op, "kernel") for op in first)
 
 
 class FirstSteps:
@@ -99,39 +105,42 @@ class FirstSteps:
     settles = False
 
     def __init__(self, run: Run) -> None:
-        self._run, self._losses, self._guess = run, [], _guess(run)
+        self._run, self._losses, self._rates = run, [], []
         self._last = run.settings.warmup_steps + _JUDGED_AFTER
-        self._before = _sums(run.model.trainable_variables)
+        self._before = _digests(run) if self.due(1) else {}
 
     def due(self, step: int) -> bool:
         return self._run.start.source == "new" and step <= self._last
 
     def __call__(self, step: int, result: Result) -> None:
+        run, found = self._run, []
         self._losses.append(result["loss"])
-        found = []
+        self._rates.append(result["lr"])
         if step == 1:
-            found = first_step(float(result["loss"]), float(result["grad_norm"]), self._guess)
-        if step == _MOVED_AFTER + self._run.settings.warmup_steps:
-            found = still(self._run.model.trainable_variables, self._before, len(self._losses))
-        if step == self._last and not self._run.parts.own_losses:
-            found = trend([float(loss) for loss in self._losses])
+            found = _first_step(run, float(result["loss"]), float(result["grad_norm"]))
+        if step == _MOVED_AFTER + run.settings.warmup_steps and any(map(float, self._rates)):
+            found = _still(run, self._before, step)
+        warm = step == self._last and not run.parts.own_losses
+        if warm and float(result["lr"]) > _rate_at(run, _highest(run)) / 10:
+            found = trend([float(loss) for loss in self._losses], _scale(run))
         for note in found:
-            say(self._run.world, f"note: {note}")
+            say(run.world, f"note: {note}")
 
 
-def _guess(run: Run) -> float:
-    """The loss of a guess among the classes, ln(classes); 0 where the loss has other terms."""
-    widths = [each.shape[-1] for each in _logits(run)]
-    return math.log(widths[0]) if len(widths) == 1 and widths[0] else 0.0
+def _scale(run: Run) -> float:
+    """ln(classes), the softmax cross-entropy of a guess; 0 where there is none."""
+    return math.log(max((each.shape[-1] or 1 for each in _logits(run)), default=1))
 
 
-def first_step(loss: float, grad_norm: float, guess: float) -> list[str]:
-    """Notes on the first step's figures; `guess`: the loss of a guess, 0 where it is not known."""
-    found = []
+def _first_step(run: Run, loss: float, grad_norm: float) -> list[str]:
+    """Notes on the first step's figures."""
+    found, guess = [], _scale(run)
+    if guess and loss > _GUESSES * guess + 1:  # also other terms may be large
+        guess = _loss_of_zeros(run)
     if guess and loss > _GUESSES * guess + 1:
         found.append(
-            f"the loss begins at {loss:.3g}, a guess has {guess:.3g}: inputs or the last layer's "
-            "first weights are too large, or labels are other ones than the model's classes"
+            f"the loss begins at {loss:.3g}, and is {guess:.3g} where all logits are 0: inputs or "
+            "the last layer's first weights are too large, or labels are other ones than its units"
         )
     if grad_norm > _LARGE_GRADIENT:
         found.append(
@@ -141,37 +150,57 @@ def first_step(loss: float, grad_norm: float, guess: float) -> list[str]:
     return found
 
 
-def _sums(weights: Sequence[keras.Variable]) -> list[tuple[float, float]]:
-    """Of each, two sums that any change of it changes, but for rare chance."""
-    wide = [tf.cast(raw(v), tf.float64) for v in weights]
-    return [(float(tf.reduce_sum(v)), float(tf.reduce_sum(v * v))) for v in wide]
+def _loss_of_zeros(run: Run) -> float:
+    """The task's loss of one sample if the model's outputs were 0; 0 where it takes none."""
+    with contextlib.suppress(Exception):  # on all ranks or on none: it is the same sample
+        batch, found = run.evaluator.one(0)
+        terms = objective.loss(
+            run.task, tf.nest.map_structure(tf.zeros_like, found), batch["targets"]
+        )
+        return sum(float(tf.reduce_sum(x * w) / tf.reduce_sum(w)) for x, w in terms.values())
+    return 0.0
 
 
-def still(weights: Sequence[keras.Variable], before: Sequence, steps: int) -> list[str]:
-    """A note where weights are as they were `before`, by `_sums`."""
-    same = [v.path for v, old, new in zip(weights, before, _sums(weights)) if old == new]
-    if not same:
+def _digests(run: Run) -> dict[str, str]:
+    """SHA-256 of each weight that the optimizer moves, by its path."""
+    still = {id(v) for v in groups.at_rest(run.optimizer)}
+    moves = [v for v in run.model.trainable_variables if id(v) not in still]
+    return {v.path: weights_sha256([v]) for v in moves}
+
+
+def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
+    """A note where weights are as they were `before`, by `_digests`."""
+    if not (same := [path for path, digest in _digests(run).items() if before[path] == digest]):
         return []
     return [
-        f"{join(same, 4)} did not change in {steps} steps: their gradient is 0 or vanishes (is "
-        "what they compute used by the loss? are units of ReLU dead?)"
+        f"{join(same, 4)} did not change in {steps} steps: the gradient is 0 or vanishes (is what "
+        "they compute used by the loss, and often enough? are units of ReLU dead?)"
     ]
 
 
-def trend(losses: Sequence[float]) -> list[str]:
-    """A note where the loss does not fall though its noise is small; telemetry tells of a rise."""
+def trend(losses: Sequence[float], scale: float) -> list[str]:
+    """A note where the loss does not fall though its noise is small; telemetry tells of a rise.
+
+    `scale`: how much it may fall, 0: to 0.
+    """
     y = np.array(losses)
-    if not np.isfinite(y).all():
-        return []
     first, last = float(np.median(y[:5])), float(np.median(y[-20:]))
-    noise = float(np.median(np.abs(np.diff(y)))) / abs(first or 1.0)
-    if abs(first - last) < _FALL * abs(first) and noise < _FALL:
-        what = f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g})"
-        return [f"{what}: {_RATE} higher; --dry_run tries whether one batch can be learned"]
-    return []
+    least = _FALL * (scale or abs(first))
+    if not (abs(first - last) < least and np.median(np.abs(np.diff(y))) < least):
+        return []
+    what = f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g})"
+    return [f"{what}: {_RATE} higher; --dry_run tries whether one batch can be learned"]
 
 
-_RATE = "try --find_lr, or a --base_lr ten times"
+def _rate_at(run: Run, step: int) -> float:
+    rates = schedule.of_run(run.task, run.context.config, run.world.size)
+    return float(rates(tf.constant(step, tf.int64)))
+
+
+def _highest(run: Run) -> int:
+    """A step at which the schedule's rate is highest."""
+    places = np.linspace(0, run.settings.num_steps - 1, 200).astype(int).tolist()
+    return max(places, key=lambda step: _rate_at(run, step))
 
 
 def by_heart(run: Run) -> Ending | None:
@@ -179,10 +208,7 @@ def by_heart(run: Run) -> Ending | None:
 
     Returns an ending after a stop signal.
     """
-    rates = schedule.of_run(run.task, run.context.config, run.world.size)
-    places = np.linspace(0, run.settings.num_steps - 1, 200).astype(int).tolist()
-    at = max(places, key=lambda step: float(rates(tf.constant(step, tf.int64))))
-    before, batch = _sums(run.model.trainable_variables), run.feed.next()
+    at, before, batch = _highest(run), _digests(run), run.feed.next()
     losses, count, start = [], _BY_HEART, time.monotonic()
     while len(losses) < count:
         run.state.step.assign(at)  # where the rate is highest
@@ -198,11 +224,13 @@ def by_heart(run: Run) -> Ending | None:
             count = run.world.broadcast_object(min(max(fits, 3), count), "by_heart")
     came = f"the loss of one batch went from {losses[0]:.4g} to {losses[-1]:.4g}"
     say(run.world, f"learning by heart: in {len(losses)} steps {came}")
-    found = still(run.model.trainable_variables, before, len(losses))
-    if not losses[-1] <= _LEARNED * losses[0] and count == _BY_HEART and losses[-1] > 0:
+    found, scale = _still(run, before, len(losses)), _scale(run) or abs(losses[0])
+    fell = losses[0] - losses[-1] >= _LEARNED * min(scale, losses[0])
+    whole = len(losses) == _BY_HEART or not math.isfinite(losses[-1])
+    if whole and not fell and not losses[-1] <= _LEFT * scale:
         found.append(
-            f"one batch was not learned by heart: {_RATE} higher or lower; are labels "
-            "right, and is the loss made of the model's outputs?"
+            f"one batch was not learned by heart: {_RATE} higher or lower; are labels right, and "
+            "is the loss made of the model's outputs?"
         )
     for note in found:
         say(run.world, f"note: {note}")

@@ -86,6 +86,14 @@ def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimi
     return [group.optimizer for group in optimizer.groups] if grouped else [optimizer]
 
 
+def at_rest(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Weights of groups whose rate is 0."""
+    if not isinstance(optimizer, Groups):
+        return []
+    owned = [(v, optimizer._owners[id(v)]) for v in optimizer._trainable_variables]
+    return [v for v, number in owned if not optimizer.groups[number].rate]
+
+
 def of_weights(optimizer: Groups) -> dict[str, str]:
     """What the groups are besides their optimizers, to compare over ranks."""
     paths = [(optimizer._owners[id(v)], v.path) for v in optimizer._trainable_variables]

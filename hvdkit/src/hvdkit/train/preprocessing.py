@@ -62,9 +62,6 @@ class Preprocess(keras.layers.Layer):
         return image * scale + offset
 
 
-SCALES = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)  # layers that scale
-
-
 def find(model: keras.Model) -> Preprocess | None:
     """The model's first such layer, at any depth."""
     return next((x for x in model._flatten_layers() if isinstance(x, Preprocess)), None)
@@ -72,6 +69,7 @@ def find(model: keras.Model) -> Preprocess | None:
 
 def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
     """Whether no known layer scales pictures of 0 to 255 (nested uint8 [batch, h, w, 3])."""
+    known = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
     parts = tf.nest.flatten(inputs)
     pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)
-    return pictures and not any(isinstance(x, SCALES) for x in model._flatten_layers())
+    return pictures and not any(isinstance(x, known) for x in model._flatten_layers())
