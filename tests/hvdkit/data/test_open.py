@@ -16,7 +16,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.data import check, pack
 from hvdkit.data import open as open_lib
 from hvdkit.data.readers import records
-from hvdkit.data.readers.cifar import Cifar
+from hvdkit.data.readers.cifar import Cifar10, Cifar100
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.source import Arrays, Source
@@ -40,8 +40,8 @@ def settings(root: Path, format: str, classes: int, *more: str) -> settings_lib.
     [
         ("cityscapes", readers.write_cityscapes, 19, Cityscapes),
         ("class_folders", readers.write_classes, 3, ClassFolders),
-        ("cifar10", readers.write_cifar10, 10, Cifar),
-        ("cifar100", readers.write_cifar100, 100, Cifar),
+        ("cifar10", readers.write_cifar10, 10, Cifar10),
+        ("cifar100", readers.write_cifar100, 100, Cifar100),
     ],
 )
 def test_formats_have_their_readers(tmp_path: Path, format: str, write, classes: int, reader):
@@ -88,8 +88,7 @@ def test_splits_of_any_name(tmp_path: Path):
     assert list(map(len, opened())) == [3, 1]
     assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
     (tmp_path / "ImageSets" / "Segmentation" / "trainval.txt").write_text(
-        "/JPEGImages/2007_000000.jpg /SegmentationClass/2007_000000.png\n"
-        "/JPEGImages/2007_000003.jpg /SegmentationClass/2007_000003.png\n"
+        "2007_000000\n2007_000003\n"
     )
     both = opened("--train_split=trainval")
     assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
