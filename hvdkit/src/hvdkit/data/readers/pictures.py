@@ -269,7 +269,7 @@ def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> 
     """What is wrong with a sample that `read` makes of these files; None if it is fine."""
     try:
         for path in paths:
-            _load(path)
+            check_decodes(path)
         read(tf.constant(index, tf.int64))
     except ValueError as problem:
         return str(problem)
@@ -278,7 +278,7 @@ def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> 
     return None
 
 
-def _load(path: Path) -> None:
+def check_decodes(path: Path) -> None:
     """Decodes a picture with Pillow; ValueError names the file and what is wrong."""
     try:
         data = whole_files.read(path, _MOST_BYTES, links=True)
