@@ -42,14 +42,18 @@ _BODY = """
 <script>
 const [file, fault, shown, rows] = ["file", "fault", "shown", "rows"].map(
   name => document.getElementById(name))
+let newest
 file.onchange = async () => {
-  fault.textContent = "..."
+  const chosen = newest = file.files[0]
   shown.replaceChildren(); rows.replaceChildren()
+  fault.textContent = chosen?.size > MOST_BYTES ? "the file is too large" : "..."
+  if (!chosen || chosen.size > MOST_BYTES) return
   try {
-    const reply = await fetch(location.href, {method: "POST", body: file.files[0]})
+    const reply = await fetch(location.href, {method: "POST", body: chosen})
     const found = await reply.json(), picture = new Image()
+    if (chosen !== newest) return
     fault.textContent = found.error ?? ""
-    picture.src = found.picture ?? URL.createObjectURL(file.files[0])
+    picture.src = found.picture ?? URL.createObjectURL(chosen)
     picture.alt = found.picture ? "the picture, its classes drawn over it" : "the picture"
     picture.style = "min-width: 12rem; max-width: 100%; max-height: 70vh"
     if (!found.error) shown.append(picture)
@@ -58,7 +62,7 @@ file.onchange = async () => {
       for (const text of [name, value]) row.insertCell().textContent = text
       if (colour) row.cells[0].style = `border-left: 1rem solid ${colour}; padding-left: 0.5rem`
     }
-  } catch (error) { fault.textContent = String(error) }
+  } catch (error) { if (chosen === newest) fault.textContent = String(error) }
 }
 </script>
 """
@@ -133,11 +137,13 @@ def _text(value: Any) -> str:
 def handler(answer: Answer, word: str, title: str) -> type[http.server.BaseHTTPRequestHandler]:
     """Answers GET with the page and POST of a picture with JSON, both at /WORD only."""
 
+    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))])
+
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = 20  # seconds that a client may be silent
 
         def do_GET(self) -> None:
-            self._send("text/html; charset=utf-8", pages.page(title, [_BODY]).encode())
+            self._send("text/html; charset=utf-8", page.encode())
 
         def do_POST(self) -> None:
             size = self.headers.get("Content-Length", "")

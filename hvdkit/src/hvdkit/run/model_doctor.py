@@ -142,7 +142,9 @@ def _first_step(run: Run, loss: float, grad_norm: float) -> list[str]:
             f"the loss begins at {loss:.3g}, and is {guess:.3g} where all logits are 0: inputs or "
             "the last layer's first weights are too large, or labels are other ones than its units"
         )
-    if grad_norm > _LARGE_GRADIENT:
+    if (
+        _LARGE_GRADIENT < grad_norm < math.inf
+    ):  # else the step is skipped, as float16's first may be
         found.append(
             f"the first gradient has the norm {grad_norm:.3g}: scale inputs and targets to a size "
             "of about 1, or limit it by --clip_norm"
