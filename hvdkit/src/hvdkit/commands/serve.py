@@ -182,5 +182,7 @@ def main(argv: list[str]) -> int:
     made = load_run.parser(__doc__)
     made.add_argument("--port", type=int, default=8000, help="0: any that is free")
     own, flags = made.parse_known_args(argv[1:])
+    if not 0 <= own.port < 2**16:
+        made.error(f"--port={own.port}: 0 to 65535")
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, serve)

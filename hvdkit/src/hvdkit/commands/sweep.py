@@ -2,7 +2,8 @@
 
     hvdkit sweep configs/demo.cfg --base_lr=1e-4:1e-2:log --model=small,tiny --trials=20
 
---NAME=LOW:HIGH or LOW:HIGH:log is a range, --NAME=A,B a choice, --NAME=X holds for all trials. The
+--NAME=LOW:HIGH or LOW:HIGH:log is a range, --NAME=A,B a choice, --NAME=X holds for all trials (a
+setting that is a list itself goes into the flagfile, which is copied when the sweep begins). The
 score is the main metric of a run's last evaluation. Given again, the command resumes.
 """
 
@@ -52,6 +53,7 @@ def asked(base: Path, words: Sequence[str]) -> Asked:
             raise ValueError(f"{word}: give settings as --NAME=VALUES; --folder is for all runs")
         field, flags[name] = fields.of(kind).get(name), text
         found = _values(name, text, fields.kind(field) if field else "")
+        values.pop(name, None)  # the last one counts
         values |= {name: found} if len(found) > 1 else {}
     what, first = Asked(lines, flags, values), {name: of[0] for name, of in values.items()}
     for change in [{}, *({name: value} for name, of in values.items() for value in of)]:

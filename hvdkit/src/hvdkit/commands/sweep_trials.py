@@ -33,6 +33,7 @@ from hvdkit.observe import pages, records
 from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
+_BASE = "base.cfg"  # in the folder: the flagfile as it was when the sweep began
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -70,8 +71,17 @@ class Sweep:
 
     def run(self) -> int:
         """Runs trials to the last one, or to a signal. Raises OSError: the folder fails."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, self._hear)
+        try:
+            return self._run()
+        finally:  # where the folder fails, those that are left save and end
+            for run in self._running:
+                if run.process.poll() is None:
+                    os.killpg(run.process.pid, self._signal)
+                run.process.wait()
+
+    def _run(self) -> int:
         while True:
             while not self._code and len(self._running) < self._own.jobs and self._begin():
                 pass
@@ -121,8 +131,8 @@ class Sweep:
         if self._gpus:
             first = run.slot * count % len(self._gpus)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + count])
-        flags = [f"--flagfile={self._own.base}", *self._asked.words(run.trial.params)]
-        words = [*self._launch, *flags, f"--run_dir={run.folder}"]
+        flags = [f"--flagfile={self._own.folder / _BASE}", *self._asked.words(run.trial.params)]
+        words = [*self._launch, *flags, f"--run_dir={run.folder}", "--resume=auto"]
         how = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": env}
         how |= {"process_group": 0, "preexec_fn": end_with_parent}
         with whole_files.opened(run.folder.with_suffix(".log"), append=True) as log:
@@ -164,6 +174,7 @@ class Sweep:
             return self._start(run)
         elif code == WRONG_USE and not self._trials(*_SCORED):
             self._code = WRONG_USE
+            self._study.tell(run.trial, state=state)  # not drawn again
             return complain(f"{run.folder}.log: {_last_error(run.folder.with_suffix('.log'))}")
         self._tell(self._study.tell(run.trial, score, state), why)
 
@@ -206,6 +217,8 @@ def _study(folder: Path, asked: Asked) -> optuna.Study:
         whose = "that one" if line in old else "this one"
         raise ValueError(f"{folder} has another sweep: only {whose} has {line}; give --folder")
     whole_files.write_json(file, new)
+    with whole_files.written(folder / _BASE) as partial:
+        partial.write_text("".join(f"{line}\n" for _, line in asked.base))
     if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
         os.truncate(journal, text.rfind(b"\n") + 1)  # a full disk cut its last line
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -93,8 +93,13 @@ def _of_samples(run: Run, has_classes: bool) -> list[str]:
 
 def _weighs_inputs(model: keras.Model) -> bool:
     """Whether a layer with a kernel takes an input as it is, as far as the model's graph shows."""
-    inputs = {id(x) for x in getattr(model, "inputs", None) or ()}
-    nodes = [(op, n) for op in getattr(model, "operations", ()) for n in op._inbound_nodes]
+    model = getattr(model, "_functional", model)  # of a Sequential
+    if not hasattr(model, "_inputs_struct"):  # subclassed
+        return False
+    inputs, nodes = (
+        {*map(id, model.inputs)},
+        [(op, n) for op in model.operations for n in op._inbound_nodes],
+    )
     first = [op for op, node in nodes if inputs & {id(x) for x in node.input_tensors}]
     return any(hasattr(op, "kernel") for op in first)
 
