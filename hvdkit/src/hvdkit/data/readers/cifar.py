@@ -71,7 +71,7 @@ class Cifar:
 
     def fingerprint(self) -> str:
         """SHA-256 over names and checksums of the split's files."""
-        return source.digest(self._listing)
+        return source.digest([*self._listing, ("label", self.labels - 1)])
 
 
 class Cifar10(Cifar):

@@ -200,8 +200,10 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     try:
         meta = json.loads(whole_files.read(path, whole_files.TABLE_BYTES, links=True))
-        if meta["version"] != VERSION or meta["checksum"] != _checksum(meta):
-            raise ValueError(f"its checksum differs, or its version is not {VERSION}")
+        if meta["checksum"] != _checksum(meta):
+            raise ValueError("its checksum differs")
+        if meta["version"] != VERSION:
+            raise ValueError(f"its version is {meta['version']}, not {VERSION}: pack again")
         _check_types(meta)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
