@@ -220,6 +220,13 @@ class Centred(Small):
         return found
 
 
+def check_notes_that_are_no_texts_are_refused(world):
+    for notes in (None, "one text", [1]):
+        task = type("Noted", (Small,), {"notes": lambda task, sums, notes=notes: notes})
+        ended = fit(world, task, "the task's notes must return a list of texts", code=WRONG_USE)
+        assert ended.checkpoints == ["step-00000003"]
+
+
 def check_state_that_an_evaluation_changes_goes_back_after_each_batch(world):
     """Ranks have different batches: figures would depend on their number."""
     ended = fit(world, Centred, eval_every=3, eval_batch_size=4)

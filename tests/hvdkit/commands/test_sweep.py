@@ -41,7 +41,8 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_trials, "_PAUSE", 0.0)
     words = ["hvdkit sweep", f"{tmp_path}/base.cfg", f"--folder={tmp_path}/all"]
     words.append(f"--launch={shlex.join([sys.executable, '-c', RUN])}")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in heard}
     yield lambda *more: sweep.main([*words, *more])
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -127,6 +128,11 @@ def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, sai
     error = capfd.readouterr().err
     assert code == 2 and said in error and error.count("\n") == 1, error
     assert not (tmp_path / "all").exists()
+
+
+def test_a_launcher_that_is_not_there_is_named(start, capfd):
+    assert start("--base_lr=0.1,0.2", "--launch=/no/such") == 2
+    assert capfd.readouterr().err.count("/no/such") == 1
 
 
 def test_without_optuna_it_says_how_to_install_it(start, monkeypatch, capfd):

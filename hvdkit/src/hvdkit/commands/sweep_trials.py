@@ -76,10 +76,10 @@ class Sweep:
         try:
             return self._run()
         finally:  # where the folder fails, those that are left save and end
-            for run in self._running:
-                if run.process.poll() is None:
-                    os.killpg(run.process.pid, self._signal)
-                run.process.wait()
+            for process in [run.process for run in self._running if run.process]:
+                if process.poll() is None:
+                    os.killpg(process.pid, self._signal)
+                process.wait()
 
     def _run(self) -> int:
         while True:

@@ -163,7 +163,9 @@ class Evaluator:
             figures = self._figures(sums | rows)
             with task_checks.user_code_errors("notes"):
                 notes = self._notes(sums) if self._notes else []
-                if not isinstance(notes, list) or not all(isinstance(x, str) for x in notes):
+                if not isinstance(notes, list | tuple) or not all(
+                    isinstance(x, str) for x in notes
+                ):
                     raise ValueError(f"the task's notes must return a list of texts, not {notes!r}")
         for note in notes:
             self._say_once(note)

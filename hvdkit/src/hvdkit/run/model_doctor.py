@@ -96,10 +96,8 @@ def _weighs_inputs(model: keras.Model) -> bool:
     model = getattr(model, "_functional", model)  # of a Sequential
     if not hasattr(model, "_inputs_struct"):  # subclassed
         return False
-    inputs, nodes = (
-        {*map(id, model.inputs)},
-        [(op, n) for op in model.operations for n in op._inbound_nodes],
-    )
+    inputs = {*map(id, model.inputs)}
+    nodes = [(op, node) for op in model.operations for node in op._inbound_nodes]
     first = [op for op, node in nodes if inputs & {id(x) for x in node.input_tensors}]
     return any(hasattr(op, "kernel") for op in first)
 
@@ -126,7 +124,7 @@ class FirstSteps:
         if step == _MOVED_AFTER + run.settings.warmup_steps and any(map(float, self._rates)):
             found = _still(run, self._before, step)
         warm = step == self._last and not run.parts.own_losses
-        if warm and float(result["lr"]) > _rate_at(run, _highest(run)) / 10:
+        if warm and float(result["lr"]) > _highest(run)[0] / 10:
             found = trend([float(loss) for loss in self._losses], _scale(run))
         for note in found:
             say(run.world, f"note: {note}")
@@ -147,9 +145,8 @@ def _first_step(run: Run, loss: float, grad_norm: float) -> list[str]:
             f"the loss begins at {loss:.3g}, and is {guess:.3g} where all logits are 0: inputs or "
             "the last layer's first weights are too large, or labels are other ones than its units"
         )
-    if (
-        _LARGE_GRADIENT < grad_norm < math.inf
-    ):  # else the step is skipped, as float16's first may be
+    # Where it is infinite the step is skipped, as float16's first may be.
+    if _LARGE_GRADIENT < grad_norm < math.inf:
         found.append(
             f"the first gradient has the norm {grad_norm:.3g}: scale inputs and targets to a size "
             "of about 1, or limit it by --clip_norm"
@@ -199,15 +196,11 @@ def trend(losses: Sequence[float], scale: float) -> list[str]:
     return [f"{what}: {_RATE} higher; --dry_run tries whether one batch can be learned"]
 
 
-def _rate_at(run: Run, step: int) -> float:
+def _highest(run: Run) -> tuple[float, int]:
+    """The highest rate of the schedule, and a step that has it."""
     rates = schedule.of_run(run.task, run.context.config, run.world.size)
-    return float(rates(tf.constant(step, tf.int64)))
-
-
-def _highest(run: Run) -> int:
-    """A step at which the schedule's rate is highest."""
-    places = np.linspace(0, run.settings.num_steps - 1, 200).astype(int).tolist()
-    return max(places, key=lambda step: _rate_at(run, step))
+    places = np.linspace(0, run.settings.num_steps - 1, 50).astype(int).tolist()
+    return max((float(rates(tf.constant(step, tf.int64))), step) for step in places)
 
 
 def by_heart(run: Run) -> Ending | None:
@@ -215,7 +208,7 @@ def by_heart(run: Run) -> Ending | None:
 
     Returns an ending after a stop signal.
     """
-    at, before, batch = _highest(run), _digests(run), run.feed.next()
+    (_, at), before, batch = _highest(run), _digests(run), run.feed.next()
     losses, count, start = [], _BY_HEART, time.monotonic()
     while len(losses) < count:
         run.state.step.assign(at)  # where the rate is highest
