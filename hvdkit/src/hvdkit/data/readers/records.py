@@ -200,10 +200,10 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     try:
         meta = json.loads(whole_files.read(path, whole_files.TABLE_BYTES, links=True))
+        if meta["version"] != VERSION:
+            raise ValueError(f"its version is not {VERSION} but {meta['version']}")
         if meta["checksum"] != _checksum(meta):
             raise ValueError("its checksum differs")
-        if meta["version"] != VERSION:
-            raise ValueError(f"its version is {meta['version']}, not {VERSION}: pack again")
         _check_types(meta)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
