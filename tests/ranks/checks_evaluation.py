@@ -189,7 +189,7 @@ def check_a_validation_set_in_which_nothing_counts_is_refused(world):
             return losses, weights * tf.cast(trains, weights.dtype)
 
     ended = fit(world, Weightless, "weights of the validation set are 0", code=WRONG_USE)
-    assert ended.checkpoints == ["step-00000003"]
+    assert not world.is_chief or ended.checkpoints == ["step-00000003"]
 
 
 class Centre(keras.layers.Layer):

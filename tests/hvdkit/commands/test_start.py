@@ -1,5 +1,6 @@
 """hvdkit start: folders as people have them become flagfiles, or are refused in a sentence."""
 
+import importlib
 import io
 import os
 import re
@@ -9,18 +10,23 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import keras
 import numpy as np
+import pyarrow
 import pytest
 import readers
 import tensorflow as tf
 from PIL import Image
+from projects import ROOT
+from pyarrow import parquet
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import start
+from hvdkit.commands import start, start_measured
 from hvdkit.data import arrangement
 from hvdkit.data.open import open_sources
 from hvdkit.settings import project
+from hvdkit.train import task as tasks
 from ranks import PROJECT
 
 # Pictures, masks, names of splits. {c}: class; {p}_{m}: two pictures each of ten patients.
@@ -62,11 +68,11 @@ def fork(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
-    data, tried = tmp_path / "my data", layout in ("classes", "patients")
+    data, tried = tmp_path / "my data", layout == "patients"
     write(data, layout, high=255 if layout == "patients" else 1)  # white: the usual binary masks
     before = sorted(data.rglob("*"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
-    assert start.main(["hvdkit start", str(data)]) == 0
+    assert start.main(["hvdkit start", str(data), "--quick"]) == 0
     assert sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
     config = settings_lib.parse(["", "--flagfile=configs/my-data.cfg"])
     assert config.task == ("segmentation" if LAYOUTS[layout][1] else "classification")
@@ -81,9 +87,103 @@ def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     names = [{s.picture_file(n).name[:9] for n in range(len(s))} for s in splits]
     assert layout != "patients" or not names[0] & names[1]  # each is in one split
     if tried:
-        words = [sys.executable, "train.py", "--flagfile=configs/my-data.cfg", "--dry_run"]
-        ended = subprocess.run(words, cwd=fork, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0 and "dry run: it works" in ended.stdout, ended.stderr
+        dry_run(fork, "my-data")
+
+
+def dry_run(fork: Path, name: str) -> str:
+    words = [sys.executable, "train.py", f"--flagfile=configs/{name}.cfg", "--dry_run"]
+    ended = subprocess.run(words, cwd=fork, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "dry run: it works" in ended.stdout, ended.stderr
+    return ended.stdout
+
+
+def people(rows: int = 200) -> list[list[object]]:
+    """A number of rows, numbers of which some are missing, words, names, one value, the class."""
+    kinds, names = ("red", "blue", ""), ("id", "size", "colour", "name", "one", "survived")
+    sizes = ["" if n % 7 == 0 else n * 1.5 for n in range(rows)]
+    found = [[n, sizes[n], kinds[n % 3], f"A {n}, B", 1, ("no", "yes")[n % 2]] for n in range(rows)]
+    return [[*names], *found]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, capfd, suffix):
+    shutil.copy(ROOT / "examples/tabular/tabular.py", fork / "tasks")
+    monkeypatch.setattr(importlib.import_module("tasks"), "__path__", [str(fork / "tasks")])
+    rows, path = people(), tmp_path / f"people.{suffix}"
+    if suffix == "csv":
+        path.write_text("\ufeff" + "\n".join(";".join(map(str, row)) for row in rows))
+    else:
+        missing = [[None if value == "" else value for value in row] for row in rows]
+        columns = dict(zip(missing[0], map(list, zip(*missing[1:]))))
+        parquet.write_table(pyarrow.table(columns), path)
+    tried = suffix == "csv"
+    monkeypatch.setattr(start_measured, "rate", lambda flags: 0.02 if "people" in flags else None)
+    words = ["hvdkit start", str(path), "--label=survived", *["--quick"] * (not tried)]
+    assert start.main(words) == 0
+    config = settings_lib.parse(["", "--flagfile=configs/people.cfg"])
+    assert config.base_lr == (0.02 if tried else 0.003) and config.num_classes == 2
+    task = tasks.load(config)
+    train, val = task.sources()
+    assert len(train) == 4 * len(val) and train.class_names == val.class_names == ["no", "yes"]
+    assert [*task.numbers] == ["size"] and task.words == {"colour": ["", "blue", "red"]}
+    kept = np.array([x for n in range(len(train)) for x in train.read(n)["numbers"].numpy()])
+    known, inputs = kept[~np.isnan(kept)], {"words": np.array([[1], [0], [3]])}
+    model = task.build_model()
+    sizes = np.array([[np.nan], [known.mean()], [known.mean() + known.std()]])
+    read = keras.Model(model.inputs, model.layers[-4].output)(inputs | {"numbers": sizes})
+    of = [[0, 1, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1]]
+    np.testing.assert_allclose(read, of, atol=1e-5)
+    if tried:
+        assert "name: left out: 200 words" in capfd.readouterr().out
+        assert "by heart" in dry_run(fork, "people")
+
+
+@pytest.mark.parametrize("listed", ["{n:02}", "pictures/{n:02}.png"])
+def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
+    lines = [f"id,breed,subset\n{listed.format(n=20)},pug,test"]
+    for n in range(21):
+        path = tmp_path / "pets" / "pictures" / f"{n:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 20), (100 * (n % 2), 0, 0)).save(path)
+        split = "Training" if n < 12 else "valid"
+        lines += [f"{listed.format(n=n)},{('pug', 'husky')[n % 2]},{split}"] * (n < 20)
+    (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
+    assert start.main(["hvdkit start", str(tmp_path / "pets"), "--yes", "--quick"]) == 0
+    config = settings_lib.parse(["", "--flagfile=configs/pets.cfg"])
+    train, val = open_sources(config, config.data_format)
+    assert train.class_names == ["husky", "pug"] and (len(train), len(val)) == (12, 8)
+    read = [train.read(tf.constant(n, tf.int64)) for n in range(12)]
+    assert [int(r["image"][0, 0, 0] == 0) for r in read] == [int(r["label"]) for r in read]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no row"),
+        ("a,b\n1,2\n3", "row 2 has 1 values, the line of names 2"),
+        ("a,a\n1,2", "more than one column a"),
+        ("a,b,c\n9,8,7", "Give --label=, of a, b, c"),
+        ("a,label\n1,x\n2,", "row 2 has no label"),
+        ("a,label\n1,0.5\n2,0.7", "label is no class but a number"),
+        ("a,label\n9,x\n9,y", "no column but label tells rows apart"),
+        ("p,label\n1,x\n1,y", "p has a picture twice"),
+        ("p,label\n1,../x\n2,y", "'../x' cannot be a folder's name"),
+        ("p,label\n2,x\n3,y", "3 may be each of "),
+        (
+            "a,label\n5,x\n6,y\n9,x\n8,y\n5,y\n5,x\n9,x\n9,y\n6,x\n7,y",
+            "copy examples/tabular/tabular.py",
+        ),
+    ],
+)
+def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words):
+    for name in ("1.png", "2.png", "3.png", "more/3.png"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "set" / name)
+    (tmp_path / "set" / "of.csv").write_text(text)
+    assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes"]) == 2
+    printed = capfd.readouterr()
+    assert words in printed.err and printed.err.count("error: ") == 1, printed
+    assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("of*")]
 
 
 @pytest.mark.parametrize("layout", ["voc", "classes"])
@@ -91,7 +191,7 @@ def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, lay
     getattr(readers, f"write_{layout}")(tmp_path / "set")
     words: list[str] = []
     monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
-    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes", "--train"]) == 0
+    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]) == 0
     assert words[-2:] == ["train", "ARGS=--flagfile=configs/set.cfg"]
     assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()
     assert not (fork / "datasets").exists()
@@ -165,7 +265,7 @@ def test_of_each_class_a_fifth_is_held_back(names: list[str], held: tuple[int, .
 
 
 def test_too_few_pictures_are_refused():
-    refused(lambda: held_back(["cat/1", "dog/1"]), "2 pictures are too few")
+    refused(lambda: held_back(["cat/1", "dog/1"]), "2 samples are too few")
 
 
 def test_values_that_one_split_alone_calls_white_are_classes_of_the_other(fork, tmp_path, capfd):
@@ -183,6 +283,6 @@ def test_a_folder_of_the_project_itself_stays_as_it_is(fork):
     pets = fork / "datasets" / "pets"
     write(pets, "classes")
     before = sorted(pets.rglob("*"))
-    assert start.main(["hvdkit start", str(pets), "--yes"]) == 0
+    assert start.main(["hvdkit start", str(pets), "--yes", "--quick"]) == 0
     assert sorted(pets.rglob("*")) == before and (fork / "datasets/pets-links").is_dir()
     assert start.main(["hvdkit start", str(fork / "datasets"), "--yes"]) == 2

@@ -44,7 +44,7 @@ def recognized(root: Path) -> list[Item]:
     pictures: _Found = {}
     masks: _Found = {}
     others = []
-    for path, folders in _walk(root, ()):
+    for path, folders in files(root):
         roles = set().union(*map(_roles, folders))
         if not path.name.lower().endswith((".png",) if "mask" in roles else IMAGE_SUFFIXES):
             others.append(path)
@@ -81,14 +81,20 @@ def recognized(root: Path) -> list[Item]:
     return [Item(k[0], "_".join(k[above + 1 :]), p, k[above]) for k, p in pictures.items()]
 
 
-def _walk(
-    folder: Path, inside: tuple[str, ...], above: frozenset[Path] = frozenset()
+def split_of(word: str) -> str:
+    """The split that a word means, train, val or test; "" for others."""
+    return next((split for split, words in _SPLITS.items() if word.lower() in words.split()), "")
+
+
+def files(
+    folder: Path, inside: tuple[str, ...] = (), above: frozenset[Path] = frozenset()
 ) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """All files of a folder and of those below, each with the names of the folders it is in."""
     if (real := folder.resolve()) in above:
         raise ValueError(f"{folder} leads to a folder that holds it: remove this link")
     for entry in listing.contents(folder, ())[1]:
         if entry.is_dir():
-            yield from _walk(folder / entry.name, (*inside, entry.name), above | {real})
+            yield from files(folder / entry.name, (*inside, entry.name), above | {real})
         else:
             yield folder / entry.name, inside
 
@@ -126,7 +132,7 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
         new = {"train": "train", val: "val"}
         return [i._replace(split=new[i.split]) for i in items if i.split in new], f"scored on {val}"
     if len(there) > 1:
-        raise ValueError(f"pictures lie in {sorted(there)}, not in train and val: rename folders")
+        raise ValueError(f"samples are for {sorted(there)}, not for train and val: rename folders")
     groups = [_group(item) for item in items]
     grouped = _LEAST_GROUPS <= len({*groups} - {""}) < len(items)
     of_label, units = defaultdict(set), defaultdict(list)
@@ -137,7 +143,7 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
         units[group if whole else f"{item.label}/{item.name}"].append(item)
     held = _held_back([units[k] for k in sorted(units, key=_digest)])
     if not held:
-        raise ValueError(f"{len(items)} pictures are too few to hold any back to score: add more")
+        raise ValueError(f"{len(items)} samples are too few to hold any back to score: add more")
     kept = {item.picture for item in held}
     found = [i._replace(split="val" if i.picture in kept else "train") for i in items]
     how = f"whole groups as {next(filter(None, groups))}" if grouped else "a hash of names"

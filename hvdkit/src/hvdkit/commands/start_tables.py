@@ -1,0 +1,134 @@
+"""What `hvdkit start` understands of a table: a list of pictures and their classes, or features."""
+
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.data import arrangement, tables
+from hvdkit.data.arrangement import Item
+from hvdkit.data.check import Counts
+from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
+from hvdkit.logs import join, printable
+
+_LABELS = ["label", "labels", "class", "classes", "target", "category", "species", "y"]
+_MOST_WORDS = 100  # different ones in a column of features
+
+Table = dict[str, list[str]]
+
+
+def of(root: Path) -> Path | None:
+    """`root` if it is a table, else the one table of that folder."""
+    found = [root] if root.is_file() else sorted(root.iterdir())
+    found = [path for path in found if path.suffix.lower() in tables.SUFFIXES]
+    return found[0] if len(found) == 1 else None
+
+
+def understood(path: Path, label: str) -> tuple[list[Item], Table]:
+    """Pictures of a table with their classes, and {}; or rows, by number, and the features.
+
+    ValueError where a column, a file or a value does not say what it is.
+    """
+    table = tables.read(path)
+    splits = _splits(table)
+    pictures, files = _pictures(path, table)
+    label = _label(path, {name: c for name, c in table.items() if name != pictures}, label)
+    labels = table.pop(label)
+    values = tables.numbers(tables.classes(labels))
+    if values is not None and (values % 1).any():
+        raise ValueError(f"{path}: {label} is no class but a number: see examples/regression")
+    if pictures:
+        return _items(path, files, labels, splits), {}
+    table = dict(_features(table))
+    if not table:
+        raise ValueError(f"{path}: no column but {label} tells rows apart")
+    # Equal rows have one name, so that no split holds what another one is scored on.
+    digests = [hashlib.sha256("\0".join(row).encode()).hexdigest() for row in zip(*table.values())]
+    items = [Item(*of, label) for *of, label in zip(splits, digests, _numbered(labels), labels)]
+    return items, table | {"label": labels}
+
+
+def _numbered(rows: list[str]) -> list[Path]:
+    return [Path(str(number)) for number in range(len(rows))]
+
+
+def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
+    """The column whose values are names of pictures beside the table or below, and these."""
+    there = defaultdict(set)
+    for file, folders in arrangement.files(path.parent):
+        if file.suffix.lower() in IMAGE_SUFFIXES:
+            for name in ("/".join((*folders, file.name)), file.name, file.stem):
+                there[name].add(file)
+    found = [name for name, column in table.items() if all(map(there.__contains__, column))]
+    if not found:
+        return "", []
+    column = table[name := max(found, key=lambda name: len({*table[name]}))]
+    if twice := next((value for value in column if len(there[value]) > 1), ""):
+        raise ValueError(f"{path}: {twice} may be each of {join(sorted(there[twice]))}")
+    if len({*column}) < len(column):
+        raise ValueError(f"{path}: {name} has a picture twice, and one class is learned of each")
+    return name, [next(iter(there[value])) for value in column]
+
+
+def _label(path: Path, columns: Table, given: str) -> str:
+    """The column of labels: that given, the one so called, or the only one."""
+    found = [name for name in columns if name.lower() in _LABELS] or [*columns]
+    found = [given] if given else found
+    if len(found) != 1 or found[0] not in columns:
+        raise ValueError(f"{path}: which column is the label? Give --label=, of {join([*columns])}")
+    return found[0]
+
+
+def _splits(table: Table) -> list[str]:
+    """Takes out the column that holds train, val or test in each row; "" if there is none."""
+    for name, column in table.items():
+        words = {value: arrangement.split_of(value) for value in {*column}}
+        if all(words.values()):
+            return [words[value] for value in table.pop(name)]
+    return [""] * len(next(iter(table.values()), []))
+
+
+def _items(path: Path, files: list[Path], labels: list[str], splits: list[str]) -> list[Item]:
+    if odd := [label for label in labels if "/" in label or label.startswith(".")]:
+        raise ValueError(f"{path}: the label {odd[0]!r} cannot be a folder's name: rename it")
+    names = ["_".join(file.relative_to(path.parent).with_suffix("").parts) for file in files]
+    return [Item(*of) for of in zip(splits, names, files, labels)]
+
+
+def _features(table: Table) -> Table:
+    """The columns to learn from; says of each what it is."""
+    found = {}
+    for name, column in table.items():
+        values, different = tables.numbers(column), len({*column})
+        counts = values is not None and len(values) > 2 and (np.diff(values) == 1).all()
+        if different == 1:
+            words = "left out: it has one value"
+        elif counts or (values is None and different > _MOST_WORDS):
+            words = "left out: a number of rows" if counts else f"left out: {different} words"
+        else:
+            found[name] = column
+            words = f"{different} words: {join([x or 'none' for x in tables.ordered(column)], 4)}"
+            if values is not None:
+                low, high = np.nanmin(values), np.nanmax(values)
+                words = f"numbers, {low:g} to {high:g}, {column.count('')} missing"
+        print(printable(f"  {name}: {words}"))
+    return found
+
+
+def counted(classes: list[str], labels: list[str]) -> Counts:
+    """Rows of each class."""
+    found = Counts(len(classes), "row")
+    for label in labels:
+        found.of[classes.index(label)] += 1
+    found.sizes = [(1, 1)] * len(labels)
+    return found
+
+
+def write(items: list[Item], table: Table, folder: Path) -> None:
+    """Rows of each split as a table."""
+    for split in ("train", "val"):
+        rows = [int(str(item.picture)) for item in items if item.split == split]
+        own = {name: [column[row] for row in rows] for name, column in table.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        tables.write(folder / f"{split}.csv", own)

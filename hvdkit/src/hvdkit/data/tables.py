@@ -1,0 +1,87 @@
+"""Tables by column: CSV with a line of names (comma, semicolon or tab between), and Parquet.
+
+Parquet takes pyarrow, which this package does not ask for: pip install pyarrow
+"""
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit import whole_files
+from hvdkit.logs import join
+
+SUFFIXES = (".csv", ".tsv", ".parquet")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|")
+
+
+def read(path: Path) -> dict[str, list[str]]:
+    """Columns by name, as text without space around it; what is missing is "".
+
+    Raises ValueError for what is no table, naming the line where a row has another length.
+    """
+    try:
+        names, rows = (_parquet if path.suffix.lower() == ".parquet" else _csv)(path)
+    except ImportError:
+        raise ValueError(f"{path}: pip install pyarrow, which reads Parquet") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as a table: {error}") from None
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{path} has more than one column {join(twice)}: rename one")
+    if not rows:
+        raise ValueError(f"{path} holds no row: a table has a line of names, then rows")
+    return dict(zip(names, map(list, zip(*rows))))
+
+
+def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+        names, *rows = [[text.strip() for text in line] for line in lines if line] or [[]]
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(names):
+            what = f"row {number} has {len(row)} values, the line of names {len(names)}"
+            raise ValueError(f"{path}: {what}")
+    return names, rows
+
+
+def _parquet(path: Path) -> tuple[list[str], list[list[str]]]:
+    from pyarrow import lib, parquet
+
+    try:
+        table = parquet.read_table(path)
+    except lib.ArrowException as error:
+        raise OSError(error) from None
+    columns = [["" if x is None else str(x) for x in c.to_pylist()] for c in table.columns]
+    return table.column_names, [*map(list, zip(*columns))]
+
+
+def numbers(column: Sequence[str]) -> np.ndarray | None:
+    """float64, NaN where one is missing; None where the column is none of decimal numbers."""
+    plain = any(column) and all(map(_NUMBER.fullmatch, column))
+    return np.array([float(text or "nan") for text in column]) if plain else None
+
+
+def ordered(values: Iterable[str]) -> list[str]:
+    """The different ones in order, numbers by size."""
+    found = sorted({*values})
+    by_size = numbers(found)
+    return found if by_size is None else [found[i] for i in np.argsort(by_size, kind="stable")]
+
+
+def classes(column: Sequence[str]) -> list[str]:
+    """A column's labels, `ordered`; ValueError where a row has none."""
+    if "" in column:
+        row = [*column].index("") + 1
+        raise ValueError(f"row {row} has no label: fill it in, or remove the row")
+    return ordered(column)
+
+
+def write(path: Path, columns: Mapping[str, Sequence[str]]) -> None:
+    """As CSV."""
+    with whole_files.written(path) as partial, open(partial, "w", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([[*columns], *zip(*columns.values())])
