@@ -50,8 +50,7 @@ RUN --mount=type=secret,id=ca,mode=0444 --mount=type=secret,id=pip.conf \
     && python3 -m venv --without-pip /opt/venv \
     && PYTHON=/opt/venv/bin/python DEVICE=$DEVICE docker/install-horovod.sh --requirements \
     && horovodrun --check-build \
-    && rm -f /opt/venv/.lock \
-    && find /opt/venv -name '__pycache__' -prune -exec rm -rf {} +
+    && rm -f /opt/venv/.lock
 
 # ---------------------------------------------------------------------------------- what runs
 # hadolint ignore=DL3006

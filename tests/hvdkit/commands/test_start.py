@@ -205,7 +205,7 @@ CAT = "archive/cat/IMG_0002."
     [
         ("patients", 7, {}, "the masks hold the values 0, 7, and a value is a class"),
         ("patients", 1, {"masks/new.png": "masks/patient03_1_mask.png"}, "2 files lack the mask"),
-        ("classes", 1, {"rows.csv": "archive"}, r"its 0 pictures are \(rows.csv is not read\)"),
+        ("classes", 1, {"rows.csv": "archive"}, r"rows.csv holds no row"),
         ("classes", 1, {"archive/x.JPG": f"{CAT}JPG"}, "what its 20 pictures are: class folders"),
         ("classes", 1, {f"{CAT}bmp": f"{CAT}JPG"}, "0002.bmp .* must be PNG, JPEG or WebP"),
         ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is no PNG(.|\n)*1 fault"),
