@@ -87,3 +87,23 @@ def check_a_dry_run_learns_one_batch_by_heart(world):
     if world.is_chief:
         assert "learning by heart: in 50 steps the loss of one batch went from " in good
         assert said not in good and said in slow
+
+
+def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
+    class Weak(Small):
+        """Layers that hardly count: one of three, or three of four."""
+
+        def build_model(self):
+            x = y = keras.Input((6,))
+            for number, factor in enumerate(self.factors):
+                more = keras.layers.Dense(6, "tanh", name=f"layer{number}")(y)
+                y = y + keras.layers.Rescaling(factor)(more)
+            return keras.Model(x, keras.layers.Dense(3, name="last")(y))
+
+    how, found = {"dry_run": True, "num_steps": 60, "weight_decay": 1e-3}, []
+    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9), (1.0, 1.0)):
+        found.append(notes(world, type("Weak", (Weak,), {"factors": factors}), **how))
+    if world.is_chief:
+        assert "gradient of layer1/kernel is over 1e+05 times as small as" in found[0], found[0]
+        assert "gradient of last/kernel is over 1e+05 times as large as" in found[1], found[1]
+        assert "the median layer" not in found[2]

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -37,6 +37,7 @@ _JUDGED_AFTER = 100  # steps behind the warm-up, the loss should have fallen
 _FALL = 0.01  # of the scale of the loss
 _BY_HEART, _BY_HEART_SECONDS = 50, 30.0  # steps on one batch
 _LEARNED, _LEFT = 0.3, 0.5  # of the scale: what should fall then, and what may be left
+_APART = 1e5  # times the median: the gradient of a kernel has exploded or vanished
 _RATE = "try --find_lr, or a --base_lr ten times"
 
 
@@ -182,6 +183,27 @@ def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
     ]
 
 
+def _of_layers(run: Run, batch: Any) -> list[str]:
+    """A note on kernels whose gradient on this rank is far from the median one; all ranks."""
+    moves = [v for v in run.model.trainable_variables if v.path in _digests(run) and v.ndim > 1]
+    first = tf.nest.map_structure(lambda part: part[0], batch)
+    with tf.GradientTape() as tape:
+        made = run.model(first["inputs"], training=True)
+        terms = objective.loss(run.task, made, first["targets"]).values()
+        loss = tf.add_n([tf.reduce_sum(x * w) / tf.reduce_sum(w) for x, w in terms])
+    gradients = tape.gradient(loss, [v.value for v in moves], unconnected_gradients="zero")
+    norms = {v.path: float(tf.norm(tf.convert_to_tensor(g))) for v, g in zip(moves, gradients)}
+    usual = float(np.median([*norms.values()] or [0]))
+    far = {"large": [p for p, x in norms.items() if x > _APART * usual > 0]}
+    far["small"] = [p for p, x in norms.items() if x * _APART < usual]
+    return [
+        f"the gradient of {join(paths, 4)} is over {_APART:.0e} times as {what} as that of the "
+        "median layer: is what they compute used, scaled, normalized?"
+        for what, paths in far.items()
+        if paths and math.isfinite(usual)
+    ]
+
+
 def trend(losses: Sequence[float], scale: float) -> list[str]:
     """A note where the loss does not fall though its noise is small; telemetry tells of a rise.
 
@@ -224,7 +246,8 @@ def by_heart(run: Run) -> Ending | None:
             count = run.world.broadcast_object(min(max(fits, 3), count), "by_heart")
     came = f"the loss of one batch went from {losses[0]:.4g} to {losses[-1]:.4g}"
     say(run.world, f"learning by heart: in {len(losses)} steps {came}")
-    found, scale = _still(run, before, len(losses)), _scale(run) or abs(losses[0])
+    found = _of_layers(run, batch) + _still(run, before, len(losses))
+    scale = _scale(run) or abs(losses[0])
     fell = losses[0] - losses[-1] >= _LEARNED * min(scale, losses[0])
     whole = len(losses) == _BY_HEART or not math.isfinite(losses[-1])
     if whole and not fell and not losses[-1] <= _LEFT * scale:
