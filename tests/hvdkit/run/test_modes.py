@@ -117,8 +117,11 @@ def test_any_number_of_ranks_suggests_the_same_of_rates_that_rise_by_one_factor(
     assert rates[0] == 1e-7 and rates == sorted(rates) and len(rates) > 8
 
 
-def test_a_noisy_loss_gives_a_rate_near_the_steepest_fall_or_none():
-    """400 curves that fall around a rate of their own and blow up, with 6 % of noise."""
+def test_a_noisy_loss_gives_a_rate_near_the_best_or_none():
+    """400 curves that fall around a rate of their own and blow up, with 6 % of noise.
+
+    The best rate is taken for 1.5 times that, the middle of what sweeps of real tasks show.
+    """
     far, x = 0, np.linspace(np.log(1e-7), np.log(10), 200)
     for seed in range(400):
         draw = np.random.default_rng(seed)
@@ -129,7 +132,7 @@ def test_a_noisy_loss_gives_a_rate_near_the_steepest_fall_or_none():
         end = int(np.argmax(curve > 5 * np.minimum.accumulate(curve))) or len(x)
         noisy = curve * (1 + 0.06 * draw.normal(size=len(x)))
         found = find_lr.suggested(np.exp(x[:end]), noisy[:end])
-        far += not found or abs(np.log(found[0]) - steepest) > np.log(3)
+        far += not found or abs(np.log(found[0] / 1.5) - steepest) > np.log(3)
         assert not found or found[1] <= found[0] <= found[2]
     assert far <= 4
     flat = 1 + 0.06 * np.random.default_rng(0).normal(size=200)

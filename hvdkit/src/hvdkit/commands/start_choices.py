@@ -78,7 +78,7 @@ def choices(
     tried = "a range test suggests none" if measured.batch else "--find_lr suggests another"
     rate, why = 0.001 if large else 0.003, f"Usual with it; {tried}"
     if measured.rate:
-        rate, why = measured.rate, "Where the loss falls most steeply in a range test (--find_lr)"
+        rate, why = measured.rate, "Where the loss falls steeply in a range test (--find_lr)"
     yield why, f"--base_lr={rate:g}"
     yield "Adam's first steps are rough", f"--warmup_steps={epochs / 10:g}epochs"
     yield "Against learning by heart", "--weight_decay=0.0001"
