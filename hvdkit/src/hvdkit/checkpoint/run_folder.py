@@ -79,10 +79,9 @@ def begin(
             note = set_aside(run_dir, ahead, _RECORDS)
             _remove(run_dir, _RECORDS)
         checkpoint_files.tidy(at)
-    if not own:
-        _remove(run_dir, _STARTS)
-    else:
-        _drop_after(run_dir, found.step, evaluates_first)
+    _remove(run_dir, () if own else _STARTS)
+    for name in (*_LOGS, *_STARTS) if own else ():
+        _drop_lines(run_dir / name, found.step, evaluates_first)
     left = [path.name for path in run_dir.glob(".*.partial")]  # by a kill
     _remove(run_dir, ("summary.json", "benchmark.json", *left))
     with whole_files.written(run_dir / "config.cfg") as partial:
@@ -149,17 +148,14 @@ def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _drop_after(run_dir: Path, step: int, evaluates_first: bool) -> None:
+def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
     """Lines of steps after `step`; with `evaluates_first` its evaluation's too.
 
     TensorBoard's events stay: of steps that are there twice it shows the newer (docs/trackers.md).
     """
-    for name in (*_LOGS, _STARTS[0]):
-        if (run_dir / name).exists():
-            _drop_lines(run_dir / name, step, evaluates_first)
+    if not path.exists():
+        return
 
-
-def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
     def stays(line: bytes) -> bool:
         try:
             record = json.loads(line)

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -30,6 +29,7 @@ from hvdkit.commands.supervise import end_with_parent, newest_step
 from hvdkit.commands.sweep import Asked
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
+from hvdkit.ranks import placement
 from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
@@ -257,10 +257,10 @@ def _gpus() -> list[str]:
     """This host's, as CUDA_VISIBLE_DEVICES names them."""
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return given.split(",")
-    if not shutil.which("nvidia-smi"):
+    try:
+        return [*map(str, range(placement.granted()))]
+    except (OSError, subprocess.SubprocessError):  # each trial says why
         return []
-    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True).stdout
-    return [*map(str, range(len(re.findall("^GPU ", listed, re.MULTILINE))))]
 
 
 def _last_error(log: Path) -> str:

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -36,11 +36,6 @@ from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.stop import launch_rank, launched_ranks
 
 _SHARD_BYTES = 2**28
-
-
-class _Packed(NamedTuple):
-    data: bytes  # a tf.train.Example
-    label: int  # its highest class
 
 
 def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = "") -> Path:
@@ -61,7 +56,10 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     if os.path.lexists(out / split):
         raise ValueError(f"{out / split} is there already; remove it, or give another --out")
     encoder = _Encoder(source)
-    shards = min(shards or _fitting(encoder, len(source)), len(source))
+    if not shards:
+        some = [len(data) for data, _ in encoder.of(sampled(len(source), 32))]
+        shards = -(-len(source) * sum(some) // (len(some) * _SHARD_BYTES))
+    shards = min(shards, len(source))
     rank, (ranks, _) = launch_rank(), launched_ranks()
     if rank >= ranks:
         raise ValueError(f"the launcher gives rank {rank}, and not of how many: use mpirun or srun")
@@ -77,12 +75,6 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     return out / split
 
 
-def _fitting(encoder: "_Encoder", count: int) -> int:
-    """How many shards make about 256 MB each, by some samples."""
-    found = [len(one.data) for one in encoder.of(sampled(count, 32))]
-    return -(-count * sum(found) // (len(found) * _SHARD_BYTES))
-
-
 def _pack_shard(encoder: "_Encoder", work: Path, number: int, *, indices: range) -> None:
     """A shard by itself, as the packed split WORK/NUMBER, once it is read back."""
     folder, partial = work / f"{number:05d}", work / f".{number:05d}"
@@ -93,11 +85,11 @@ def _pack_shard(encoder: "_Encoder", work: Path, number: int, *, indices: range)
     index, highest, path = [], 0, partial / "shard"
     offset = records.BEFORE
     with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
-        for number, sample in zip(indices, encoder.of(indices)):
-            writer.write(sample.data)
-            index.append((offset, len(sample.data), zlib.crc32(sample.data)))
-            offset += len(sample.data) + records.AFTER + records.BEFORE
-            highest = max(highest, sample.label)
+        for number, (data, label) in zip(indices, encoder.of(indices)):
+            writer.write(data)
+            index.append((offset, len(data), zlib.crc32(data)))
+            offset += len(data) + records.AFTER + records.BEFORE
+            highest = max(highest, label)
             logs.progress("packed", number + 1, encoder.count)
     meta = {"packed_from": "", "kind": encoder.kind, "num_classes": highest + 1}
     size = path.stat().st_size
@@ -175,8 +167,8 @@ class _Encoder:
         ids = tf.io.encode_png(label) if label.shape.rank == 3 else b""
         return {"file": file, "label": label, "ids": ids, "same": same}
 
-    def of(self, indices: range) -> Iterator[_Packed]:
-        """Of these samples; ValueError says what is wrong with one that cannot be read."""
+    def of(self, indices: range) -> Iterator[tuple[bytes, int]]:
+        """A tf.train.Example of each, and its highest class; ValueError: one cannot be read."""
 
         def feature(value: bytes | int) -> tf.train.Feature:
             if isinstance(value, int):
@@ -194,7 +186,7 @@ class _Encoder:
             features = tf.train.Features(feature={n: feature(part) for n, part in kept.items()})
             data = tf.train.Example(features=features).SerializeToString()
             counted = label != IGNORE if is_map else True  # in class folders, 255 is a class
-            yield _Packed(data, int(np.max(label, initial=0, where=counted)))
+            yield data, int(np.max(label, initial=0, where=counted))
 
     def _samples(self, indices: range) -> Iterator[dict[str, Any]]:
         """As NumPy values, read on several threads."""

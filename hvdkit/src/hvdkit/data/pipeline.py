@@ -69,7 +69,14 @@ class Reader(NamedTuple):
 
     def options(self, workers: int) -> tf.data.Options:
         """For a pipeline of `examples`, after its last part."""
-        return _on_own_threads(workers + _FETCHES * bool(self.ahead))
+        options = tf.data.Options()
+        # A private pool: TensorFlow's own has a thread for every core of the host, on each rank.
+        options.threading.private_threadpool_size = workers + _FETCHES * bool(self.ahead)
+        # Nothing is left to tune, and its thread would hold up the end of a run, for seconds.
+        options.autotune.enabled = False
+        # One thread an example, so that sums do not depend on the number of threads.
+        options.threading.max_intra_op_parallelism = 1
+        return options
 
 
 def reader(
@@ -353,17 +360,6 @@ def _begun(batches: tf.data.Dataset) -> Iterator[Example]:
         return iter(batches)
     finally:
         _pywrap_determinism.enable(is_on)
-
-
-def _on_own_threads(threads: int) -> tf.data.Options:
-    """A private pool: TensorFlow's own has a thread for every core of the host, on each rank."""
-    options = tf.data.Options()
-    options.threading.private_threadpool_size = threads
-    # Nothing is left to tune, and its thread would hold up the end of a run, for seconds.
-    options.autotune.enabled = False
-    # One thread an example, so that sums do not depend on the number of threads.
-    options.threading.max_intra_op_parallelism = 1
-    return options
 
 
 def pause(error: Exception, pauses: Iterator[float]) -> bool:

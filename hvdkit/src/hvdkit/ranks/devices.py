@@ -1,9 +1,7 @@
 """The device of a rank: a GPU of its own, or its share of the cores, where CPUs are meant."""
 
 import os
-import shutil
 import subprocess
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -40,7 +38,7 @@ def why_no_gpu(device: str) -> str:
     """Where TensorFlow sees no GPU: why --device cannot go on without, "" where it can."""
     host = os.uname().nodename
     try:
-        count = _granted()
+        count = placement.granted()
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi fails on {host} ({error}): look at its driver, or give --device=cpu"
     if not count:
@@ -51,17 +49,3 @@ def why_no_gpu(device: str) -> str:
         "(set up again with DEVICE=gpu), or lacks CUDA libraries, which its own lines above name. "
         "To train on CPUs all the same: --device=cpu"
     )
-
-
-def _granted() -> int:
-    """GPUs that the driver shows; 0 where CUDA_VISIBLE_DEVICES hides them all."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and chosen.strip() in ("", "-1", "NoDevFiles"):
-        return 0
-    if not shutil.which("nvidia-smi"):
-        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
-    if listed.returncode == 6:  # its manual: nothing was found
-        return 0
-    listed.check_returncode()
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

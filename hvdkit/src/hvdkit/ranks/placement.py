@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +35,22 @@ class Place(NamedTuple):
     node: int  # the GPU's NUMA node; -1: not known
     cpus: list[int]  # that the rank is bound to, hyperthreads counted; empty: it is not bound
     threads: int  # for work on CPUs
+
+
+def granted() -> int:
+    """GPUs that the driver shows; 0 where CUDA_VISIBLE_DEVICES hides them all.
+
+    Raises OSError or subprocess.SubprocessError where nvidia-smi fails.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
+        return 0
+    if not shutil.which("nvidia-smi"):
+        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
+    if listed.returncode == 6:  # its manual: nothing was found
+        return 0
+    listed.check_returncode()
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def gpus_of_driver(count: int) -> list[Gpu]:
