@@ -161,7 +161,7 @@ def check_sums_of_an_evaluation_are_rounded_once(world):
     values[3] = -values[20]
     zeros = {name: np.zeros(()) for name in ("x", "none", "huge")}
     zeros |= {"bad": np.zeros(2), "n": np.zeros((), np.int64)}
-    sums = metrics.ExactSums(world, zeros)
+    sums = metrics.Sums(world, zeros, exact=True)
     for place in range(world.rank, len(values), world.size):
         bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
         large = 1.7e308 if place < 2 else 0.0

@@ -92,8 +92,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         data = _picture(own.check)
         own.out.mkdir(parents=True, exist_ok=True)
         (own.out / "model.onnx").unlink(missing_ok=True)  # of another checkpoint
-        averaged = own.ema and config.ema_decay > 0
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
         module, folder = Exported(task, model, decode), own.out / "saved_model"
         signatures = {
             "serving_default": _function(module.of_files, [None], tf.string),

@@ -46,8 +46,7 @@ Row = list[Any]
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
     with world.fail_together("making the model"):
-        averaged = own.ema and config.ema_decay > 0
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
         found = listed(own.pictures, own.out)
         own.out.mkdir(parents=True, exist_ok=True)
     world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")

@@ -73,8 +73,7 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit serve answers from one process: start it on one rank")
     with world.fail_together("serving"):
-        averaged = own.ema and config.ema_decay > 0
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, averaged)
+        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
         outputs_of = predict.of_picture(task, model, decode)
         names = files.read_manifest(path).card.get("class_names", [])
         word = secrets.token_urlsafe()
@@ -95,8 +94,6 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
 
 class Server(http.server.ThreadingHTTPServer):
     """A thread a connection, so that none keeps the others waiting."""
-
-    daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: a client went away."""

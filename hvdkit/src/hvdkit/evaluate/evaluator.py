@@ -49,9 +49,8 @@ class Evaluator:
         self._state, self._step = run.state, make_step(run.task, run.model, feed.spec)
         self._untrained = self._moved = run.state.untrained  # moved: by a batch, `try_out` finds it
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
-        exact = bool(run.config.virtual_ranks)
-        self._sums = metrics.ExactSums if exact else metrics.RankSums
-        self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if exact else None
+        self._exact = bool(run.config.virtual_ranks)
+        self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if self._exact else None
         self._at = run.state.step
         self._near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
@@ -128,7 +127,8 @@ class Evaluator:
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         zeros, empty = metrics.zeros(self._step)
-        total, kept, drawn, error = self._sums(self._world, zeros), metrics.Rows(empty), [], None
+        total, kept = metrics.Sums(self._world, zeros, exact=self._exact), metrics.Rows(empty)
+        drawn, error = [], None
         batches, ballot = iter(self._feed), Ballot()
         for place in range(self._feed.rounds):  # as many as the rank that has most batches
             batch = None

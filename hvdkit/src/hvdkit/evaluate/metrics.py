@@ -24,42 +24,30 @@ from hvdkit.ranks.world import World
 _FINEST = 1074  # 2**-1074 is the smallest float64; all others are multiples of it
 
 
-class RankSums:
-    """Sums of named tensors over this rank's batches, then over ranks; floats up to rounding."""
+class Sums:
+    """Sums of named tensors over this rank's batches, then over ranks; floats up to rounding.
 
-    def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
-        self._world, self._sums = world, zeros
-
-    def add(self, more: dict[str, np.ndarray]) -> None:
-        self._sums = {name: own + more[name] for name, own in self._sums.items()}
-
-    def over_ranks(self) -> dict[str, np.ndarray]:
-        """Totals in one collective, which every rank must call; integers are exact below 2**53."""
-        own = {name: self._sums[name] for name in sorted(self._sums)}
-        sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
-        totals = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
-        return {name: total.numpy().astype(own[name].dtype) for name, total in zip(own, totals)}
-
-
-class ExactSums(RankSums):
-    """Adds floats without rounding, as integers: the same bits in any order.
-
-    Every float64 is a multiple of 2**-1074: Python's integers hold the sum, a microsecond each.
+    With `exact` they are added without rounding, as integers: the same bits in any order. Every
+    float64 is a multiple of 2**-1074: Python's integers hold the sum, a microsecond each.
     """
 
-    def __init__(self, world: World, zeros: dict[str, np.ndarray]) -> None:
-        super().__init__(world, zeros)
-        floats = {name: sums for name, sums in zeros.items() if sums.dtype.kind == "f"}
+    def __init__(self, world: World, zeros: dict[str, np.ndarray], *, exact: bool = False) -> None:
+        self._world, self._sums, self._exact = world, zeros, exact
+        floats = {n: sums for n, sums in zeros.items() if exact and sums.dtype.kind == "f"}
         self._units = {name: _in_units(sums) for name, sums in floats.items()}
 
     def add(self, more: dict[str, np.ndarray]) -> None:
-        super().add(more)
+        self._sums = {name: own + more[name] for name, own in self._sums.items()}
         pairs = {name: zip(own, _in_units(more[name])) for name, own in self._units.items()}
         self._units = {name: [a + b for a, b in both] for name, both in pairs.items()}
 
     def over_ranks(self) -> dict[str, np.ndarray]:
-        totals = super().over_ranks()
-        everyone = self._world.gather_objects(self._units, "metrics.exact")
+        """Totals, on every rank, which all must call; integers are exact below 2**53."""
+        own = {name: self._sums[name] for name in sorted(self._sums)}
+        sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
+        found = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
+        totals = {name: total.numpy().astype(own[name].dtype) for name, total in zip(own, found)}
+        everyone = self._exact and self._world.gather_objects(self._units, "metrics.exact")
         for name in self._units:
             rounded = totals[name]
             units = map(sum, zip(*(theirs[name] for theirs in everyone)))

@@ -120,18 +120,13 @@ def graph_flops(graph: tf.Graph) -> int:
         elif op.type in _OPAQUE:
             raise NotCounted(f"{op.type} ({op.name}) does not say what it computes")
         else:
-            inner = sum(graph_flops(called) for called in _functions(graph, op))
+            values = op.node_def.attr.values()
+            names = [part.name for v in values for part in (v.func, *v.list.func) if part.name]
+            inner = sum(graph_flops(graph._get_function(name).graph) for name in names)
             if inner and not op.type.endswith("PartitionedCall"):
                 raise NotCounted(f"{op.type} ({op.name}): the number of its iterations is unknown")
             total += inner
     return total
-
-
-def _functions(graph: tf.Graph, op: tf.Operation) -> list[tf.Graph]:
-    """The functions that an operation calls."""
-    values = op.node_def.attr.values()
-    names = [part.name for v in values for part in (v.func, *v.list.func) if part.name]
-    return [graph._get_function(name).graph for name in names]
 
 
 def _out(op: tf.Operation) -> tf.Tensor:

@@ -95,7 +95,9 @@ class Telemetry:
         """
         if not self._world.is_chief:
             return
-        steps, seconds = self._since_last(step)
+        now = time.monotonic()
+        steps, seconds = max(step - self._last_step, 1), max(now - self._last_time, 1e-9)
+        self._last_step, self._last_time = step, now
         rate, wait = self._samples * steps / seconds, min(waited / seconds, 1.0)
         self._logged += 1
         if self._logged > 1:  # the first interval includes tracing of graphs
@@ -132,13 +134,6 @@ class Telemetry:
         elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:  # near 0 it is noise
             told = f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}"
             self._note_once("risen", f"{told}: try a lower --base_lr (--find_lr suggests one)")
-
-    def _since_last(self, step: int) -> tuple[int, float]:
-        """Steps and seconds of training since the last call; above 0."""
-        now = time.monotonic()
-        steps, seconds = max(step - self._last_step, 1), max(now - self._last_time, 1e-9)
-        self._last_step, self._last_time = step, now
-        return steps, seconds
 
     def median_speed(self) -> float | None:
         """Samples a second, all ranks: median of the newest intervals, without the first."""

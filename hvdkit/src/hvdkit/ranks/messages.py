@@ -24,7 +24,6 @@ from hvdkit.stop import BUG
 
 MOST_GATHERED = 2**31 - 1  # bytes of all ranks' messages in one `gather`: MPI counts in 32 bits
 _PART = 2**22  # bytes of one broadcast
-_LENGTH = 8  # bytes of a number before each rank's message
 _LONGEST_NAP = 0.01  # seconds
 _STEPS = 20  # newest ones, by which a hanging one is known
 _LEAST_PATIENCE = 60.0  # seconds
@@ -91,16 +90,11 @@ class Horovod:
 
     def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
         """Every rank's message, uint8 [n], in rank order, on every rank."""
-        length = np.frombuffer(own.size.to_bytes(_LENGTH, "big"), np.uint8)
         with tf.device("CPU:0"):
-            everything = hvd.allgather(np.concatenate([length, own]), name="messages.gather")
+            lengths = hvd.allgather(np.array([own.size], np.int64), name="messages.lengths")
+            everything = hvd.allgather(own, name="messages.gather")
         heartbeat.beat()
-        everything, found, end = everything.numpy(), [], 0
-        for _ in range(size):
-            start = end + _LENGTH
-            end = start + int.from_bytes(everything[end:start].tobytes(), "big")
-            found.append(everything[start:end])
-        return found
+        return np.split(everything.numpy(), np.cumsum(lengths)[:-1])
 
     def beside(self, own: np.ndarray) -> list[np.ndarray]:
         """The messages of this host's ranks, in rank order; here this one's for each."""

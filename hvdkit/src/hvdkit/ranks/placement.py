@@ -161,7 +161,10 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
 
     None where it is alone, or there are fewer cores than ranks.
     """
-    siblings = {cpu: _siblings(cpu) for cpu in sorted(frozenset().union(*usable))}
+    # By CPU, the hyperthreads of its physical core, itself included.
+    file = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    every = sorted(frozenset().union(*usable))
+    siblings = {cpu: _expand(_read(file.format(cpu))) or [cpu] for cpu in every}
     taken: set[int] = set()
     found: list[list[int]] = [[] for _ in usable]
     for rank in sorted(range(len(usable) if len(usable) > 1 else 0), key=lambda r: len(usable[r])):
@@ -202,12 +205,6 @@ def _node_of(address: str) -> int:
 
 def _cpus_of(node: int) -> frozenset[int]:
     return frozenset(_expand(_read(f"sys/devices/system/node/node{node}/cpulist")))
-
-
-def _siblings(cpu: int) -> list[int]:
-    """The hyperthreads of its physical core, itself included."""
-    name = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-    return _expand(_read(name)) or [cpu]
 
 
 def _read(name: str | Path) -> str:

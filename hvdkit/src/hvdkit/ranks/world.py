@@ -98,7 +98,7 @@ class World:
             return [encoding.unpack(message)]
         (longest,) = self.barrier_max(name, message.size)
         if (most := messages.MOST_GATHERED // self.size) < longest:
-            lengths = self.gather_numbers([message.size], "messages.lengths")
+            lengths = self.gather_numbers([message.size], "gather_objects.lengths")
             rank = int(lengths.argmax())
             too_long = f"rank {rank} sends {longest:,} bytes as {name!r}, more than {most:,}"
             raise Stop(BUG, f"{too_long}, which {self.size} ranks may exchange at once")

@@ -53,7 +53,9 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
             if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
                 raise ValueError(f"{there} is no folder that can be written to")
             parent = there if there != run_dir else there.parent
-            _clear(parent)
+            for lock in parent.glob(f"{_PREFIX}*/.lock"):  # of killed ones; a live one holds it
+                with contextlib.suppress(OSError), whole_files.lock(lock):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
             made = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
             lease.take(Path(made))
             newest, _ = files.newest_sound(run_dir / "checkpoints")
@@ -71,13 +73,6 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     finally:
         if world.is_chief:
             shutil.rmtree(made, ignore_errors=True)
-
-
-def _clear(parent: Path) -> None:
-    """Removes what killed dry runs left; a live one holds its lock."""
-    for lock in parent.glob(f"{_PREFIX}*/.lock"):
-        with contextlib.suppress(OSError), whole_files.lock(lock):
-            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 class DryRun:

@@ -100,8 +100,9 @@ def model_of(
 ) -> tuple[Task, keras.Model, Path, Decode]:
     """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
 
-    Raises ValueError: there is no such checkpoint, it is damaged, or it does not fit the model;
-    nothing says what the model's outputs mean.
+    `averaged`: of the weights' averages, where the run has them. Raises ValueError: there is no
+    such checkpoint, it is damaged, or it does not fit the model; nothing says what the model's
+    outputs mean.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
@@ -122,7 +123,7 @@ def model_of(
     # A model that makes its variables at the first call has them then.
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
-    warm_start.load(model, path, skip_mismatched=False, averages=averaged)
+    warm_start.load(model, path, skip_mismatched=False, averages=averaged and config.ema_decay > 0)
     warm_start.load_held(Held(task, model), path)
     return task, model, path, decode
 
