@@ -8,6 +8,7 @@ checkpoint, observe, evaluate, run, commands.
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,10 @@ def check_flags(kind: type[Settings], argv: Sequence[str] = sys.argv) -> None:
     Until the run starts, Ctrl-C ends the process without a trace.
     """
     from hvdkit import settings
-    from hvdkit.ranks import interrupt
 
     settings.check(argv, kind)
-    interrupt.end_at_once()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     importlib.import_module("hvdkit.ranks.quiet")
 
 

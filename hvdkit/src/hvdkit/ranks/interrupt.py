@@ -22,12 +22,6 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
 
 
-def end_at_once() -> None:
-    """Ctrl-C ends this process without a trace, until there is a `StopSignal`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class StopSignal:
     """Remembers that this process was asked to save and end; a second Ctrl-C ends it at once.
 

@@ -148,13 +148,6 @@ class Save:
         self._sync, self._telemetry = run.sync, run.telemetry
         # A checkpoint of another folder is not in this one yet.
         self._saved_at = run.start.step if run.start.source == "own" else None
-        # Rank 0's state is saved, so another one of other ranks would be lost. With --bn_sync=none
-        # each keeps moving statistics of its own. Weights are compared at the end.
-        context = run.context
-        apart = batch_norm.moving_ids(run.model) if context.config.bn_sync == "none" else set()
-        untrained = set(map(id, context.state.untrained)) - apart
-        named = context.state.variables.items()
-        self._alike = {name: v for name, v in named if id(raw(v)) in untrained}
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
@@ -166,7 +159,12 @@ class Save:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            agreement.check_same_state(run.world, self._alike, step)
+            # Rank 0's is saved: the others' would be lost. With --bn_sync=none each rank keeps
+            # moving statistics of its own. Weights are compared at the end.
+            apart = batch_norm.moving_ids(run.model) if run.config.bn_sync == "none" else set()
+            untrained = set(map(id, run.state.untrained)) - apart
+            named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
+            agreement.check_same_state(run.world, named, step)
             self._saver.save(step, run.state.variables, run.config)
         self._saved_at = step
 

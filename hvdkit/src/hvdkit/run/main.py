@@ -20,10 +20,8 @@ from hvdkit.settings import Settings, absl_flags
 from hvdkit.stop import DONE, GoBack, Stop, launch_rank
 from hvdkit.train import reduction
 
-TrainFunction = Callable[[Run], None]
 
-
-def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int:
+def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]) -> int:
     """Trains by `train(run)`; returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted.
 
     `train` may be called twice: after steps that are not finite a run goes back once. It runs in
@@ -44,7 +42,7 @@ def main(train: TrainFunction, kind: type[Settings], argv: Sequence[str]) -> int
 
 
 def run_on(
-    world: World, settings: Settings, train: TrainFunction, *, stop_signal: StopSignal
+    world: World, settings: Settings, train: Callable[[Run], None], *, stop_signal: StopSignal
 ) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
     beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}

@@ -32,7 +32,11 @@ class Given:
         text = printable(text)
         if len(text) > _LONGEST:
             text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-        return ValueError(f"{_shown(self.file)}, line {self.line}: {text}" if self.file else text)
+        if not self.file:
+            return ValueError(text)
+        inside = self.file.is_relative_to(Path.cwd())
+        file = self.file.relative_to(Path.cwd()) if inside else self.file
+        return ValueError(f"{file}, line {self.line}: {text}")
 
 
 def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
@@ -106,8 +110,3 @@ def _find(flag: Given) -> Path:
     looked = " or ".join(dict.fromkeys(str(f) for f in folders))
     where = "" if os.path.isabs(name) else f" in {looked}"
     raise flag.error(f"--flagfile={flag.value}: there is no such file{where}")
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working folder where it lies in there."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

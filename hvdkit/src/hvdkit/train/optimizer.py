@@ -22,9 +22,7 @@ class SGD(keras.optimizers.SGD):
     One TensorFlow operation instead of Keras's five, each a pass over weights or gradients.
     """
 
-    def update_step(
-        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: keras.Variable
-    ) -> None:
+    def update_step(self, gradient, variable, learning_rate) -> None:
         if not self.momentum or self.nesterov:
             super().update_step(gradient, variable, learning_rate)
             return
@@ -51,9 +49,7 @@ class Lars(keras.optimizers.SGD):
     def _apply_weight_decay(self, variables: list) -> None:
         """None apart from `update_step`."""
 
-    def update_step(
-        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: keras.Variable
-    ) -> None:
+    def update_step(self, gradient, variable, learning_rate) -> None:
         gradient = tf.cast(gradient, variable.dtype)
         rate = tf.cast(raw(learning_rate), variable.dtype)
         if self._use_weight_decay(variable):
@@ -85,9 +81,7 @@ class Lamb(keras.optimizers.Lamb):
     def _apply_weight_decay(self, variables: list) -> None:
         """None apart from `update_step`."""
 
-    def update_step(
-        self, gradient: tf.Tensor, variable: tf.Variable, learning_rate: keras.Variable
-    ) -> None:
+    def update_step(self, gradient, variable, learning_rate) -> None:
         dtype = variable.dtype
         gradient, rate = tf.cast(gradient, dtype), tf.cast(raw(learning_rate), dtype)
         index = self._get_variable_index(variable)
