@@ -27,14 +27,7 @@ from hvdkit.train import fixed_point, gathered, reduction
 from hvdkit.train.across import Turn
 from hvdkit.train.combine import SAME, Changed, Rule, check_micro_batches, joined, parts, settled
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import (
-    Forward,
-    MicroBatches,
-    Reduced,
-    means_of,
-    overwritten,
-    to_means,
-)
+from hvdkit.train.gradients import Forward, MicroBatches, Reduced, means_of, overwritten, to_means
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
