@@ -30,8 +30,9 @@ from hvdkit.commands.sweep import Asked
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
-from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
+from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
+_FAILURES = 3  # trials, after which a sweep without a score ends
 _RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
 _BASE = "base.cfg"  # in the folder: the flagfile as it was when the sweep began
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -172,11 +173,15 @@ class Sweep:
             self._running.append(run)
             time.sleep(_PAUSE)
             return self._start(run)
-        elif code == WRONG_USE and not self._trials(*_SCORED):
-            self._code = WRONG_USE
+        elif code not in (DONE, DIVERGED) and not self._trials(*_SCORED) and self._hopeless(code):
+            self._code = code
             self._study.tell(run.trial, state=state)  # not drawn again
             return complain(f"{run.folder}.log: {_last_error(run.folder.with_suffix('.log'))}")
         self._tell(self._study.tell(run.trial, score, state), why)
+
+    def _hopeless(self, code: int) -> bool:
+        """Whether to end: wrong use, or, before any score, the third failure."""
+        return code == WRONG_USE or len(self._trials(TrialState.FAIL)) >= _FAILURES - 1
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
         """Prints a line about a trial, writes the files anew."""
