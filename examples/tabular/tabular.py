@@ -23,8 +23,8 @@ class Task:
 
     def __init__(self, config):
         self.config = config
-        train, self.val = map(self._read, (config.train_split, config.val_split))
-        self.train, features = train, {name: train[name] for name in train if name != "label"}
+        train = self.fitted = self._read("train")  # also where other splits are scored
+        features = {name: train[name] for name in train if name != "label"}
         self.numbers = {n: x for n, c in features.items() if (x := tables.numbers(c)) is not None}
         self.words = {n: tables.ordered(c) for n, c in features.items() if n not in self.numbers}
 
@@ -37,12 +37,14 @@ class Task:
         return table
 
     def sources(self):
-        names = tables.classes(self.train["label"])
-        return self._source(self.train, names), self._source(self.val, names)
+        splits = map(self._read, (self.config.train_split, self.config.val_split))
+        train, val = map(self._source, splits)
+        return train, val
 
-    def _source(self, table, names):
-        if strange := [*({*self.train} ^ {*table}), *({*table["label"]} - {*names})]:
-            raise ValueError(f"{strange[0]!r} is in one of the two tables, as column or as label")
+    def _source(self, table):
+        names = tables.classes(self.fitted["label"])
+        if strange := [*({*self.fitted} ^ {*table}), *({*table["label"]} - {*names})]:
+            raise ValueError(f"{strange[0]!r} is not in both tables, as column or as label")
         numbers = [tables.numbers(table[name]) for name in self.numbers]
         if any(column is None for column in numbers):
             raise ValueError("a column of numbers in training holds other text in validation")

@@ -1,5 +1,6 @@
 """hvdkit start: folders as people have them become flagfiles, or are refused in a sentence."""
 
+import dataclasses
 import importlib
 import io
 import os
@@ -100,7 +101,7 @@ def dry_run(fork: Path, name: str) -> str:
 def people(rows: int = 200) -> list[list[object]]:
     """A number of rows, numbers of which some are missing, words, names, one value, the class."""
     kinds, names = ("red", "blue", ""), ("id", "size", "colour", "name", "one", "survived")
-    sizes = ["" if n % 7 == 0 else n * 1.5 for n in range(rows)]
+    sizes = [("", "NA")[n % 2] if n % 7 == 0 else n * 1.5 for n in range(rows)]
     found = [[n, sizes[n], kinds[n % 3], f"A {n}, B", 1, ("no", "yes")[n % 2]] for n in range(rows)]
     return [[*names], *found]
 
@@ -111,9 +112,11 @@ def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, cap
     monkeypatch.setattr(importlib.import_module("tasks"), "__path__", [str(fork / "tasks")])
     rows, path = people(), tmp_path / f"people.{suffix}"
     if suffix == "csv":
-        path.write_text("\ufeff" + "\n".join(";".join(map(str, row)) for row in rows))
+        path.write_text(
+            "\ufeff" + "\n".join(";".join(map(str, row)) for row in rows).replace(".", ",")
+        )
     else:
-        missing = [[None if value == "" else value for value in row] for row in rows]
+        missing = [[None if value in ("", "NA") else value for value in row] for row in rows]
         columns = dict(zip(missing[0], map(list, zip(*missing[1:]))))
         parquet.write_table(pyarrow.table(columns), path)
     tried = suffix == "csv"
@@ -124,6 +127,11 @@ def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, cap
     assert config.base_lr == (0.02 if tried else 0.003) and config.num_classes == 2
     task = tasks.load(config)
     train, val = task.sources()
+    scored = tasks.load(dataclasses.replace(config, train_split="val"))  # as hvdkit evaluate does
+    assert scored.words == task.words and np.array_equal(
+        scored.numbers["size"], task.numbers["size"], True
+    )
+    assert scored.sources()[0].fingerprint() == val.fingerprint()
     assert len(train) == 4 * len(val) and train.class_names == val.class_names == ["no", "yes"]
     assert [*task.numbers] == ["size"] and task.words == {"colour": ["", "blue", "red"]}
     kept = np.array([x for n in range(len(train)) for x in train.read(n)["numbers"].numpy()])
@@ -165,6 +173,15 @@ def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
         ("a,b,c\n9,8,7", "Give --label=, of a, b, c"),
         ("a,label\n1,x\n2,", "row 2 has no label"),
         ("a,label\n1,0.5\n2,0.7", "label is no class but a number"),
+        ("a;label\n9;0,5\n8;0,7", "label is no class but a number"),
+        ("a,label\n9,x\n8,x", "label is x in all rows"),
+        ("a,label,split\n9,x,fold1\n8,y,fold2", "the column split holds fold1, fold2"),
+        (
+            "p,label\n1.png,x\n9.png,y",
+            "p names 1 pictures that are not beside it or below, first 9.png",
+        ),
+        ("5.1,3.5,x\n9,8,y", "its first line must name the columns; 5.1"),
+        ("a,b,c\n9,8,7", "there is no column"),
         ("a,label\n9,x\n9,y", "no column but label tells rows apart"),
         ("p,label\n1,x\n1,y", "p has a picture twice"),
         ("p,label\n1,../x\n2,y", "'../x' cannot be a folder's name"),
@@ -180,7 +197,8 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "set" / name)
     (tmp_path / "set" / "of.csv").write_text(text)
-    assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes"]) == 2
+    given = ["--label=d"] * words.startswith("there is no column")
+    assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes", *given]) == 2
     printed = capfd.readouterr()
     assert words in printed.err and printed.err.count("error: ") == 1, printed
     assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("of*")]

@@ -63,7 +63,7 @@ def choices(
     if data.white:
         yield "The masks hold 0 and 255, which would mean ignored", f"--label_map={IGNORE}:1"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
-    yield "The highest label, and 1 more", f"--num_classes={data.classes}"
+    yield "The highest label, from 0, and 1 more", f"--num_classes={data.classes}"
     large = False
     if data.layout:
         side = sorted(map(min, data.read.sizes))[count // 2]

@@ -1,7 +1,6 @@
 """What `hvdkit start` understands of a table: a list of pictures and their classes, or features."""
 
-import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from hvdkit.data import arrangement, tables
 from hvdkit.data.arrangement import Item
 from hvdkit.data.check import Counts
-from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
+from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 
 _LABELS = ["label", "labels", "class", "classes", "target", "category", "species", "y"]
@@ -19,10 +18,12 @@ Table = dict[str, list[str]]
 
 
 def of(root: Path) -> Path | None:
-    """`root` if it is a table, else the one table of that folder."""
+    """`root` if it is a table, else the one table of that folder; ValueError for several."""
     found = [root] if root.is_file() else sorted(root.iterdir())
     found = [path for path in found if path.suffix.lower() in tables.SUFFIXES]
-    return found[0] if len(found) == 1 else None
+    if len(found) > 1:
+        raise ValueError(f"{root} holds several tables: give one of {join(found)}")
+    return found[0] if found else None
 
 
 def understood(path: Path, label: str) -> tuple[list[Item], Table]:
@@ -35,22 +36,23 @@ def understood(path: Path, label: str) -> tuple[list[Item], Table]:
     pictures, files = _pictures(path, table)
     label = _label(path, {name: c for name, c in table.items() if name != pictures}, label)
     labels = table.pop(label)
-    values = tables.numbers(tables.classes(labels))
-    if values is not None and (values % 1).any():
+    classes = tables.classes(labels)
+    values, counts = tables.numbers(classes), Counter(labels)
+    print(
+        printable(f"  {label}: " + ", ".join(f"{name} ({counts[name]})" for name in classes[:40]))
+    )
+    if (values is not None and (values % 1).any()) or 2 * len(classes) > len(labels) > 20:
         raise ValueError(f"{path}: {label} is no class but a number: see examples/regression")
+    if len(classes) < 2:
+        raise ValueError(f"{path}: {label} is {classes[0]} in all rows: two classes are needed")
     if pictures:
         return _items(path, files, labels, splits), {}
     table = dict(_features(table))
     if not table:
         raise ValueError(f"{path}: no column but {label} tells rows apart")
-    # Equal rows have one name, so that no split holds what another one is scored on.
-    digests = [hashlib.sha256("\0".join(row).encode()).hexdigest() for row in zip(*table.values())]
-    items = [Item(*of, label) for *of, label in zip(splits, digests, _numbered(labels), labels)]
+    numbers = map(str, range(len(labels)))
+    items = [Item(of, row, Path(row), label) for of, row, label in zip(splits, numbers, labels)]
     return items, table | {"label": labels}
-
-
-def _numbered(rows: list[str]) -> list[Path]:
-    return [Path(str(number)) for number in range(len(rows))]
 
 
 def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
@@ -60,7 +62,15 @@ def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
         if file.suffix.lower() in IMAGE_SUFFIXES:
             for name in ("/".join((*folders, file.name)), file.name, file.stem):
                 there[name].add(file)
-    found = [name for name, column in table.items() if all(map(there.__contains__, column))]
+    endings, found = IMAGE_SUFFIXES + OTHER_SUFFIXES, []
+    for name, column in table.items():
+        lost = [value for value in column if value not in there]
+        if lost and any(value.lower().endswith(endings) for value in column):
+            raise ValueError(
+                f"{path}: {name} names {len(lost)} pictures that are not beside it or below, first "
+                f"{lost[0]}: names must be alike to the letter, with / between folders"
+            )
+        found += [] if lost else [name]
     if not found:
         return "", []
     column = table[name := max(found, key=lambda name: len({*table[name]}))]
@@ -76,7 +86,8 @@ def _label(path: Path, columns: Table, given: str) -> str:
     found = [name for name in columns if name.lower() in _LABELS] or [*columns]
     found = [given] if given else found
     if len(found) != 1 or found[0] not in columns:
-        raise ValueError(f"{path}: which column is the label? Give --label=, of {join([*columns])}")
+        what = f"there is no column {given}." if given else "which column is the label?"
+        raise ValueError(f"{path}: {what} Give --label=, of {join([*columns])}")
     return found[0]
 
 
@@ -86,6 +97,8 @@ def _splits(table: Table) -> list[str]:
         words = {value: arrangement.split_of(value) for value in {*column}}
         if all(words.values()):
             return [words[value] for value in table.pop(name)]
+        if name.lower() == "split":
+            raise ValueError(f"the column {name} holds {join(sorted(words))}: give train, val or test")
     return [""] * len(next(iter(table.values()), []))
 
 
@@ -101,17 +114,19 @@ def _features(table: Table) -> Table:
     found = {}
     for name, column in table.items():
         values, different = tables.numbers(column), len({*column})
-        counts = values is not None and len(values) > 2 and (np.diff(values) == 1).all()
+        counts = values is not None and different > 2 and (np.diff(values) == 1).all()
+        counts = counts and values[0] % 1 == 0
         if different == 1:
             words = "left out: it has one value"
         elif counts or (values is None and different > _MOST_WORDS):
-            words = "left out: a number of rows" if counts else f"left out: {different} words"
+            shown = f"{different} words, such as {join(column[:2])}"
+            words = f"left out: {'a number of rows' if counts else shown}"
         else:
             found[name] = column
             words = f"{different} words: {join([x or 'none' for x in tables.ordered(column)], 4)}"
             if values is not None:
                 low, high = np.nanmin(values), np.nanmax(values)
-                words = f"numbers, {low:g} to {high:g}, {column.count('')} missing"
+                words = f"numbers, {low:g} to {high:g}, {np.isnan(values).sum()} missing"
         print(printable(f"  {name}: {words}"))
     return found
 

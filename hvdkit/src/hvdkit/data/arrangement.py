@@ -130,7 +130,9 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
     there = {item.split for item in items}
     if "train" in there and (val := "val" if "val" in there else "test") in there:
         new = {"train": "train", val: "val"}
-        return [i._replace(split=new[i.split]) for i in items if i.split in new], f"scored on {val}"
+        found = [i._replace(split=new[i.split]) for i in items if i.split in new]
+        left = len(items) - len(found)
+        return found, f"scored on {val}" + (f"; {left:,} of test are left out" if left else "")
     if len(there) > 1:
         raise ValueError(f"samples are for {sorted(there)}, not for train and val: rename folders")
     groups = [_group(item) for item in items]

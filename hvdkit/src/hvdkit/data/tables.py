@@ -15,7 +15,9 @@ from hvdkit import whole_files
 from hvdkit.logs import join
 
 SUFFIXES = (".csv", ".tsv", ".parquet")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_COMMA = re.compile(r"([-+]?\d*),(\d+)")
+_MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 
 
 def read(path: Path) -> dict[str, list[str]]:
@@ -27,7 +29,9 @@ def read(path: Path) -> dict[str, list[str]]:
         names, rows = (_parquet if path.suffix.lower() == ".parquet" else _csv)(path)
     except ImportError:
         raise ValueError(f"{path}: pip install pyarrow, which reads Parquet") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8: save it as that") from None
+    except (OSError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as a table: {error}") from None
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"{path} has more than one column {join(twice)}: rename one")
@@ -40,8 +44,13 @@ def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         file.seek(0)
-        lines = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+        between = max(",;\t|", key=first.count)
+        lines = csv.reader(file, delimiter=between, strict=True)
         names, *rows = [[text.strip() for text in line] for line in lines if line] or [[]]
+    if between != ",":  # where commas are in numbers
+        rows = [[_COMMA.sub(r"\1.\2", x) if _COMMA.fullmatch(x) else x for x in r] for r in rows]
+    if number := next((n for n in names if "." in n and _NUMBER.fullmatch(n)), ""):
+        raise ValueError(f"{path}: its first line must name the columns; {number} is no name")
     for number, row in enumerate(rows, 1):
         if len(row) != len(names):
             what = f"row {number} has {len(row)} values, the line of names {len(names)}"
@@ -61,9 +70,12 @@ def _parquet(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def numbers(column: Sequence[str]) -> np.ndarray | None:
-    """float64, NaN where one is missing; None where the column is none of decimal numbers."""
-    plain = any(column) and all(map(_NUMBER.fullmatch, column))
-    return np.array([float(text or "nan") for text in column]) if plain else None
+    """float64, NaN where one is missing; None where the column is none of finite numbers."""
+    texts = ["nan" if text.lower() in _MISSING else text for text in column]
+    if {*texts} == {"nan"} or not all(x == "nan" or _NUMBER.fullmatch(x) for x in texts):
+        return None
+    found = np.array([*map(float, texts)])
+    return None if np.isinf(found).any() else found
 
 
 def ordered(values: Iterable[str]) -> list[str]:

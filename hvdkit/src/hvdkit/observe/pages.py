@@ -164,6 +164,8 @@ def curves(
         axes.set_xlabel(xlabel)
         if log_x:
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")  # the default's powers are no plain text
+            axes.xaxis.set_minor_formatter("")
         if len(lines) > 1:
             columns = max(1, min(4, len(lines), _LEGEND // (6 + max(map(len, map(_short, lines))))))
             rows = math.ceil(len(lines) / columns)
