@@ -1,8 +1,4 @@
-"""What another user of a host can try: speaks to ports, and looks for secrets in ps and /proc.
-
-Reads {"secrets": [...], "ports": [[address, port], ...]}; prints its user, where a secret was
-shown, and how many bytes came back from each port.
-"""
+"""What another user of a host can try: speaks to ports and looks for secrets, as JSON says."""
 
 import contextlib
 import glob

@@ -1,7 +1,4 @@
-"""A rank of a run that lasts until the file argv[1] is there, and then asks its peers.
-
-With "cost", one that prints what the proof of who is a rank takes.
-"""
+"""A rank of a run that lasts until the file argv[1] is there; with "cost", it times the proof."""
 
 import os
 import socket

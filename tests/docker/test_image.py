@@ -125,7 +125,6 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def serve(host: Host, home: Path, **env: str) -> subprocess.Popen:
-    """The entrypoint's ssh server, once it answers."""
     env = os.environ | ENVIRONMENT | {"HOME": str(home)} | env
     server = subprocess.Popen(host.words(ENTRYPOINT, "sshd"), env=env)
     for _ in range(100):

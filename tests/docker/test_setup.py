@@ -1,5 +1,4 @@
-"""`make setup` and docker/install-horovod.sh: what they build, when again, and what they say when
-they cannot."""
+"""`make setup`: what it builds, when again, and what it says when it cannot."""
 
 import ast
 import fcntl

@@ -1,7 +1,4 @@
-"""examples/multilabel and regression: trained on 1 and 2 ranks, evaluated, predicted, exported.
-
-The reference of each figure is scikit-learn, or Keras in this process, on what the export gives.
-"""
+"""examples/multilabel and regression on 1 and 2 ranks, by each command, against scikit-learn."""
 
 import json
 import shutil

@@ -1,8 +1,7 @@
 """Trains the same few runs on this many ranks and keeps the weights: the proof of "same weights".
 
-Started on 1, 2, 3, ... ranks by test_equivalence.py and by benchmarks/equivalence.py:
-`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`, names of SETTINGS. What is run is the run's own
-code: sampler, reader, augmentation, step; only the loop around it is this file's.
+`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`, names of SETTINGS: by the run's own code, but for
+the loop around it.
 """
 
 import dataclasses

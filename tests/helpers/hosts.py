@@ -1,8 +1,6 @@
 """Hosts on one machine: each has its own network, name, processes, mounts and sshd.
 
-A host is a process in its own namespaces (its sshd) on a bridge that all share. When that process
-ends, so do all others of the host, and its network. A command over ssh has no PATH to the project
-and no variables; a host's home holds the user's key alone, and its umask keeps files private.
+A host is its sshd, in namespaces on a bridge that all share: with it ends all else of the host.
 """
 
 import contextlib
@@ -212,7 +210,6 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    """Three hosts."""
     three = Hosts(tmp_path_factory.mktemp("hosts"), 3)
     yield three
     three.end()
@@ -227,7 +224,6 @@ def executable(path: Path, script: str = "") -> Path:
 
 
 def make_key(file: Path) -> None:
-    """An ssh key without a passphrase."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
 
 

@@ -1,9 +1,6 @@
 """Builds the CPU image and trains in it: in one container, and in two over ssh.
 
-    make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
-
-Not collected by `make test`. Both bases are a Debian that debootstrap makes here. Containers are
-namespaces (hosts.py) around the image's files.
+make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
 """
 
 import importlib.metadata

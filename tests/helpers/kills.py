@@ -13,13 +13,7 @@ _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trunca
 def killed_at_each(
     root: Path, start: Callable[[Path], None], work: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """Folders as `work` leaves them when it is killed before its 1st, 2nd, ... call to the disk.
-
-    Args:
-      start: makes what is in a folder before `work`, which runs in a process of its own.
-    Yields:
-      A folder for each of the calls, and one where `work` came to its end.
-    """
+    """What `start` made, as `work` leaves it, killed before its 1st, 2nd, ... disk call, or never."""
     code, moment = _KILLED, 0
     while code == _KILLED:
         folder = root / str(moment)

@@ -1,7 +1,4 @@
-"""The kinds of models that Keras lets people write, and what a run must make of each.
-
-Trained by checks_kinds_of_models.py on 1 and on 2 ranks; judged by test_kinds_of_models.py.
-"""
+"""The kinds of models that Keras lets people write, and what a run must make of each."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,26 +18,16 @@ NOT_ON_TWO = "trained on 1 rank, refused on 2"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A model and what comes of it.
-
-    Attributes:
-      make: builds the model.
-      shape: of one sample x, normal numbers.
-      inputs: what the model is called with, from one x and the sample's key.
-      words: of the refusal.
-      still: parts of the names of variables that must stay as they were made, but for rounding.
-      settings: in place of checks_kinds_of_models.USUAL.
-      near: largest difference between 1 and 2 ranks, relative to the variable.
-    """
+    """A model and what comes of it."""
 
     make: Callable[[], Any]
-    shape: tuple[int, ...] = (6,)
-    inputs: Callable[[tf.Tensor, tf.Tensor], Any] = lambda x, key: x
+    shape: tuple[int, ...] = (6,)  # of one sample x, normal numbers
+    inputs: Callable[[tf.Tensor, tf.Tensor], Any] = lambda x, key: x  # of x and the sample's key
     end: str = EQUAL
-    words: tuple[str, ...] = ()
-    still: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # of the refusal
+    still: tuple[str, ...] = ()  # in names of variables that stay as made, but for rounding
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    near: float = 1e-9
+    near: float = 1e-9  # largest difference between 1 and 2 ranks, relative to the variable
 
 
 def ids(x, key):

@@ -1,8 +1,6 @@
 """Lists broken links in the project's pages: files, headings in them, named files.
 
-    python tests/helpers/links.py [FILE.md ...]         by default all pages; make lint; no network
-
-Exit code: 0 none, 1 some. A heading's anchor is made as GitHub makes it.
+python tests/helpers/links.py [FILE.md ...]         by default all pages; make lint; no network
 """
 
 import re

@@ -46,7 +46,6 @@ def json_lines(file: Path) -> list[dict]:
 
 
 def train(ranks: int, *flags: str, **how) -> Launch:
-    """Runs train.py with the demo's settings and `flags`."""
     return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)
 
 
@@ -63,11 +62,7 @@ def names_of_checks(*files: Path) -> list[str]:
 def run_checks(
     files: Sequence[Path], ranks: int, backend: str = "", *, names: Sequence[str] = (), **how
 ) -> dict[str, str | None]:
-    """Runs the functions check_* of the files, or those of `names`, on ranks of one launch.
-
-    Returns:
-      By name: None where it passed on every rank, else the first failing rank's traceback.
-    """
+    """By name None, or the first failing rank's traceback, of the files' checks (or of `names`)."""
     how["env"] = {**how.get("env", {}), "CHECKS": " ".join(names)}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"

@@ -29,7 +29,6 @@ def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
-    """A picture's file."""
     Image.fromarray(pixels).save(out := io.BytesIO(), kind)
     return out.getvalue()
 
@@ -96,11 +95,7 @@ def write_voc(root: Path) -> None:
 
 
 def write_cityscapes(root: Path) -> None:
-    """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; every id in each label.
-
-    Also its test, whose labels hold regions to ignore.
-    Beside each label lie 16-bit instance ids, RGBA colours and polygons.
-    """
+    """Cityscapes' layout: 3 pictures of 2 cities in train, 1 in val; test has none."""
     ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % 34
     for name, label in (
         ("train/bochum/bochum_000000_000313", ids),

@@ -92,7 +92,6 @@ class Slurm:
         (self._folder / "slurm.conf").write_text(conf)
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
 
     def end(self) -> None:
@@ -106,7 +105,6 @@ class Slurm:
                 process.kill()
 
     def log(self) -> str:
-        """The daemons' last lines."""
         files = sorted(self._folder.glob("slurm*.log"))
         return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
 

@@ -10,8 +10,6 @@ IDS = 12  # what `of_ids` takes is below
 
 
 class Block(layers.Layer):
-    """A batch norm in a custom layer, which makes it in build()."""
-
     def build(self, shape):
         self.dense, self.bn = layers.Dense(4, name="dense"), layers.BatchNormalization(name="bn")
         self.dense.build(shape)
@@ -40,8 +38,6 @@ class Net(keras.Model):
 
 @keras.saving.register_keras_serializable(package="checks")  # Bidirectional copies it
 class Cell(layers.Layer):
-    """A recurrent cell with a batch norm."""
-
     state_size = output_size = 3
 
     def __init__(self, **named):
@@ -100,9 +96,6 @@ class Step(layers.Layer):
 
 def weight(name, shape=(), **named):
     return lambda layer: setattr(layer, name, layer.add_weight(shape=shape, name=name, **named))
-
-
-# ---- How a model is put together ---------------------------------------------------------------
 
 
 def shared():
@@ -189,9 +182,6 @@ def sample_dropout():
     x, key = keras.Input((6,), name="x"), keras.Input((2,), dtype="int32", name="key")
     y = SampleDropout(0.4, name="drop")([dense(8)(x), key])
     return keras.Model({"x": x, "key": key}, layers.Dense(2)(y))
-
-
-# ---- State, weights and draws of one's own -----------------------------------------------------
 
 
 def anneal(layer, x, training):

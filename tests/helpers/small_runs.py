@@ -1,7 +1,4 @@
-"""Whole runs in this process, by the run's own `fit`: for tests that make many of them.
-
-Used on real ranks by checks_*.py files (ranks.run_checks): every rank calls `fit` alike.
-"""
+"""Whole runs in this process, by the run's own `fit`, which every rank calls alike."""
 
 import contextlib
 import dataclasses
@@ -144,7 +141,6 @@ class Outcome:
         return [v.numpy() for v in self.model.variables]
 
     def state(self, step: int) -> dict[str, np.ndarray]:
-        """Variables of a checkpoint by name."""
         with np.load(self.folder / "checkpoints" / f"step-{step:08d}" / "state.npz") as file:
             return {name: file[name] for name in file.files}
 
@@ -183,10 +179,7 @@ def fit_config(
     stop_signal: Any = None,
     own_train: Any = None,
 ) -> Outcome:
-    """Trains on every rank alike; the run must end with this exit code and these words in a line.
-
-    Exceptions but Stop get out. `code` None: however it ends.
-    """
+    """Trains on every rank; it must end with this code (None: any), and these words in one line."""
     built: list[keras.Model] = []
 
     def watched(config: Settings) -> task:

@@ -1,8 +1,4 @@
-"""A command in a terminal of its own, where Ctrl-C is what it is for a person.
-
-The terminal sends SIGINT to every process of the foreground group: a shell's job, be it `make`
-with all it started or one Python.
-"""
+"""A command in a terminal of its own, where Ctrl-C reaches every process of its foreground group."""
 
 import contextlib
 import fcntl
@@ -54,11 +50,7 @@ class Terminal:
         self.hang_up()
 
     def wait_for(self, pattern: str, timeout: float) -> re.Match[str]:
-        """The first match in all that was printed.
-
-        Raises:
-          AssertionError: it did not come in `timeout` seconds, or the command ended before.
-        """
+        """The first match in all that was printed; AssertionError where it comes late or never."""
         end = time.monotonic() + timeout
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < end, f"no {pattern!r} in {timeout} s:\n{self.shown}"

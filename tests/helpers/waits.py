@@ -1,8 +1,4 @@
-"""Run on real ranks by test_peers.py: ranks that exchange numbers until rank 1 fails.
-
-waits.py stop|hang|raise SECONDS sum|message: how it fails; --stall_shutdown_s; what the others
-wait in, a sum of Horovod's or a message.
-"""
+"""Ranks that exchange numbers until rank 1 fails: waits.py stop|hang|raise SECONDS sum|message."""
 
 import os
 import signal

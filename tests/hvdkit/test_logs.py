@@ -26,7 +26,6 @@ app.run(work, flags_parser=lambda words: settings.from_command_line(words, setti
 
 
 def run(folder: Path, words: str, **env: str) -> subprocess.CompletedProcess:
-    """PROGRAM, by a line of bash."""
     (folder / "train.py").write_text(PROGRAM)
     command = f'"{sys.executable}" train.py --num_steps=5 {words}'
     env["PYTHONPATH"] = str(Path(hvdkit.__file__).parents[1])

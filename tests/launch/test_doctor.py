@@ -46,7 +46,6 @@ def wrong(output: str) -> list[str]:
 
 
 def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Ended:
-    """Runs `words` by mpirun as on three hosts."""
     require("unshare")
     (tmp_path / "as_hosts.sh").write_text(AS_HOSTS)
     command = ["mpirun", "-np", "3", "bash", tmp_path / "as_hosts.sh", *words]
@@ -55,7 +54,6 @@ def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Ended:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[str]:
-    """Flags that name a data folder and a run folder."""
     for name in ("data", "run"):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "a").write_text("a")

@@ -1,7 +1,4 @@
-"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or not.
-
-Most jobs run stand_in/train.py, which starts at once.
-"""
+"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or not."""
 
 import re
 import sys

@@ -104,9 +104,6 @@ def check_moments_sync_is_the_law_of_total_variance(world):
     np.testing.assert_allclose(layer.moving_variance, 0.01 + means.var(), rtol=1e-5)
 
 
-# ---- Models with batch norm at any depth -------------------------------------------------------
-
-
 class InFunctions(keras.Model):
     """One batch norm, called in a function that is called twice, and outside of it."""
 

@@ -1,7 +1,4 @@
-"""Run on real ranks by test_fields.py: rows of flags, what each flag changes, what is refused.
-
-Each run's flags are typed, and Horovod starts anew for it, as in a process of its own.
-"""
+"""Run on real ranks by test_fields.py: rows of flags, what each flag changes, what is refused."""
 
 import functools
 import importlib

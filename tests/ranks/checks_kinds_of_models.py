@@ -1,8 +1,4 @@
-"""Trains every kind of model for a few steps; run on 1 and on 2 ranks by test_kinds_of_models.py.
-
-Rank 0 keeps what came of each kind in $KINDS_OF_MODELS/NAME.npz, which the test compares. $KINDS
-is a JSON list of their names.
-"""
+"""Trains each of $KINDS on 1 and on 2 ranks; what came of it is kept in $KINDS_OF_MODELS/NAME.npz."""
 
 import dataclasses
 import gc

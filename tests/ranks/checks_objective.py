@@ -1,7 +1,4 @@
-"""Objectives and optimizers on real ranks against plain Keras; run by test_small_runs.py.
-
-A step's batch is the whole training set, so that the reference needs no order of samples.
-"""
+"""Objectives and optimizers against plain Keras; a step's batch is the whole training set."""
 
 from functools import partial
 
@@ -293,8 +290,6 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
 
 
 class Signs(keras.optimizers.Optimizer):
-    """A rule of the user's own."""
-
     def update_step(self, gradient, variable, learning_rate):
         self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, gradient.dtype))
 

@@ -20,8 +20,6 @@ from hvdkit.run import loop
 from hvdkit.settings import Settings, fields, project
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
 
-# ---- Losses that the model adds ----------------------------------------------------------------
-
 
 class AddsLosses(Small):
     """Regularizers of every kind, and a layer that adds a loss of its own."""
@@ -44,11 +42,7 @@ def batch_ids(step: int, size: int = 60) -> list[int]:
 
 
 def plain_sgd(weights, steps, *, size: int = 60, adds: bool = False) -> tuple[list, list[tuple]]:
-    """Steps on whole batches in one process: the weights, and the figures of each step.
-
-    Args:
-      adds: the model is that of AddsLosses, else that of Small.
-    """
+    """Steps in one process on Small, or AddsLosses (`adds`): the weights, and the figures of each step."""
     source, figures, model = numbers(1, size), [], [tf.Variable(w) for w in weights]
     for step in steps:
         batch = [source.read(tf.constant(i)) for i in batch_ids(step, size)]
@@ -83,9 +77,6 @@ def check_losses_that_the_model_adds_count_once(world):
             np.testing.assert_allclose(logged, figures, rtol=1e-10)
     ended = fit(world, num_steps=1)
     assert not world.is_chief or "keras_loss" not in ended.records[0]
-
-
-# ---- A step that is not applied leaves no trace ------------------------------------------------
 
 
 class Normalized(Small):
@@ -171,9 +162,6 @@ def slow_check_a_loss_of_bfloat16_is_added_up_in_float32(world):
         assert all(np.float32(x).view(np.uint32) & 0xFFFF for x in ended.losses), ended.losses
 
 
-# ---- State that is not trained -----------------------------------------------------------------
-
-
 def check_state_that_drifts_apart_is_named_at_the_first_save(world):
     """What each rank saw of its own share, from the third step on: the trial does not see it."""
 
@@ -230,8 +218,6 @@ class Ragged(Small):
 
 
 class Dropped(Ragged):
-    """Only the positions that count."""
-
     def loss(self, outputs, targets):
         losses, weights = super().loss(outputs, targets)
         return losses[weights > 0], weights[weights > 0]
@@ -274,9 +260,6 @@ def check_a_learning_rate_that_is_no_number_or_negative_leaves_no_trace(world):
         assert all(np.isfinite(value).all() for value in ended.weights())
 
 
-# ---- --benchmark -------------------------------------------------------------------------------
-
-
 def measured(world, task=Small, **settings):
     """benchmark.json of a run of 15 steps, on rank 0."""
     ended = fit(world, task, benchmark=True, num_steps=15, log_every=100, **settings)
@@ -317,9 +300,6 @@ def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
     assert not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed, printed
 
 
-# ---- Hosts that are not alike ------------------------------------------------------------------
-
-
 def check_other_code_on_another_host_is_refused_by_name(world):
     found = dict(fingerprints.code(project.folder(), project.ENGINE))
     assert {"train.py", "hvdkit/ranks/world.py"} <= found.keys()
@@ -342,9 +322,6 @@ def slow_check_other_packages_are_refused_and_other_devices_told(world):
         said = ended.message if refused else ended.printed
         if world.size > 1 and (refused or world.is_chief):
             assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in said, said
-
-
-# ---- A train.py that somebody wrote otherwise: right, or refused in one sentence ----------------
 
 
 def loop_of(make, after):
@@ -425,9 +402,6 @@ def check_a_run_that_train_ends_says_so_and_is_saved(world):
     if world.is_chief:
         assert (ended.summary["step"], ended.summary["exit_reason"]) == (2, "ended by train.py")
         assert ended.checkpoints == ["step-00000002"]
-
-
-# ---- What is refused before the first step -----------------------------------------------------
 
 
 def check_a_loss_of_no_weight_is_refused(world):

@@ -83,10 +83,7 @@ def check_accumulation_reduces_once_a_step(world):
 
 
 def check_loss_and_gradient_are_means_over_valid_positions_and_the_rate_is_the_schedules(world):
-    """Ignored positions all on one rank: a mean of the ranks' means would be wrong.
-
-    In the first of 4 steps of warm-up a quarter of the rate: w - 0.1 / 4 * gradient.
-    """
+    """Ignored positions all on one rank; the first of 4 steps of warm-up: w - 0.1 / 4 * gradient."""
     config = dataclasses.replace(PLAIN, lr_policy="constant", warmup_steps=4)
     x, y = batch()
     y[:3] = -1000.0
@@ -187,9 +184,6 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
         (plain, added), (weights, also_added) = found
         for one, other in zip([*plain, added], [*weights, also_added]):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-# ---- Agreement ---------------------------------------------------------------------------------
 
 
 class Branching(keras.Model):

@@ -21,7 +21,6 @@ def refused(world, task, *words, **settings):
 
 
 def acts(act) -> type:
-    """A task with this action at every even step."""
     return acting(act, 2, 4)
 
 

@@ -1,8 +1,4 @@
-"""Run on real ranks by test_virtual.py: one run's bits on any number of ranks.
-
-Each launch trains the runs that $VIRTUAL_NAMES lists and writes their results to
-$VIRTUAL_RUNS/LAUNCH.json; the test compares the launches.
-"""
+"""Run by test_virtual.py, which compares what each launch leaves of a run: $VIRTUAL_RUNS/LAUNCH.json."""
 
 import json
 import math
@@ -105,10 +101,7 @@ def begin(world):
 
 
 def train(world, name, task=Ordinary, *words, **settings):
-    """One of RUNS by `name`, or a part of one (""), with TensorFlow's graph optimizer.
-
-    Others leave it out: it takes most of a small run's time.
-    """
+    """One of RUNS by `name`, or a part of one (""); others do without the slow graph optimizer."""
     begin(world)
     left_out = name not in ("", *RUNS)
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
@@ -209,8 +202,6 @@ class Holds(keras.layers.Layer):
 
 
 class Keeps(Small):
-    """State that is drawn, and state that nothing changes."""
-
     def build_model(self):
         return classifier(Draws(), Draws(), Holds())
 
@@ -267,19 +258,13 @@ def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
         np.testing.assert_allclose(*shown, rtol=1e-5)
 
 
-# ---- What ends a run ---------------------------------------------------------------------------
-
-
 def ends(world, task, code, *words, **settings):
-    """The run ends with this exit code and these words."""
     if TWO:
         ended = train(world, "ends", task, *words, code=code, resume="never", **settings)
         assert all(np.isfinite(w).all() for w in ended.weights())
 
 
 def scaled(factor: float) -> type:
-    """A task whose loss is so many times as large."""
-
     class Scaled(Small):
         def loss(self, outputs, targets):
             losses, weights = super().loss(outputs, targets)

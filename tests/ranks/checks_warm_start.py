@@ -1,7 +1,4 @@
-"""Run on real ranks by test_warm_start.py: runs that resume, or start from, another one.
-
-Launched on 1 rank, then on 2, which go on with the runs of the first launch, in $WARM_RUNS.
-"""
+"""Runs that resume, or start from, another one: launched on 1 rank, then on 2, in $WARM_RUNS."""
 
 import functools
 import json

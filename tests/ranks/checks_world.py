@@ -1,7 +1,4 @@
-"""On real ranks: how they wait, send and compare, and in how many collectives of what size.
-
-Run over Gloo, where Horovod carries what is sent, and under mpirun, where mpi4py does.
-"""
+"""How ranks wait, send and compare, and in how many collectives; over Gloo, and by mpi4py."""
 
 import contextlib
 from unittest import mock

@@ -1,12 +1,8 @@
 """Stands for a training program where a launcher is tested: steps of a fifth of a second, each
-third one saved, and the one after which it is told to stop. Started by srun, hosts.sh or mpirun.
+third one saved, and the one after which it is told to stop.
 
-    train.py --run_dir=FOLDER [--steps=20] [--mute] [--deaf] [--slow_rank=0]
-             [--fail=STEP:HOW[:once]]
-
---mute makes no step; --deaf hears no signal; --slow_rank takes two seconds longer to end; --fail
-ends the last rank at a step (+3: so many after each start): by an exit code, or a signal's name. What a rank was told is in
-FOLDER/told-RANK when it has ended.
+Flags: settings.py. --fail=STEP:HOW[:once] ends the last rank at a step (+3: so many after each
+start) by an exit code or a signal. What a rank was told is in FOLDER/told-RANK when it has ended.
 """
 
 import argparse

@@ -1,8 +1,4 @@
-"""A folder that was used before: what lies ahead of where a run begins is set aside, never mixed.
-
-By one rank, at the level of the functions that train.py calls in this order: find, restore,
-begin, then save and add_score.
-"""
+"""A used folder: what lies ahead of where a run begins is set aside, never mixed; by one rank."""
 
 import json
 import time

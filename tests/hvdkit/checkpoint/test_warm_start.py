@@ -27,7 +27,6 @@ def network(classes: int = 3, start: float = 0.0) -> keras.Model:
 
 
 def save(folder, model: keras.Model, *, step: int = 1, optimizer=None) -> checkpoints.Checkpoints:
-    """Writes a checkpoint of the model into the folder."""
     kept = checkpoints.Checkpoints(folder, 9, ALONE)
     state = State(model, optimizer or averaging(model), "float32")
     kept.write(kept.copy(step, state.variables, Settings()))

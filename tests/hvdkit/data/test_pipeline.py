@@ -44,7 +44,6 @@ class Busy:
 
 @pytest.fixture
 def deterministic():
-    """As --deterministic does, for one test."""
     _pywrap_determinism.enable(True)
     yield
     _pywrap_determinism.enable(False)

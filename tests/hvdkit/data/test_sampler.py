@@ -1,7 +1,4 @@
-"""The order of samples: the same for any number of ranks, each sample once an epoch, and random.
-
-"Unrelated" is measured in standard deviations of what two random orders would give.
-"""
+"""The order of samples: the same for any number of ranks, each sample once an epoch, and random."""
 
 import functools
 import itertools

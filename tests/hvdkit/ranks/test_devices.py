@@ -1,7 +1,4 @@
-"""The device of a rank and its threads: a flag's, or a share of the cores; CPUs must be meant.
-
-No GPU here: a stand-in for nvidia-smi lists them, and this TensorFlow is the build for CPUs.
-"""
+"""The device of a rank and its threads; a stand-in for nvidia-smi lists GPUs, as there is none."""
 
 import os
 from pathlib import Path

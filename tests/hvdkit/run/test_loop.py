@@ -31,7 +31,6 @@ def lines(folder):
 
 
 def check_records(folder, ended, *, backend, ranks):
-    """What a run of 8 steps leaves and prints."""
     steps = [x for x in lines(folder) if "loss" in x]
     assert [x["step"] for x in steps] == list(range(1, 9))
     assert {"loss", "lr", "samples_per_second", "data_wait", "grad_norm"} <= set(steps[0])
@@ -56,7 +55,6 @@ STEADY = ("--deterministic", "--checkpoint_every=3", "--num_steps=8", "--keep=1"
 
 @pytest.fixture(scope="module")
 def whole(tiny_data, tmp_path_factory):
-    """The folder of a run of 8 steps on 2 ranks that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     flags = [*TINY_FLAGS, *STEADY, f"--data_dir={tiny_data}", f"--run_dir={folder}"]
     check_records(folder, run(2, flags, backend="mpirun"), backend="mpirun", ranks=2)
@@ -101,10 +99,7 @@ def test_a_killed_and_then_stopped_run_ends_with_the_weights_of_an_uninterrupted
 
 
 def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
-    """The order of a ring's additions depends on what was fused with what.
-
-    The last run reads a copy of the demo elsewhere: not its folder's name says that it is the demo.
-    """
+    """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
     folder = tmp_path / "run"
     run(3, [*tiny, "--deterministic"])
     shutil.copytree(tiny_data, tmp_path / "staged")

@@ -97,7 +97,6 @@ FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]
 
 @pytest.fixture(scope="module")
 def suggested(tmp_path_factory):
-    """What 1 and 2 ranks print."""
     found = {}
     for ranks, how in ((1, "alone"), (2, "gloo")):
         folder = tmp_path_factory.mktemp("find_lr")

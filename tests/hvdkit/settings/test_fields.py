@@ -1,7 +1,4 @@
-"""Flags in any combination, and against what each promises, on real ranks.
-
-`make test` tries few rows of random values; `make slow-test` many.
-"""
+"""Flags in any combination, against what each promises: few rows of values, many where it is slow."""
 
 import ast
 import dataclasses

@@ -17,7 +17,6 @@ PATHS = [name for name, field in FIELDS.items() if field.metadata["path"]]
 
 @pytest.fixture
 def elsewhere(project, monkeypatch):
-    """Another working folder."""
     monkeypatch.chdir(project.parent / "elsewhere")
     return project.parent / "elsewhere"
 

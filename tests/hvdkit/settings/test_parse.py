@@ -34,9 +34,6 @@ def test_what_readme_and_docs_promise_of_every_run():
     assert not any(getattr(plain, name) for name in off)
 
 
-# ---- one flag ----------------------------------------------------------------------------------
-
-
 # Limits of each field and contradictions: test_fields.py.
 @pytest.mark.parametrize(
     ("flag", "words"),
@@ -87,9 +84,6 @@ def test_epochs_become_steps():
     steps = config.for_samples(100)  # 32 a step
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
     assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
-
-
-# ---- several flags -----------------------------------------------------------------------------
 
 
 def test_lists_of_numbers():
@@ -153,9 +147,6 @@ def test_settings_without_effect_are_a_note(with_effect, without, flag):
     assert not any(name in note for note in parse(*flag.split(), with_effect).notes())
     (note,) = parse(*flag.split(), without).notes()
     assert note.startswith("without effect here: ") and f"{name} ({without})" in note, note
-
-
-# ---- what a program prints ---------------------------------------------------------------------
 
 
 def test_help_has_every_flag_under_its_heading(capsys):

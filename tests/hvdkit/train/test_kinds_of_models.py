@@ -1,7 +1,4 @@
-"""Every kind of model on 1 and on 2 real ranks ends with the same weights, or is refused.
-
-`make test` trains EVERY_CHANGE, those that have most in them; `make slow-test` the others.
-"""
+"""Every kind of model on 1 and 2 real ranks ends with the same weights, or is refused."""
 
 import json
 import re

@@ -48,7 +48,6 @@ def network() -> keras.Model:
 
 
 def slopes(model: keras.Model) -> list[list[np.ndarray]]:
-    """Gradients of every step."""
     draw = np.random.default_rng(2)
     return [[draw.normal(size=v.shape) for v in model.trainable_variables] for _ in range(STEPS)]
 

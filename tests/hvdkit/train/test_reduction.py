@@ -26,7 +26,6 @@ def outcomes():
     ],
 )
 def test_number(backend, ranks, name, outcomes):
-    """Against plain references."""
     if (backend, ranks) not in outcomes:
         outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
     failure = outcomes[backend, ranks][name]

@@ -63,7 +63,6 @@ def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launc
 
 
 def compared(one: Path, other: Path, capsys) -> tuple[int, str]:
-    """Exit code and all output of a comparison."""
     code = compare.main(["hvdkit compare", str(one), str(other)])
     return code, "".join(capsys.readouterr())
 
@@ -107,9 +106,6 @@ def test_folders_that_cannot_be_compared_are_named(whole, tmp_path, capsys):
     assert code == 2 and f"{tmp_path}/summary.json is no summary of a run" in printed
     code, printed = compared(whole, whole / ".." / whole.name, capsys)
     assert code == 2 and "one folder" in printed
-
-
-# ---- Without ranks -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch", "micro_batches", "count"), [(10, 1, 4), (24, 2, 5), (7, 1, 7)])

@@ -1,8 +1,4 @@
-"""Sets as they are published, with their odd files: read right, or refused by name.
-
-ImageNet's pictures are grey, CMYK and PNG here and there, all named .JPEG (its authors' and
-others' lists of them: 22 CMYK files, and n02105855_2933.JPEG, a PNG).
-"""
+"""Sets as published, with odd files (ImageNet's grey, CMYK and PNG ones): read, or refused."""
 
 from pathlib import Path
 
