@@ -25,7 +25,6 @@ USUAL = ["--precision=float64", "--optimizer=adam", "--base_lr=0.01", "--num_ste
 
 
 def expected(name, images, digits, found):
-    """Figures of the validation set, from the export's outputs."""
     if name == "multilabel":
         labels = np.stack([digits % 2 == 0, digits > 4, np.isin(digits, (2, 3, 5, 7))], 1)
         auc = keras.metrics.AUC(multi_label=True, num_labels=3, dtype="float64")

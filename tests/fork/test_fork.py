@@ -35,7 +35,6 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def forks(source, tmp_path_factory) -> dict[str, Path]:
-    """One project for each task to start from."""
     root = tmp_path_factory.mktemp("forks")
     return {task: make(source, root / f"my-{task}", task) for task in TASKS}
 

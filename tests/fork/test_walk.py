@@ -13,7 +13,6 @@ PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/firs
 
 
 def block(section: str, language: str = "sh") -> str:
-    """The first code block of a section."""
     text = PAGES.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.search(rf"^```{language}\n(.*?)^```", text, re.M | re.S)[1]
 

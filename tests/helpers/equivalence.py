@@ -11,8 +11,7 @@ from pathlib import Path
 
 STEPS = 40
 
-# Name -> settings. Shares of 10 samples are uneven on 3 and 4 ranks; the demo's ignored rings
-# make the counts of valid pixels uneven everywhere.
+# Shares of 10 samples are uneven on 3 and 4 ranks, counts of valid pixels everywhere.
 _COMMON = {"bn_sync": "full", "global_batch_size": 10, "num_steps": STEPS, "image_size": 32}
 _SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 0.5}
 _ADAM = {"optimizer": "adam", "base_lr": 0.002}
@@ -34,8 +33,7 @@ WITHOUT = {
     f"float64 sgd without {flag}": _F64 | _SGD | {flag: 0.0}
     for flag in ("momentum", "weight_decay", "clip_norm")
 }
-# A setting and the one that differs from it by a flag or its rule: on 1 rank their weights must
-# differ, else a run that ignores the flag would pass for the same on any number of ranks.
+# A setting and the one that differs from it by a flag: on 1 rank their weights must differ.
 CONTRASTS = {
     **dict.fromkeys(WITHOUT, "float64 sgd"),
     "float64 sgd accumulation": "float64 sgd",

@@ -212,12 +212,10 @@ REFUSED_BY_RUN = {
 
 
 def words(values: Iterable[str]) -> list[str]:
-    """The command line of some values."""
     return [word for value in values for word in value.split()]
 
 
 def fields_of(values: Iterable[str]) -> set[str]:
-    """The flags that some values set, by name."""
     return {word.lstrip("-").split("=")[0] for word in words(values)}
 
 

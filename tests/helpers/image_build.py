@@ -39,7 +39,6 @@ def buildah(*words: str, timeout: float = 300) -> str:
 
 
 def make_base(folder: Path) -> None:
-    """A plain Debian as an image."""
     require("buildah", "debootstrap")
     if run(["buildah", "inspect", BASE], 60).code == 0:
         return
@@ -85,7 +84,6 @@ def config(image: str) -> dict:
 
 @pytest.fixture(scope="module")
 def roots(sbom: Path) -> Iterator[list[Path]]:
-    """Two containers' file systems."""
     containers = [buildah("from", IMAGE) for _ in range(2)]
     yield [Path(buildah("mount", container)) for container in containers]
     for container in containers:
@@ -162,7 +160,6 @@ def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
 
 
 def test_exit_codes_arrive(roots: list[Path]):
-    """Of a command; of a wrong flag, and of a stop."""
     for code in (0, 3):
         assert run(inside(roots[0], "sh", "-c", f"exit {code}"), 20).code == code
     assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
@@ -221,7 +218,6 @@ def test_system_packages_come_from_a_mirror(sbom: Path):
 
 
 def test_a_fork_builds_its_own_image(sbom: Path, tmp_path: Path):
-    """For another user, with extra packages."""
     project = make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank")
     own = "my-model:cpu"
     for path in project.rglob("*.py"):

@@ -31,7 +31,6 @@ def anchors(page: str) -> set[str]:
 
 
 def broken(file: Path) -> Iterator[str]:
-    """A sentence for each link of the page that leads nowhere."""
     page = _CODE.sub("", file.read_text())
     for name in _NAMED.findall(page):
         places = [ROOT / root / name for root in _ROOTS]

@@ -51,7 +51,6 @@ def repository(folder: Path) -> Path:
 
 
 def make(source: Path, to: Path, task: str, **answers: str) -> Path:
-    """A project in a repository of its own, everything committed."""
     data = {"task": task, "author": "Ada", "license": "MIT", **answers}
     copier.run_copy(str(source), to, data=data, defaults=True, quiet=True)
     shell("git init -q && git add -A && git commit -qm 'A new project'", to)

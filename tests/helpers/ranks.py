@@ -73,7 +73,6 @@ def run_checks(
 
 
 def _main(results: str, *files: str) -> None:
-    """On each rank: run the checks, tell rank 0 what failed."""
     import contextlib
     import importlib
     import os

@@ -45,7 +45,6 @@ def write_pairs(root: Path, pairs: dict[str, tuple], *splits: str) -> None:
 
 @contextlib.contextmanager
 def without(path: Path) -> Iterator[None]:
-    """The file or folder is away inside."""
     path.rename(path.parent / "aside")
     yield
     (path.parent / "aside").rename(path)

@@ -28,7 +28,6 @@ def gathered(world, value, name):
 
 
 def differ(call, *words):
-    """`call` must raise Stop, as `refused` looks for."""
     return refused(call, *words, kind=Stop)
 
 

@@ -48,7 +48,6 @@ def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
 
 @pytest.mark.timeout(500)
 def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
-    """A stop request to the launcher, then the same command again."""
     words = [HOSTS_SH, *OVER_SSH, *TRAINING, "--global_batch_size=36", f"--run_dir={tmp_path}"]
     long = hosts[1].words(*words, "--num_steps=1000000")
     code, output = stop_at(long, "step 2/", signal.SIGTERM)

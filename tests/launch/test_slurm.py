@@ -81,7 +81,6 @@ def stand_in(slurm: Slurm, folder: Path, *flags: str, **how: str) -> Job:
 
 
 def starts(job: Job) -> list[int]:
-    """The step at which each start began."""
     return [int(step) for step in re.findall(r"rank 0 of 2 begins at step (\d+)", job.log())]
 
 

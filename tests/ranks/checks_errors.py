@@ -29,7 +29,6 @@ def made(world, spoil: Callable[[Path], None] = lambda data: None) -> Path:
 
 
 def refused(world, spoil: Callable[[Path], None], *flags: str) -> str:
-    """Trains on scenes that rank 0 has spoilt: the message."""
     root = made(world, spoil)
     flags = [flag.format(root=root) for flag in flags]
     return fit_config(config(root, *flags), world, Task, code=WRONG_USE).message
@@ -98,7 +97,6 @@ def check_synthetic_data_need_no_folder(world):
 
 
 def check_ranks_that_see_different_data_are_named(world):
-    """As on a host with a stale copy."""
     root = made(world)
     flags = []
     if world.rank == 1:

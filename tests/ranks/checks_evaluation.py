@@ -281,8 +281,7 @@ def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
 
 
 def check_a_stop_saves_the_step_it_names(world):
-    # The step that was under way when the votes were counted. The last is in the records: a rerun
-    # does not make it again.
+    # The step that was under way when the votes were counted; the last is in the records.
     for question, step, log_every in ((1, 2, 2), (3, 4, 9)):
         stops = {"stop_signal": StopsAt(world, question), "code": PREEMPTED}
         ended = fit(

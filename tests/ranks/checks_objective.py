@@ -61,7 +61,6 @@ class Terms(Small):
 
 
 def means_of(task, outputs, targets) -> dict[str, tf.Tensor]:
-    """Each term's mean over these samples, times its factor."""
     found = {name: (*term, 1.0)[:3] for name, term in task.loss(outputs, targets).items()}
     return {n: f * tf.reduce_sum(e * w) / tf.reduce_sum(w) for n, (e, w, f) in found.items()}
 
@@ -295,7 +294,6 @@ class Signs(keras.optimizers.Optimizer):
 
 
 def rules():
-    """One for each of the model's weights."""
     return [
         keras.optimizers.Muon(0.05),
         keras.optimizers.Lion(0.05, weight_decay=0.1),

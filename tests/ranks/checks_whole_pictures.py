@@ -174,9 +174,6 @@ def slow_check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
     assert stop.code == WRONG_USE
 
 
-# The scores in plain NumPy, one picture at a time.
-
-
 def probabilities(
     model: Model, image: np.ndarray, *, window: int, scales: Sequence[float], flip: bool
 ) -> np.ndarray:

@@ -89,7 +89,6 @@ def mode(model) -> str:
 
 
 def published(path, last="conv1_bn", **how):
-    """The file of such a network up to its layer `last`."""
     model = small(5.0, pixels=False, **how)
     return write(keras.Model(model.input, model.get_layer(last).output), path)
 

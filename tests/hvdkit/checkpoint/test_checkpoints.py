@@ -58,7 +58,6 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
 
 
 def test_scores_of_another_measure_are_none(kept):
-    """They are not the best; theirs is kept."""
     old = replace(kept, measure={"--eval_crop": 16, "--eval_flip": False})
     new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})
     save(old, 1, score=0.9)
@@ -257,7 +256,6 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
 
 
 def test_what_is_written_are_the_values_at_the_step(kept):
-    """Whatever the next step makes of them meanwhile."""
     kept.folder.mkdir()
     weights = tf.Variable(tf.ones([4_000_000]))
     with Saver(kept) as saver:

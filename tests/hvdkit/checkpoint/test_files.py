@@ -65,8 +65,6 @@ def newest(folder, draw, name=None):
 
 
 def on_bytes(change):
-    """Changes the bytes of one of the newest checkpoint's files."""
-
     @functools.wraps(change)
     def mutate(folder, draw):
         file = newest(folder, draw)

@@ -258,7 +258,6 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
 
 
 def test_records_of_weeks_are_not_held_in_memory_to_be_cut(tmp_path):
-    """20 MB, of which the last tenth goes."""
     path, steps = tmp_path / "gradients.jsonl", 2000
     lines = (json.dumps({"step": step, "x": "y" * 10_000}) + "\n" for step in range(steps))
     path.write_text("".join(lines))

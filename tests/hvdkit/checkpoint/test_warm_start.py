@@ -154,7 +154,6 @@ def test_averages_of_another_run_on_request(tmp_path):
 
 
 def keras_file(folder, share: float = 1.0):
-    """Of the network, or its beginning."""
     file = folder / "model.keras"
     network().save(file)
     os.truncate(file, int(share * file.stat().st_size))

@@ -25,7 +25,6 @@ from hvdkit.settings.data import READERS, add_reader
 
 
 def open_one(config: settings_lib.Settings, split: str, default: str) -> Source:
-    """A split as a run opens it, to train on and to score."""
     config = dataclasses.replace(config, train_split=split, val_split=split)
     return open_lib.open_sources(config, default)[0]
 
@@ -143,7 +142,6 @@ def test_one_class_is_refused(tmp_path: Path):
 
 
 def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
-    """`hvdkit pack` takes it as its run does."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "squares.py").write_text(SQUARES)

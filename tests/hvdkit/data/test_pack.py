@@ -216,8 +216,6 @@ def test_a_rank_that_nobody_counts_is_refused(demo: Path, tmp_path: Path, monkey
 
 
 def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
-    """A picture that changes between its decoding and its packing."""
-
     class Changing(ImageLabelFolder):
         def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
             first = super().read(tf.constant(0, tf.int64))["file"]
@@ -231,7 +229,6 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
 
 
 def test_a_shard_of_another_pack_is_found_when_it_is_read(tmp_path: Path):
-    """Two packs whose shards have the same names and sizes, and other pixels."""
     folders = []
     for number in range(2):
         for name in ("a", "b"):

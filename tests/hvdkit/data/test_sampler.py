@@ -29,7 +29,6 @@ def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarra
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Of the ids at one place."""
     return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
 
 
@@ -43,7 +42,6 @@ def near(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def pairs_in_batches(a: np.ndarray, b: np.ndarray, batch: int = 32) -> float:
-    """Pairs of ids that share a batch in both orders."""
     n = len(a)
     batches = np.argsort(a) // batch * n + np.argsort(b) // batch
     counts = np.unique(batches, return_counts=True)[1]

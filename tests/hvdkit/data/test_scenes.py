@@ -32,7 +32,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_scene_depends_on_the_seed_alone(demo: Path, tmp_path: Path):
-    """Not on how many there are."""
     scenes.ensure_demo(tmp_path / "again", SMALL)
     assert contents(tmp_path / "again") == contents(demo)
     scenes.ensure_demo(tmp_path / "other", scenes.Settings(train=12, val=6, seed=1))

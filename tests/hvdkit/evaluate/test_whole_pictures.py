@@ -58,7 +58,6 @@ def test_pictures_are_drawn_in_squares_of_one_size():
 
 
 def test_a_window_that_the_model_cannot_take_is_refused():
-    """A task's own model says its stride."""
     config = Settings(model="small", eval_window=20)
     with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
         segmentation.Task(config)

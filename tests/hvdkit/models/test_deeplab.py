@@ -61,7 +61,6 @@ def test_rates_are_the_papers(model):
 
 
 def test_dropout_is_after_the_pyramid(model):
-    """Of the papers' 0.1; the sample's own."""
     layer = model.get_layer("dropout")
     assert layer.rate == 0.1 and dropout.drawing_layers(model) == []
     relu = layer.input[0]._keras_history.operation

@@ -127,8 +127,6 @@ def test_ranks_share_the_quota_of_their_cgroup(machine, group, files, threads):
 
 
 def test_gpus_as_cuda_shows_them(monkeypatch):
-    """A stand-in for the driver."""
-
     def ordinal(device, number):
         device._obj.value = number
         return number == 2

@@ -8,8 +8,7 @@ import pytest
 import equivalence
 from ranks import launch_well
 
-# float64: rounding only. float32: the same rounding, 2e9 times coarser. Adam divides a gradient
-# by its own size, so where the true gradient is zero it divides rounding by rounding; measured.
+# Rounding only; where a true gradient is zero, Adam divides rounding by rounding: measured.
 LIMITS = {"float64": 1e-12, "float32 sgd": 1e-5, "float32 adam": 1e-2}
 # `make slow-test` trains the others too, and on 1 rank what shows that each flag counts.
 EVERY_CHANGE = ["float64 sgd accumulation"]

@@ -88,7 +88,6 @@ def refused(kind, kept):
 
 
 def difference(one, two):
-    """The largest one of a variable or a figure, relative to its size."""
     ours = part(one, "last/") | part(one, "figure/")
     theirs = part(two, "last/") | part(two, "figure/")
     assert ours.keys() == theirs.keys()

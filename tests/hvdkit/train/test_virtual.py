@@ -69,7 +69,6 @@ def compared(one: Path, other: Path, capsys) -> tuple[int, str]:
 
 @pytest.fixture
 def whole(launches) -> Path:
-    """The folder of a run on 2 ranks."""
     return launches[2] / "2-mpirun-sgd"
 
 

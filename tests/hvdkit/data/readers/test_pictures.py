@@ -132,7 +132,6 @@ RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # t
 
 
 def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
-    """RAMP in a file that says how it is turned."""
     how = {"subsampling": 0, "quality": 100} if format == "JPEG" else {"lossless": True}
     return file(format, orientation=orientation, pixels=RAMP, order=order, **how)
 
@@ -165,8 +164,7 @@ def test_segments_before_the_exif_are_passed():
         jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
     ):
         assert pictures.orientation(data[:2] + before + rest) == 6
-    # It is looked for in the first 16 KiB: the comment's head and what is before the orientation
-    # take 48 bytes.
+    # It is looked for in the first 16 KiB; all but the comment's own bytes take 48 of them.
     for size, found in ((2**14 - 48, 6), (2**14 - 47, 1)):
         comment = b"\xff\xfe" + (size + 2).to_bytes(2, "big") + bytes(size)
         assert pictures.orientation(data[:2] + comment + rest) == found, size
