@@ -190,7 +190,6 @@ def test_your_model_in_15_minutes(forks):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS[:2])
 def test_own_pictures_in_15_minutes(task, forks, tmp_path):
-    """40 pictures, with red or with green squares; masks of them."""
     draws, masks = np.random.default_rng(5), task == "segmentation"
     for n in range(40):
         image, label = draws.integers(0, 120, (48, 48, 3), np.uint8), np.zeros((48, 48), np.uint8)
@@ -250,7 +249,6 @@ def newer(source, tmp_path) -> Path:
 
 
 def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp_path):
-    """Every file that is the owner's was edited: no conflict, nothing of theirs changed."""
     fork = make(source, tmp_path / "fork", "blank")
     edit(fork / ".copier-answers.yml", str(source), str(newer))
     merged = {".copier-answers.yml", "Dockerfile", "pyproject.toml", "uv.lock"}

@@ -62,7 +62,6 @@ def folders(tmp_path: Path) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_each_fault_is_named_with_its_host(tmp_path: Path, folders: list[str]):
-    """Faults on three hosts at once, and not a second finding for any of them."""
     other = tmp_path / "other" / "absl_py-9.9.dist-info" / "METADATA"
     other.parent.mkdir(parents=True)
     other.write_text("Metadata-Version: 2.1\nName: absl-py\nVersion: 9.9\n")
@@ -114,7 +113,6 @@ def test_a_rank_that_never_reports_is_named_with_its_host(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpus_that_tensorflow_does_not_see_over_gloo_on_one_host(tmp_path: Path, folders):
-    """The CPU build of TensorFlow that is installed here; nothing else is found."""
     (tmp_path / "pynvml.py").write_text(NVML)
     words = ["horovodrun", "--gloo", "-np", "2", sys.executable, DOCTOR, "--mb=1", *folders]
     env = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}

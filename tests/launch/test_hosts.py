@@ -119,7 +119,6 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
 
 @pytest.mark.timeout(120)
 def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path):
-    """hosts.sh by SIGKILL; it can tell nobody."""
     hosts_of_ranks = ["-H", "node1:1,node2:1", "-p", "2222"]
     words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
     stop_at(hosts[1].words(*words, "--steps=100000"), "step 3", signal.SIGKILL)

@@ -222,7 +222,6 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
 
 @pytest.mark.slow  # 40 s; each kind of exit code: test_supervise.py
 def test_a_rank_that_ends_in_its_start_requeues_nothing(slurm: Slurm, tmp_path: Path):
-    """It is started three times, and each time the other ranks have ended 10 s later."""
     job = stand_in(slurm, tmp_path, "--fail=0:SIGABRT", "--mute")
     assert job.end(80) == ("FAILED", "134:0", "0"), job.log()
     assert len(starts(job)) == 3, job.log()

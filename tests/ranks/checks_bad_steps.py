@@ -22,8 +22,6 @@ def of_batch(*steps: int, place: int = 0) -> list[int]:
 
 
 def bad(ids: list[int]) -> type:
-    """A task whose samples `ids` hold no numbers."""
-
     class Bad(Small):
         def sources(self):
             train = numbers(1, SAMPLES)

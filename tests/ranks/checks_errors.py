@@ -107,7 +107,6 @@ def check_ranks_that_see_different_data_are_named(world):
 
 
 def check_rank_0_alone_lists(world):
-    """The others ask the disk for nothing, and have the same set."""
     root = made(world) / "data"
     task = Task(config(root.parent))
     listed, scandir = [], os.scandir

@@ -37,7 +37,6 @@ WAYS = {
 
 @functools.cache
 def small_run(world) -> RunContext:
-    """A model as it is made, and pictures of noise in files."""
     root = folder(world) / "data"
     if world.is_chief:
         rng = np.random.default_rng(5)

@@ -68,7 +68,6 @@ def test_dropout_is_after_the_pyramid(model):
 
 
 def test_sizes_that_are_multiples_of_16(model):
-    """With the same weights, and with the size not known when it is traced."""
     spec = {
         "image": tf.TensorSpec([None, None, None, 3]),
         "key": tf.TensorSpec([None, 2], tf.int32),

@@ -63,7 +63,6 @@ def test_resnet50_begins_as_its_paper_says(resnet50):
 
 
 def test_resnet50_computes_what_is_written_out(resnet50):
-    """Every convolution, norm and sum in NumPy, in float64, for weights that are all at work."""
     rng = np.random.default_rng(0)
     for layer in resnet50.layers:
         if layer.name.endswith("_bn"):

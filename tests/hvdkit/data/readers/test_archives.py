@@ -27,7 +27,6 @@ IMAGENET, TFDS = ("image/encoded", "image/class/label"), ("image", "label")
 
 
 def write_tars(root: Path, endings=(".png", ".JPG", ".webp"), texts=("2", " 0\n", "7")) -> Path:
-    """Two tars: samples 0 and 1, and 2."""
     for name, first, end in (("in-train-000.tar", 0, 2), ("in-train-001.tar", 2, 3)):
         with tarfile.open(root / name, "w") as tar:
             for n in range(first, end):
