@@ -8,7 +8,7 @@ import keras
 import small_models as models
 import tensorflow as tf
 from keras import layers
-from small_models import IDS, Block, Called, Net, Step, between, bn, dense, of_ids, weight
+from small_models import IDS, Block, Called, Net, Step, between, bn, dense, functional, weight
 
 EQUAL = "the same weights on 1 and 2 ranks"
 BY_RANK = "finishes; draws by rank, so weights depend on their number"
@@ -37,10 +37,6 @@ def ids(x, key):
 
 def halves(x, key):
     return x[:3], x[3:]
-
-
-def named_halves(x, key):
-    return {"left": x[:3], "right": x[3:]}
 
 
 MICRO = {"accumulation_steps": 2, "global_batch_size": 14}
@@ -72,7 +68,8 @@ KINDS = {
         words=("tuple",),
     ),
     "inputs a dict": Kind(
-        lambda: models.two_inputs(lambda a, b: {"left": a, "right": b}), inputs=named_halves
+        lambda: models.two_inputs(lambda a, b: {"left": a, "right": b}),
+        inputs=lambda x, key: {"left": x[:3], "right": x[3:]},
     ),
     "outputs a dict": Kind(
         lambda: models.outputs(lambda a, b: {"one": a, "two": b}), settings=MICRO
@@ -80,10 +77,13 @@ KINDS = {
     "another output in training": Kind(
         lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
     ),
-    "layers of float32": Kind(models.mixed_types, near=1e-5),
-    # Weights and their gradients
+    "layers of float32": Kind(
+        lambda: between(dense(dtype="float32"), bn(dtype="float32"), dense()), near=1e-5
+    ),
     "embedding mixed": Kind(
-        lambda: of_ids(layers.Embedding(IDS, 3), dense(), bn()), (4,), ids, settings=MICRO
+        lambda: functional(layers.Embedding(IDS, 3), dense(), bn(), shape=(4,), dtype="int32"),
+        *((4,), ids),
+        settings=MICRO,
     ),
     "embedding shared with the output": Kind(models.tied, (4,), ids, settings=MICRO),
     "constraints": Kind(
@@ -112,7 +112,6 @@ KINDS = {
         ),
         settings=MICRO,
     ),
-    # Layers of Keras
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),
@@ -129,11 +128,9 @@ KINDS = {
     "dropout by sample": Kind(
         models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}, settings=MICRO
     ),
-    # What draws by rank
     "dropout, subclassed": Kind(
         lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK, settings=MICRO
     ),
-    # What cannot be trained
     "state of the batch": Kind(
         lambda: between(
             dense(), Step(models.remember, weight("seen", trainable=False), name="memory")

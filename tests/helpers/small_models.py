@@ -6,7 +6,7 @@ from keras import layers
 
 from hvdkit.train.dropout import SampleDropout
 
-IDS = 12  # what `of_ids` takes is below
+IDS = 12  # those of an embedding are below
 
 
 class Block(layers.Layer):
@@ -23,8 +23,6 @@ class Block(layers.Layer):
 
 
 class Net(keras.Model):
-    """Subclassed; `parts` one after the other."""
-
     def __init__(self, *parts):
         super().__init__()
         self.parts = list(parts)
@@ -52,8 +50,8 @@ class Cell(layers.Layer):
         return y, [y]
 
 
-def functional(*parts, shape=(6, 3)):
-    x = y = keras.Input(shape)
+def functional(*parts, shape=(6, 3), dtype=None):
+    x = y = keras.Input(shape, dtype=dtype)
     for part in parts:
         y = part(y)
     return keras.Model(x, y)
@@ -151,12 +149,6 @@ def frozen_inside():
     return functional(inner, dense(), bn(), layers.Dense(2), shape=(6,))
 
 
-def mixed_types():
-    return functional(
-        dense(dtype="float32"), bn(dtype="float32"), dense(), layers.Dense(2), shape=(6,)
-    )
-
-
 def regularized():
     l2 = keras.regularizers.L2(0.05)
     wide = dense(kernel_regularizer=l2, bias_regularizer=l2, activity_regularizer=l2)
@@ -220,10 +212,3 @@ def fail(*args):
 
 def between(*parts, shape=(6,)):
     return functional(*parts, layers.Dense(2), shape=shape)
-
-
-def of_ids(*parts):
-    x = y = keras.Input((4,), dtype="int32")
-    for part in parts:
-        y = part(y)
-    return keras.Model(x, y)

@@ -14,6 +14,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from small_models import functional
 
 import train
 from hvdkit.data.source import Arrays
@@ -85,10 +86,13 @@ def numbers(seed: int, size: int) -> Arrays:
 
 def classifier(*parts, units: int = CLASSES, **head) -> keras.Model:
     """These layers one after the other, and a dense one, of settings `head`."""
-    x = y = keras.Input((FEATURES,))
-    for part in parts:
-        y = part(y)
-    return keras.Model(x, keras.layers.Dense(units, **head)(y))
+    return functional(*parts, keras.layers.Dense(units, **head), shape=(FEATURES,))
+
+
+def task_with(make: Callable | None = None, **methods) -> type:
+    """A task with the model that `make` makes, or other functions of its own."""
+    own = {"build_model": lambda task: make()} if make else {}
+    return type("Task", (Small,), methods | own)
 
 
 def acting(act: Callable, *steps: int, settles: bool = True) -> type:
@@ -109,8 +113,6 @@ def acting(act: Callable, *steps: int, settles: bool = True) -> type:
 
 @dataclasses.dataclass
 class Outcome:
-    """How a run ended on this rank."""
-
     code: int
     message: str  # of the Stop; empty when it ended well
     printed: str  # by this rank

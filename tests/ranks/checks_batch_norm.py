@@ -8,13 +8,14 @@ import tensorflow as tf
 from keras import layers
 from refusals import refused
 from shared_checks import gathered, rng
-from small_models import Block, Cell, Net, functional
+from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
 from hvdkit.train import batch_norm, gradients
 
+bn = layers.BatchNormalization
 SHARES = (5, 3, 2)  # rows of each rank, uneven
 
 
@@ -132,19 +133,14 @@ def frozen():
     return functional(layers.Dense(4), still, layers.Dense(2), layers.BatchNormalization())
 
 
-def both_ways():
-    return Net(layers.Bidirectional(layers.RNN(Cell(), unroll=True)))
-
-
-def bn(**named):
-    return layers.BatchNormalization(**named)
-
-
 # Name: how to make it, and the shape of one sample.
 MODELS = {
     "custom layers of one name": (lambda: Net(Block(name="b"), Block(name="b")), (6, 3)),
     "called in functions": (InFunctions, (6, 3)),
-    "unrolled both ways": (both_ways, (4, 3)),
+    "unrolled both ways": (
+        lambda: Net(layers.Bidirectional(layers.RNN(Cell(), unroll=True))),
+        (4, 3),
+    ),
     "frozen": (frozen, (6, 3)),
     "channels first": (lambda: Net(layers.Dense(2), bn(axis=1, momentum=0.3)), (3, 2, 2)),
     "keras's own flag": (lambda: Net(layers.Dense(2), bn(synchronized=True)), (6, 3)),
@@ -244,18 +240,13 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
     for mode in ("mean", "moments", "none"):
         refused(lambda m=mode: batch_norm.make_sync(own, m, weight=1.0), "own", "--bn_sync=full")
 
-    class Branch(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.bn = layers.BatchNormalization(name="branched")
-
-        def call(self, x, training=False):
-            return tf.cond(x[0, 0, 0] > 0, lambda: self.bn(x, training=training), lambda: x)
+    def branch(model, x, training):
+        return tf.cond(x[0, 0, 0] > 0, lambda: model.bn(x, training=training), lambda: x)
 
     several = {
         "cell_bn": (Net(layers.RNN(Cell())), [None, 6, 3]),
         "timed": (Net(layers.TimeDistributed(bn(name="timed"))), [None, None, 3]),
-        "branched": (Branch(), [None, 6, 3]),
+        "branched": (Called(branch, bn=bn(name="branched")), [None, 6, 3]),
     }
     for name, (model, shape) in several.items():
         model(tf.zeros([2, 6, 3]))

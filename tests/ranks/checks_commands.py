@@ -71,10 +71,6 @@ def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> st
     return message + world.broadcast_object(printed.getvalue(), "commands.printed")
 
 
-def evaluated(folder):
-    return json.loads((folder / "evaluation.json").read_text())
-
-
 def logged(step):
     lines = json_lines(DIGITS / "metrics.jsonl")
     (record,) = [line for line in lines if line["step"] == step and "eval_loss" in line]
@@ -90,7 +86,7 @@ def table(file):
 def check_each_class_and_the_worst_samples(world):
     out = FOLDER / "evaluated"
     said = call(evaluate, world, checkpoint="last", out=out, worst=3)
-    figures, found = logged(40), evaluated(out)
+    figures, found = logged(40), json.loads((out / "evaluation.json").read_text())
     assert found["figures"] == figures and found["step"] == 40 and found["samples"] == 359
     head, rows = table(out / "confusion.csv")
     confusion = np.array([row[1:] for row in rows], int)
@@ -108,7 +104,7 @@ def check_each_class_and_the_worst_samples(world):
 
     # Another evaluation replaces these files; weights as trained are not the averaged ones.
     said = call(evaluate, world, "--val_split=train", out=out, ema=False)
-    found = evaluated(out)
+    found = json.loads((out / "evaluation.json").read_text())
     assert not found["chose_checkpoint"] and "chose this checkpoint" not in said
     assert not found["averaged"] and found["samples"] == 1438
     assert found["figures"]["loss"] != figures["loss"]

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from refusals import refused
 from shared_checks import PLAIN, rank_sums, rng
+from small_models import Called
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
@@ -61,7 +62,6 @@ def collectives(world, config, model, loss):
 
 
 def check_reduced_gradients_equal_the_towers_recipe(world):
-    """Stack the towers' gradients, reduce_mean: the single-machine recipe."""
     model, loss, towers = tower_gradients(world)
     grads = reduced(world, PLAIN, lambda: loss(world.rank), model.trainable_variables)
     for ours, *theirs in zip(grads, *towers):
@@ -69,27 +69,20 @@ def check_reduced_gradients_equal_the_towers_recipe(world):
         np.testing.assert_allclose(ours / world.size, recipe, rtol=2e-6, atol=1e-7)
 
 
-class Repeated(keras.Model):
-    """Called, its variables' names repeat; those of `unused` and `table` are special."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = [keras.Sequential([keras.layers.Dense(4, name="sub")]) for _ in range(3)]
-        self.unused = keras.layers.Dense(4, name="sub")
-        self.table = keras.layers.Embedding(9, 4, name="sub")
-
-    def call(self, ids, training=False):
-        x = self.table(ids)
-        self.unused(x)
-        for block in self.blocks:
-            x = tf.tanh(block(x))
-        return x
+def through_all(model, ids, training):
+    x = model.table(ids)
+    model.unused(x)
+    for block in model.blocks:
+        x = tf.tanh(block(x))
+    return x
 
 
 def repeated(world):
-    """Such a model, its loss on this rank, and the gradients' sums over ranks by plain towers."""
+    """A model of names that repeat, its loss here, the gradients' sums over ranks by plain towers."""
     keras.utils.set_random_seed(7)
-    model = Repeated()
+    blocks = [keras.Sequential([keras.layers.Dense(4, name="sub")]) for _ in range(3)]
+    unused, table = keras.layers.Dense(4, name="sub"), keras.layers.Embedding(9, 4, name="sub")
+    model = Called(through_all, blocks=blocks, unused=unused, table=table)
     model(tf.zeros([1, 2], tf.int32))
     names = [raw(v).name for v in model.trainable_variables]
     assert len(names) == 9 and len(set(names)) < 7, names

@@ -42,12 +42,12 @@ class Whole(Small):
         return self.training_example(sample, None)
 
 
-def plain(model: keras.Model, steps: int = 3) -> list[np.ndarray]:
+def plain(model: keras.Model, batches=((X, Y),) * 3) -> list[np.ndarray]:
     """The same steps by Keras alone, on this process."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)
-    for _ in range(steps):
-        model.train_on_batch(tf.constant(X, tf.float64), Y)
+    for x, y in batches:
+        model.train_on_batch(tf.constant(x), y)
     return [v.numpy() for v in model.trainable_variables]
 
 
@@ -80,8 +80,6 @@ def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_varia
 
 
 def slow_check_vocabularies_that_differ_are_refused(world):
-    """No variable holds them."""
-
     def task(words):
         def model(self):
             x = keras.Input((FEATURES,))
@@ -125,11 +123,8 @@ def slow_check_weights_of_two_types(world):
         wanted = plain(Task(None).build_model())
         same([v.numpy() for v in ended.model.trainable_variables], wanted, 1e-5, 1e-6)
     half = keras.DTypePolicy("bfloat16")
-    task = type(
-        "Half",
-        (Small,),
-        {"build_model": lambda self: classifier(keras.layers.Dense(5, dtype=half))},
-    )
+    build = lambda self: classifier(keras.layers.Dense(5, dtype=half))  # noqa: E731
+    task = type("Half", (Small,), {"build_model": build})
     refused(world, task, "DataType bfloat16 not in list of allowed values")
 
 
@@ -245,11 +240,9 @@ def check_state_combines_as_one_process_has_it(world):
         keras.utils.set_random_seed(1)
         model = task(None).build_model()
         x, y = arrays(1, size)
-        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
         sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
-        for step in range(3):
-            ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
-            model.train_on_batch(tf.constant(x[ids]), y[ids])
+        steps = [sampler.local_samples(tf.constant(step, tf.int64))[0] for step in range(3)]
+        plain(model, [(x[ids.numpy().ravel()], y[ids.numpy().ravel()]) for ids in steps])
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
 
 
@@ -265,9 +258,8 @@ def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
         if world.size > 1 or more:
             refused(world, alike, "mean by the samples", **WHOLE | more)
         if world.size > 1:  # it is right by its own rule, and depends on the ranks: a note
-            means = type(
-                "Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"count": "mean"}}}
-            )
+            rules = {Keeps: Keeps.combines | {"count": "mean"}}
+            means = type("Task", (Keeping,), {"combines": rules})
             noted = fit(world, means, num_steps=1, **WHOLE | more)
             assert "count is no mean of its samples" in noted.printed or not world.is_chief
         for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
@@ -300,10 +292,8 @@ def slow_check_float8_is_kerass(world):
         ended = fit(world, task, **how | flags | {"run_dir": run_dir})  # goes on from step 2
         keras.utils.set_random_seed(1)
         model = Task(None).build_model()
-        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(True))
         x, y = arrays(1, size)
-        for _ in range(3):
-            model.train_on_batch(tf.constant(x, tf.float32), y)
+        plain(model, [(np.float32(x), y)] * 3)
         same(ended.weights(), [v.numpy() for v in model.variables], 2e-3, 2e-4)
 
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from shared_checks import PLAIN, differ, make_train_step, rng
+from small_models import Called
 
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
@@ -41,7 +42,6 @@ def regression_step(world, config, model=None, features=4):
     step = make_train_step(config, world, Regression(), state=state, spec=spec)
 
     def do(x, y):
-        """One step on the global batch x, y."""
         parts = []
         for whole in (x, y):
             whole = whole.reshape(config.accumulation_steps, micro, -1)
@@ -186,28 +186,23 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-class Branching(keras.Model):
-    """Uses its second layer where `use` says so."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.first, self.second = (keras.layers.Dense(1, name=n) for n in ("first", "second"))
-        self.first.build((None, 4)), self.second.build((None, 4))
-        self.use = use
-
-    def call(self, x, training=False):
-        return self.first(x) + self.second(x) if self.use else self.first(x)
+def branching(use):
+    """A model that uses its second layer where `use` says so."""
+    first, second = (keras.layers.Dense(1, name=n) for n in ("first", "second"))
+    first.build((None, 4)), second.build((None, 4))
+    call = lambda model, x, training: first(x) + second(x) if use else first(x)  # noqa: E731
+    return Called(call, first=first, second=second)
 
 
 def check_a_variable_without_gradient_is_allowed_on_every_rank_and_named_on_one(world):
     for micro_batches in (1, 2):
         config = dataclasses.replace(PLAIN, accumulation_steps=micro_batches)
-        do, state = regression_step(world, config, Branching(False))
+        do, state = regression_step(world, config, branching(False))
         before = [v.numpy() for v in state.model.second.weights]
         assert np.isfinite(float(do(*batch())["loss"]))
         for a, b in zip(before, state.model.second.weights):
             np.testing.assert_array_equal(a, b)
-    model = Branching(world.rank != 1)
+    model = branching(world.rank != 1)
     differ(lambda: regression_step(world, PLAIN, model), "second/kernel", "rank 1 ")
 
 

@@ -2,32 +2,19 @@
 
 import time
 
-import keras
 import tensorflow as tf
-from small_runs import Small, classifier, fit
+from small_models import Step
+from small_runs import Small, classifier, fit, task_with
 
 from hvdkit.ranks import world as world_lib
 
 
-class Work(keras.layers.Layer):
-    """Takes long on one rank, and gives what it got."""
-
-    def __init__(self, much: bool) -> None:
-        super().__init__()
-        self._much = much
-
-    def call(self, x):
-        if not self._much:
-            return x
-        busy = tf.fill([900, 900], tf.stop_gradient(x[0, 0]))
-        return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
-
-
-class Slow(Small):
-    """On rank 1."""
-
-    def build_model(self):
-        return classifier(Work(world_lib.hvd.rank() == 1))
+def work(layer, x, training):
+    """Takes long on rank 1, and gives what it got."""
+    if world_lib.hvd.rank() != 1:
+        return x
+    busy = tf.fill([900, 900], tf.stop_gradient(x[0, 0]))
+    return x + 1e-30 * tf.reduce_mean(tf.sin(busy @ busy))
 
 
 def notes_of(world, task, **settings):
@@ -36,8 +23,9 @@ def notes_of(world, task, **settings):
 
 
 def check_a_slow_rank_is_named_once(world):
+    slow = task_with(lambda: classifier(Step(work)))
     for settings in ({}, {"virtual_ranks": 4}):
-        ended, notes = notes_of(world, Slow, **settings)
+        ended, notes = notes_of(world, slow, **settings)
         if world.is_chief:
             assert len(notes) == 1 and "rank 1 on " in notes[0], notes
             last = ended.records[-2]

@@ -6,27 +6,10 @@ import numpy as np
 import tensorflow as tf
 from checks_tasks import refused
 from keras.src.legacy.saving import legacy_h5_format
-from small_models import Step
-from small_runs import CLASSES, FEATURES, Small, classifier, fit, folder, same
+from small_models import Net, Step
+from small_runs import CLASSES, FEATURES, Small, classifier, fit, folder, same, task_with
 
 from hvdkit.train import preprocessing
-
-
-def task(make=None, **methods) -> type:
-    """A task with this model, or other functions of its own."""
-    return type("Task", (Small,), methods | ({"build_model": lambda self: make()} if make else {}))
-
-
-class Net(keras.Model):
-    """The usual subclassed model, not built when it is returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = keras.layers.Dense(5, activation="tanh")
-        self.head = keras.layers.Dense(CLASSES)
-
-    def call(self, x, training=False):
-        return self.head(self.body(x))
 
 
 class Steps(Net):
@@ -46,7 +29,6 @@ def frozen():
 
 
 def own_state(layer):
-    """Keeps it where Keras does not look for it."""
     layer.own = tf.Variable(1.0, trainable=False)
 
 
@@ -57,8 +39,12 @@ def noise(layer, x, training):
 # Models that are refused, and words of the sentence about them.
 MODELS = [
     (lambda: keras.layers.Dense(3), "build_model must return a keras.Model"),
-    (Steps, "defines its own train_step", "the task's loss"),
-    (Losses, "defines its own compute_loss", "the task's loss"),
+    (lambda: Steps(keras.layers.Dense(CLASSES)), "defines its own train_step", "the task's loss"),
+    (
+        lambda: Losses(keras.layers.Dense(CLASSES)),
+        "defines its own compute_loss",
+        "the task's loss",
+    ),
     (
         lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(CLASSES)]),
         *("the model", str(FEATURES)),
@@ -74,9 +60,9 @@ WITH_JIT = [
 
 def check_models_that_cannot_be_trained_are_refused(world):
     for make, *words in MODELS:
-        refused(world, task(make), *words)
+        refused(world, task_with(make), *words)
     for make, *words in WITH_JIT:
-        refused(world, task(make), *words, jit=True)
+        refused(world, task_with(make), *words, jit=True)
 
 
 def check_names_of_inputs(world):
@@ -87,8 +73,8 @@ def check_names_of_inputs(world):
     def example(self, sample, key):
         return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
 
-    refused(world, task(model, training_example=example), "['image']", "['img']", "names")
-    refused(world, task(model), "dict", "['image']")
+    refused(world, task_with(model, training_example=example), "['image']", "['img']", "names")
+    refused(world, task_with(model), "dict", "['image']")
 
 
 def check_trainable_changed_too_late_is_told(world):
@@ -151,7 +137,8 @@ def check_draws_without_a_key_are_told(world):
         methods, first = {"training_example": noisy(noise)}, f"training_example {words[0]}"
         refused(world, type("Task", (OfState,), methods), first, *words[1:])
     example = noisy(lambda self, x: tf.random.normal([FEATURES]))
-    refused(world, task(evaluation_example=example), "evaluation_example draws", "leave them out")
+    draws = task_with(evaluation_example=example)
+    refused(world, draws, "evaluation_example draws", "leave them out")
 
 
 def slow_check_what_xla_cannot_compile_is_told(world):
@@ -161,7 +148,7 @@ def slow_check_what_xla_cannot_compile_is_told(world):
         inside = keras.layers.Resizing(4, 4, "bicubic")
         return classifier(keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten())
 
-    refused(world, task(resizing), "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
+    refused(world, task_with(resizing), "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
 
     def checked(losses):
         tf.debugging.assert_less(losses, 1e9)
@@ -184,7 +171,7 @@ def slow_check_what_xla_cannot_compile_is_told(world):
             losses, weights = Small.loss(self, outputs, targets)
             return change(losses), weights
 
-        refused(world, task(loss=loss), "--jit", *words, jit=True)
+        refused(world, task_with(loss=loss), "--jit", *words, jit=True)
 
 
 def slow_check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):

@@ -9,7 +9,9 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from small_runs import CLASSES, FEATURES, Small, classifier, fit
+from checks_evaluation import StopsAt
+from small_models import Step
+from small_runs import CLASSES, FEATURES, Small, classifier, fit, task_with
 
 from hvdkit.evaluate import metrics
 from hvdkit.observe.records import TIMES
@@ -127,23 +129,11 @@ def check_runs_of_every_kind(world):
         leave(world, name, ended)
 
 
-class Later:
-    """A signal that comes in the second step."""
-
-    def __init__(self):
-        self._asked = 0
-
-    @property
-    def asked(self):
-        self._asked += 1
-        return self._asked > 1
-
-
 def check_a_run_goes_on_with_another_number_of_ranks(world):
     """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
     settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
     if TWO:
-        train(world, "", stop_signal=Later(), code=PREEMPTED, **settings)
+        train(world, "", stop_signal=StopsAt(world, 2), code=PREEMPTED, **settings)
     if LAUNCH == "3-gloo":
         leave(world, "handed on", train(world, "", **settings))
 
@@ -201,15 +191,11 @@ class Holds(keras.layers.Layer):
         return x + 0.0 * sum(w for w in self.weights[:2])
 
 
-class Keeps(Small):
-    def build_model(self):
-        return classifier(Draws(), Draws(), Holds())
-
-
 def check_state_is_drawn_and_held(world):
     if not TWO:
         return
-    ended = train(world, "keeps", Keeps, num_steps=3, checkpoint_every=1)
+    task = task_with(lambda: classifier(Draws(), Draws(), Holds()))
+    ended = train(world, "keeps", task, num_steps=3, checkpoint_every=1)
     states = [ended.state(step) for step in (1, 2, 3)]
     # Every virtual rank, step and generator draws its own.
     drawn = [s[name] for s in states for name in s if name.endswith("/drawn")]
@@ -223,17 +209,9 @@ def check_state_is_drawn_and_held(world):
     assert held == np.float32(HELD).tolist()
 
 
-class AddsNothing(Small):
-    """What the model adds depends on no variable: an activity of its inputs."""
-
-    def build_model(self):
-        return classifier(keras.layers.ActivityRegularization(l2=0.1))
-
-
-class Adds(keras.layers.Layer):
-    def call(self, x):
-        self.add_loss(tf.reduce_mean(tf.square(x - 1.0)))
-        return tf.stop_gradient(x)
+def adds(layer, x, training):
+    layer.add_loss(tf.reduce_mean(tf.square(x - 1.0)))
+    return tf.stop_gradient(x)
 
 
 class OnlyAdds(Small):
@@ -241,7 +219,7 @@ class OnlyAdds(Small):
 
     def build_model(self):
         x = keras.Input((FEATURES,))
-        return keras.Model(x, Adds()(keras.layers.Dense(CLASSES)(x)))
+        return keras.Model(x, Step(adds)(keras.layers.Dense(CLASSES)(x)))
 
     def loss(self, outputs, targets):
         losses, weights = super().loss(outputs, targets)
@@ -249,7 +227,9 @@ class OnlyAdds(Small):
 
 
 def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
-    for task in (AddsNothing, OnlyAdds) if TWO else ():
+    # What the first one's model adds depends on no variable: an activity of its inputs.
+    adds_nothing = task_with(lambda: classifier(keras.layers.ActivityRegularization(l2=0.1)))
+    for task in (adds_nothing, OnlyAdds) if TWO else ():
         shown = []
         for count in (0, 4):
             name = f"{task.__name__}-{count}"
@@ -288,17 +268,13 @@ def check_gradients_that_round_to_nothing_are_told_once(world):
         assert notes == world.is_chief, printed
 
 
-class Spectral(Small):
-    def build_model(self):
-        return classifier(keras.layers.SpectralNormalization(keras.layers.Dense(9)))
-
-
 def check_a_forward_pass_that_assigns_what_is_trained_is_refused(world):
-    ends(world, Spectral, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
+    spectral = keras.layers.SpectralNormalization
+    task = task_with(lambda: classifier(spectral(keras.layers.Dense(9))))
+    ends(world, task, WRONG_USE, "assigns", "/kernel", "SpectralNormalization")
 
 
 def check_ranks_with_other_kernels_are_refused(world):
-    """Rank 1 computes with others of TensorFlow's."""
     if TWO:
         switch = {"TF_ENABLE_ONEDNN_OPTS": "0"} if world.rank else {}
         with mock.patch.dict(os.environ, switch):

@@ -90,24 +90,15 @@ def check_ranks_at_different_places_are_reported_whatever_they_exchange(world):
         with world.fail_together("reading"):
             pass
 
-    def another_sends():
-        world.gather_objects(1, "hosts")
-
-    def a_third_looks():
-        world.check_same("a", "weights")
-
-    for other in (another_sends, a_third_looks):
+    for other in (
+        lambda: world.gather_objects(1, "hosts"),
+        lambda: world.check_same("a", "weights"),
+    ):
         differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'fail_together.reading'")
 
 
 def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
-    def gather():
-        world.gather_objects({"names": ["a", 1.0]}, "spoilt")
-
-    def broadcast():
-        world.broadcast_object({"names": ["a", 1.0]}, "spoilt", 1)
-
-    real = encoding.pack
+    sent, real = {"names": ["a", 1.0]}, encoding.pack
     texts = [b"", b"\x80\x04cos\nsystem\n(S'true'\ntR.", b"{1", b"[" * 10_000, b"[]x"]
     of_array = '{"numpy.ndarray": %s}'
     wrong = ("1", '["object", [1], "QUJDREVGR0g="]', '["int8", [2], "QQ=="]', '["int8", [1], "Q"]')
@@ -115,7 +106,10 @@ def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
     spoilt = [lambda message, text=text: np.frombuffer(text, np.uint8) for text in texts]
     spoilt += [lambda message: message * 0, lambda message: message[:-1]]
     for change in spoilt:
-        for send in (gather, broadcast):
+        for send in (
+            lambda: world.gather_objects(sent, "spoilt"),
+            lambda: world.broadcast_object(sent, "spoilt", 1),
+        ):
 
             def pack(*value, change=change):
                 return change(real(*value)) if world.rank == 1 else real(*value)
