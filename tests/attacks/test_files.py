@@ -135,9 +135,8 @@ HARD = {
         ),
         "".join(json.dumps({"step": n, "loss": 1.7e308 * (-1) ** n}) + "\n" for n in range(9)),
     ],
-    "starts.jsonl": [json.dumps({"step": 1, "time": 1.0}) + "\n"] * 20_000,
+    "starts.jsonl": [(json.dumps({"step": 1, "time": 1.0}) + "\n") * 20_000],
 }
-HARD["starts.jsonl"] = ["".join(HARD["starts.jsonl"])]
 
 
 @pytest.mark.timeout(120)  # some took hours
@@ -174,7 +173,6 @@ def test_a_hostile_record_is_one_sentence(kind: str, name: str, tmp_path: Path, 
 
 
 def test_what_runs_say_is_text_for_a_terminal(tmp_path: Path, capsys):
-    """And for a browser, as tests/hvdkit/observe/test_report.py shows."""
     said = "\x1b]0;mine\x07\u202e\udc80"
     compare.main(["", *(str(a_run(tmp_path / name, said)) for name in "ab")])
     shown = "".join(capsys.readouterr())

@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, executable, run
-from projects import GIT, shell
+from hosts import ENVIRONMENT, ROOT, Host, Hosts, executable, run, wait_for
+from projects import GIT, shell, tracked
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -94,8 +93,7 @@ def test_arguments_of_the_builder(builder: Path, tmp_path: Path, device: str, dr
 
 def test_nothing_secret_is_in_the_repository():
     marker = b"PRIVATE KEY" + b"-----"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    for name in listed.split():
+    for name in tracked():
         path = ROOT / name
         if path.is_file() and path.stat().st_size < 1 << 20:
             assert marker not in path.read_bytes(), name
@@ -127,15 +125,12 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def serve(host: Host, home: Path, **env: str) -> subprocess.Popen:
     env = os.environ | ENVIRONMENT | {"HOME": str(home)} | env
     server = subprocess.Popen(host.words(ENTRYPOINT, "sshd"), env=env)
-    for _ in range(100):
-        if (SERVER / "pid").exists() and host.run(ENTRYPOINT, "healthy", timeout=20).code == 0:
-            return server
-        time.sleep(0.1)
-    raise AssertionError("the ssh server does not answer")
+    healthy = lambda: host.run(ENTRYPOINT, "healthy", timeout=20).code == 0  # noqa: E731
+    wait_for(lambda: (SERVER / "pid").exists() and healthy(), "the ssh server does not answer", 20)
+    return server
 
 
 def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_path: Path):
-    """entrypoint.sh sshd: healthy while it serves, and SIGTERM waits for a rank."""
     saved, env = tmp_path / "saved", os.environ | ENVIRONMENT | {"HOROVOD_RANK": "0"}
     server = serve(host, tmp_path)
     words = host.words(sys.executable, "-c", _RANK, str(saved))

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hosts import executable, require
+from projects import tracked
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -47,7 +47,6 @@ def complaint(result: subprocess.CompletedProcess) -> str:
 
 
 def copy_checkout(to: Path) -> Path:
-    """What set-up needs of the repository."""
     for file in ["Makefile", "requirements.txt", "requirements-dev.txt", "docker", "hvdkit",
                  "template/pyproject.toml", "template/uv.lock"]:  # fmt: skip
         (to / file).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,6 @@ def wanted(checkout: Path, stopped: dict[str, str], **env: object) -> Path:
 
 
 def pretend(folder: Path) -> None:
-    """A whole environment, as far as set-up looks."""
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     (folder / ".setup").write_text(f"{folder}\n")
 
@@ -136,19 +134,15 @@ def test_what_makes_another_environment(checkout, stopped, tmp_path):
     executable(tmp_path / "c++", "echo 'c++ 98.0'")
     found = [before, name(HOROVOD_WITHOUT_GLOO="1"), name(CXX=tmp_path / "c++")]
     found += [name(CXX=f"env {tmp_path}/c++"), name(PATH=f"{tmp_path}/mpi:{stopped['PATH']}")]
-    found += [name(PYTHON=python) for python in other_pythons()]
+    for version in {"3.11", "3.12", "3.13"} - {"{}.{}".format(*sys.version_info)}:
+        places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
+        if python := (places and str(places[0])) or shutil.which(f"python{version}"):
+            found.append(name(PYTHON=python))
     for file in ("docker/compat/tf_compat.h", "docker/setup/horovod.sh", "template/uv.lock"):
         with (checkout / file).open("a") as opened:
             opened.write("\n")
         found.append(name())
     assert len(set(found)) == len(found)
-
-
-def other_pythons() -> Iterator[str]:
-    for version in {"3.11", "3.12", "3.13"} - {"{}.{}".format(*sys.version_info)}:
-        places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
-        if found := (places and str(places[0])) or shutil.which(f"python{version}"):
-            yield found
 
 
 def test_a_second_set_up_waits_for_the_first(checkout, stopped):
@@ -220,8 +214,7 @@ _ELSEWHERE |= {"wandb", "mlflow"}  # a user's own
 
 def imported(folder: str) -> dict[str, str]:
     """Modules that are neither Python's own nor of the repository, and a file that imports each."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    files = [Path(name) for name in listed.stdout.split() if (ROOT / name).exists()]
+    files = [Path(name) for name in tracked() if name.endswith(".py")]
     own = {file.stem for file in files} | {part for file in files for part in file.parts}
     found = {}
     for file in (file for file in files if file.parts[0] == folder):

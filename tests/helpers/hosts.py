@@ -96,7 +96,8 @@ class Host:
         how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         how |= {"stdin": subprocess.PIPE, "start_new_session": True}
         self._outer = subprocess.Popen(words, **how)
-        self.pid = _only_child(self._outer.pid)
+        children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
+        self.pid = int(wait_for(children.read_text, "unshare started nothing"))
         self._connect(f"port{number}")
         self._outer.stdin.write(b"\n")
         self._outer.stdin.flush()
@@ -168,7 +169,7 @@ class Hosts:
         self._bridge = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self.switch = self._bridge.pid
         network, own = f"/proc/{self.switch}/ns/net", os.readlink("/proc/self/ns/net")
-        _wait_for(lambda: os.readlink(network) != own, "no network namespace")
+        wait_for(lambda: os.readlink(network) != own, "no network namespace")
         _in_network(self.switch, "ip link add bridge0 type bridge")
         _in_network(self.switch, "ip link set bridge0 up")
         self._hosts: list[Host] = []
@@ -216,7 +217,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def executable(path: Path, script: str = "") -> Path:
-    """A program that runs the shell's `script`; its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -233,14 +233,9 @@ def _in_network(pid: int, command: str) -> None:
     assert ended.returncode == 0, f"{command}: {ended.stderr}"
 
 
-def _only_child(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    return int(_wait_for(children.read_text, "unshare started nothing"))
-
-
-def _wait_for(there: Callable[[], _T], message: str) -> _T:
-    for _ in range(100):
-        if found := there():
-            return found
+def wait_for(there: Callable[[], _T], message: str, seconds: float = 4) -> _T:
+    end = time.monotonic() + seconds
+    while not (found := there()):
+        assert time.monotonic() < end, message
         time.sleep(0.02)
-    raise AssertionError(message)
+    return found

@@ -3,10 +3,9 @@
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
-from hosts import Host, Hosts, require
+from hosts import Host, Hosts, require, wait_for
 
 _CONF = """
 ClusterName=test
@@ -61,15 +60,14 @@ class Slurm:
         munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
         socket = folder / "munge.socket"
         self._processes = [self._start(hosts[1], *munged, f"--socket={socket}")]
-        _wait_for(socket.exists, "munged")
+        wait_for(socket.exists, "no munged", 40)
         self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
         for node in (hosts[1], hosts[2]):
             self.start_node(node)
         idle = ("sinfo", "-h", "-N", "-p", "low", "-t", "idle")
-        _wait_for(lambda: self(*idle).count("\n") == 2, "nodes")
+        wait_for(lambda: self(*idle).count("\n") == 2, "no two nodes", 40)
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
-        """A Slurm command on the first node."""
         place = ["env", f"--chdir={cwd}"] if cwd else ["env"]
         return self._node.run(*place, *words, timeout=30, env=self._env).output
 
@@ -113,10 +111,3 @@ class Slurm:
         env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"} | self._env
         with open(self._folder / f"{words[0]}-{host.name}.out", "w") as log:
             return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)
-
-
-def _wait_for(ready, what: str, seconds: float = 40) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"{what} did not come up"
-        time.sleep(0.2)

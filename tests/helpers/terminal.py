@@ -42,10 +42,8 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         for pid in self.processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self._process.wait()
         self.hang_up()
 
@@ -58,7 +56,6 @@ class Terminal:
         return found
 
     def hang_up(self) -> None:
-        """As when its window is closed, or its ssh connection is lost."""
         with contextlib.suppress(OSError):
             os.close(self._keyboard)
 
@@ -77,11 +74,9 @@ class Terminal:
         """What still runs of all that the command started, whatever session it moved to."""
         mark, found = f"TEST_TERMINAL={self._mark}".encode(), []
         for file in Path("/proc").glob("[0-9]*/environ"):
-            try:
+            with contextlib.suppress(OSError):  # it ended, or is a zombie
                 if mark in file.read_bytes().split(b"\0"):
                     found.append(int(file.parent.name))
-            except OSError:  # it ended, or is a zombie
-                continue
         return found
 
     def left_after(self, seconds: float) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, run
+from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, run, wait_for
 from terminal import CTRL_C, Terminal
 
 from hvdkit.commands import supervise
@@ -22,7 +22,6 @@ FAST = [*SUPERVISE, "--pause", "0"]
 
 @pytest.fixture
 def answering(tmp_path: Path) -> dict[str, str]:
-    """An environment in which every host answers ssh."""
     executable(tmp_path / "ssh")
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
@@ -76,10 +75,8 @@ def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
     """The supervisor is suspended until both have happened."""
 
     def wait_for_state(process: int, state: str) -> None:
-        end = time.monotonic() + 10
-        while f") {state} " not in Path(f"/proc/{process}/stat").read_text():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        stat = Path(f"/proc/{process}/stat")
+        wait_for(lambda: f") {state} " in stat.read_text(), f"not in state {state}", 10)
 
     os.mkfifo(tmp_path / "end")
     words = [*SUPERVISE, "--", "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]

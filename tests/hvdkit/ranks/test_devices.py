@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tensorflow as tf
+from hosts import executable
 from refusals import refused
 
 from hvdkit.ranks import devices, fingerprint
@@ -23,9 +24,7 @@ TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
 
 def nvidia_smi(folder: Path, lines: str, end: str = "") -> str:
     """PATH with a stand-in that prints the lines."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nprintf '{lines}'\n{end}\n")
-    program.chmod(0o755)
+    executable(folder / "nvidia-smi", f"printf '{lines}'\n{end}")
     return f"{folder}:{ENVIRONMENT['PATH']}"
 
 

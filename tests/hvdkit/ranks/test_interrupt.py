@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hosts import wait_for
 from terminal import CTRL_C, Terminal
 
 from hvdkit.checkpoint import files
@@ -152,11 +153,7 @@ def test_a_rank_whose_launcher_is_gone_saves_and_ends(tmp_path: Path):
     file = tmp_path / "said"
     words = ["sh", "-c", KILLED, sys.executable, LISTENS + ORPHAN, str(file)]
     assert subprocess.run(words, cwd=PROJECT, timeout=60).returncode == -signal.SIGKILL
-    end = time.monotonic() + 30
-    while (
-        "asked True" not in file.read_text()
-        or Path(f"/proc/{file.read_text().split()[1]}").exists()
-    ):
-        assert time.monotonic() < end, file.read_text()
-        time.sleep(0.2)
+    wait_for(lambda: "asked True" in file.read_text(), "it was not asked", 30)
+    process = Path(f"/proc/{file.read_text().split()[1]}")
+    wait_for(lambda: not process.exists(), "it runs on", 30)
     assert f"first {int(signal.SIGUSR1)}" in file.read_text()
