@@ -55,13 +55,13 @@ def test_on_two_ranks(name, outcomes):
 
 
 def command(name, *words):
-    return launch(1, ["-m", "hvdkit", name, *words], "alone")
+    ended = launch(1, ["-m", "hvdkit", name, *words], "alone")
+    assert ended.code == 0, last_lines(ended.output)
+    return ended
 
 
 def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_digit(digits):
-    """One rank evaluates what two trained."""
     ended = command("evaluate", f"--run_dir={digits}")
-    assert ended.code == 0, last_lines(ended.output)
     records = json_lines(digits / "metrics.jsonl")
     best = max((r for r in records if "eval_loss" in r), key=lambda r: r["eval_accuracy"])
     out = digits / "evaluation" / f"step-{best['step']:08d}-val"
@@ -187,7 +187,6 @@ if modules:
 )
 def test_an_export_is_served_without_this_code(run, modules, shapes, folder, outcomes, tmp_path):
     ended = command("export", f"--run_dir={folder / run}", f"--out={tmp_path}/out", "--onnx")
-    assert ended.code == 0, last_lines(ended.output)
     assert "model.onnx: the network alone, image tensor(float) ['any', " in ended.output
     assert "without this code: equal outputs" in ended.output
     # Digits' dropout is a layer of this project, which a note says.
@@ -255,7 +254,6 @@ def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, o
     [("file", None, "File exists"), ("out", "file", "no JPEG, PNG or WebP that can")],
 )
 def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
-    """Into a file; checked with an empty file."""
     (tmp_path / "file").touch()
     own = SimpleNamespace(out=tmp_path / out, check=check and tmp_path / check)
     with pytest.raises(Stop, match=words) as stop:
@@ -277,8 +275,7 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
 
 def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path):
     flags = ["--flagfile=configs/demo.cfg", *tiny, "--accumulation_steps=1", "--num_steps=2"]
-    ended = command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
-    assert ended.code == 0, last_lines(ended.output)
+    command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     config = settings_lib.parse(["train.py", *flags])
     examples, _ = browse.samples(config.for_ranks(1), 6)

@@ -16,9 +16,6 @@ from hvdkit.data import source as sources
 from hvdkit.data.pipeline import EvaluationFeed, Replaced, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Arrays
-from hvdkit.observe.telemetry import Telemetry
-from hvdkit.ranks.world import World
-from hvdkit.settings import Settings
 
 SOURCE = Arrays(x=np.arange(40))
 
@@ -78,22 +75,7 @@ def test_batches_are_the_same_on_a_device_of_their_own():
         np.testing.assert_array_equal(ours, other)
 
 
-def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
-    figures = {"loss": 1.0, "lr": 0.1, "grad_norm": 1.0}
-    telemetry = Telemetry(
-        Settings(run_dir=str(tmp_path), num_steps=100), World(0, 1, 0, 1), first_step=0, epoch=50
-    )
-    for step, waited in ((1, 9.0), (2, 0.0), (3, 9.0), (4, 9.0)):  # first: nothing is read ahead
-        time.sleep(0.01)
-        telemetry.step(step, figures, losses=[1.0], waited=waited, times={})
-        printed = capsys.readouterr().out
-        assert ("input-bound: rank 0 waited for data 100% of the time" in printed) == (step == 3)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert ['"data_wait": 0.0' in line for line in lines] == [False, True, False, False]
-
-
 def test_samples_keep_their_order_however_long_each_takes():
-    """Those of step 2, where a run begins with it."""
     order = Sampler(40, 8, 1, 1, 0, 1)
     ids = order.ids_of(2, 0)
 
@@ -110,8 +92,6 @@ def test_samples_keep_their_order_however_long_each_takes():
 
 
 class Torn(Arrays):
-    """Of its 50 samples, one cannot be read."""
-
     def __init__(self, bad: int) -> None:
         super().__init__(x=np.arange(50))
         self.bad, self.asked = bad, []

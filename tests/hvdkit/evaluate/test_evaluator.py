@@ -21,14 +21,11 @@ class Plain:
         return {"outputs": tf.reduce_sum(outputs)}
 
 
-def example(sample):
-    return {"inputs": sample["x"], "targets": sample["weight"]}
-
-
 def feed(size: int, batch_size: int, rank: int = 0, ranks: int = 1) -> EvaluationFeed:
     """Samples 0, 1, 2, ... of weights 1, 2, 3, ..."""
     numbers = np.arange(size, dtype=np.float32)
     source = Arrays(x=numbers[:, None], weight=numbers + 1)
+    example = lambda sample: {"inputs": sample["x"], "targets": sample["weight"]}  # noqa: E731
     made = reader(source, example, keyed=False)
     return EvaluationFeed(source, made, batch_size, rank=rank, size=ranks)
 

@@ -47,6 +47,23 @@ def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, 
     assert made.median_speed() == 6.0  # of 8 and 4
 
 
+def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
+    with opened(tmp_path) as made:
+        for step, waited in (
+            (1, 9.0),
+            (2, 0.0),
+            (3, 9.0),
+            (4, 9.0),
+        ):  # first: nothing is read ahead
+            time.sleep(0.01)
+            log(made, step, waited)
+            printed = capsys.readouterr().out
+            said = "input-bound: rank 0 waited for data 100% of the time" in printed
+            assert said == (step == 3)
+    waits = [line["data_wait"] for line in json_lines(tmp_path / "metrics.jsonl")]
+    assert [wait == 0 for wait in waits] == [False, True, False, False]
+
+
 def test_a_loss_that_nobody_would_want_is_noted_once(tmp_path, capsys):
     with opened(tmp_path) as made:
         for step, loss in enumerate((2.0, 8.0, 7.0, 8.0, 8.0, 2e6), start=1):
@@ -144,7 +161,6 @@ class Own:
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A module `own`, which has a tracker."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     yield

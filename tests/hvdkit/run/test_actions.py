@@ -57,11 +57,10 @@ def test_what_looks_at_weights_waits_until_the_step_was_judged():
 
 
 def test_one_step_is_saved_once():
-    saved = []
+    saved, waited = [], []
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     state = SimpleNamespace(variables={}, untrained=[])
     context = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
-    waited = []
     saver = SimpleNamespace(
         save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
     )

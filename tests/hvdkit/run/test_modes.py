@@ -33,8 +33,7 @@ def test_it_shows_and_tries_everything_and_leaves_nothing(tmp_path):
 
 def test_a_used_folder_stays_as_it_is(tmp_path):
     run = tmp_path / "run"
-    first = launch(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
-    assert first.code == 0, last_lines(first.output)
+    launch_well(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
     killed, goes_on = tmp_path / ".dry-run-1", tmp_path / ".dry-run-2"
     for folder in (killed, goes_on):
@@ -89,8 +88,6 @@ def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
     assert "stop signal received" in error and "saved" not in error
     assert not list(tmp_path.iterdir())
 
-
-# --find_lr
 
 FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]
 

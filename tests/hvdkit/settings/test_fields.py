@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import traceback
@@ -29,10 +30,10 @@ READ_AS_ANOTHER_NAME = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """By numbers of ranks and rows; each launch runs all checks once."""
-    return {}
+@functools.cache
+def outcomes(ranks, rows):
+    """Of all checks, in one launch."""
+    return run_checks([FILE], ranks, timeout=1700, env={"FLAGS_ROWS": str(rows)})
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +53,12 @@ def usual(tmp_path_factory):
         pytest.param(1, 40, "check_rows_of_flags", marks=pytest.mark.slow),
     ],
 )
-def test_flags(ranks, rows, name, outcomes):
-    if (ranks, rows) not in outcomes:
-        env = {"FLAGS_ROWS": str(rows)}
-        outcomes[ranks, rows] = run_checks([FILE], ranks, timeout=1700, env=env)
-    failure = outcomes[ranks, rows][name]
+def test_flags(ranks, rows, name):
+    failure = outcomes(ranks, rows)[name]
     assert failure is None, failure
 
 
 def test_every_flag_has_values_and_facts():
-    """Or a reason why it has none."""
     tried = flag_values.fields_of(itertools.chain(*flag_values.VALUES.values()))
     left_out = {*flag_values.OF_TASKS, *flag_values.LEFT_OUT}
     assert set(NAMES) - tried == left_out

@@ -1,5 +1,7 @@
 """Reductions, steps and batch norm on real ranks, by numbers; what Horovod is told."""
 
+import functools
+
 import pytest
 
 from ranks import CHECKS, names_of_checks, run_checks
@@ -11,10 +13,10 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """By backend and number of ranks; each launch runs all checks once."""
-    return {}
+@functools.cache
+def outcomes(backend, ranks):
+    """Of all checks, in one launch."""
+    return run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +27,6 @@ def outcomes():
         for name in names_of_checks(*files)
     ],
 )
-def test_number(backend, ranks, name, outcomes):
-    if (backend, ranks) not in outcomes:
-        outcomes[backend, ranks] = run_checks(FILES[backend, ranks], ranks, backend, timeout=560)
-    failure = outcomes[backend, ranks][name]
+def test_number(backend, ranks, name):
+    failure = outcomes(backend, ranks)[name]
     assert failure is None, failure

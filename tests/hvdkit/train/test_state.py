@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from small_models import Called
 
 from hvdkit.train import batch_norm
 from hvdkit.train.state import State, names_of_model
@@ -21,20 +22,11 @@ def network():
     return keras.Model(x, layers.Dense(2, name="head_7")(y))
 
 
-class Sub(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.body = [keras.layers.Dense(3) for _ in range(2)]
-        self.inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(3)])
-
-    def call(self, x):
-        for layer in self.body:
-            x = layer(x)
-        return self.inner(x)
-
-
 def sub():
-    model = Sub()
+    """Subclassed: layers in a list, and a model inside."""
+    body = [keras.layers.Dense(3) for _ in range(2)]
+    inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    model = Called(lambda m, x, _: m.inner(m.body[1](m.body[0](x))), body=body, inner=inner)
     model(tf.zeros((1, 3)))
     return model
 
@@ -77,7 +69,7 @@ def test_names_as_they_read():
     assert names_of_model(chain) == expected
     inside = keras.Model(x := keras.Input((8, 3)), keras.layers.Dense(2)(network()(x)))
     assert names_of_model(inside)[:-2] == found, "the same alone and inside another"
-    assert {n.split("/")[0] for n in names_of_model(sub())} == {"sub"}
+    assert {n.split("/")[0] for n in names_of_model(sub())} == {"called"}
 
 
 def test_names_stay_when_batch_norm_is_synchronized():
