@@ -98,7 +98,9 @@ def _splits(table: Table) -> list[str]:
         if all(words.values()):
             return [words[value] for value in table.pop(name)]
         if name.lower() == "split":
-            raise ValueError(f"the column {name} holds {join(sorted(words))}: give train, val or test")
+            raise ValueError(
+                f"the column {name} holds {join(sorted(words))}: give train, val or test"
+            )
     return [""] * len(next(iter(table.values()), []))
 
 
