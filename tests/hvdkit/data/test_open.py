@@ -1,6 +1,5 @@
 """--data_format: which reader a run gets, what is refused, and that the configs are readable."""
 
-import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -193,8 +192,7 @@ print(*map(len, open_sources(config, "digits")))
 def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, reader, words):
     monkeypatch.setitem(READERS, "mine", reader)
     flags = ["--data_format=mine", "--split=train", f"--data_dir={tmp_path}", "--num_classes=3"]
-    with contextlib.suppress(SystemExit):
-        assert check.main(["check", *flags]) == 1
+    assert check.main(["check", *flags]) == (2 if reader.endswith(".sounds") else 1)
     with pytest.raises(SystemExit) as end:
         pack.main(
             ["pack", "--from=mine", "--split=train", f"--root={tmp_path}", f"--out={tmp_path}"]
