@@ -207,6 +207,8 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
 @pytest.mark.parametrize("layout", ["voc", "classes"])
 def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, layout):
     getattr(readers, f"write_{layout}")(tmp_path / "set")
+    for name in ("sizes.csv", "sources.csv"):  # notes beside it
+        (tmp_path / "set" / name).write_text("a,b\n1,2")
     words: list[str] = []
     monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
     assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]) == 0

@@ -20,6 +20,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
+import tensorflow as tf
 from PIL import Image
 
 from hvdkit import logs, whole_files
@@ -39,11 +40,8 @@ _SAMPLES = 32  # of the sheet
 
 def _understood(root: Path, links: Path, label: str) -> Data:
     """Reads all samples; ValueError says what is wrong with them."""
-    folder, about, layout = (
-        root,
-        "splits as they are",
-        "" if root.is_file() else check.layout_of(root),
-    )
+    folder, about = root, "splits as they are"
+    layout = "" if root.is_file() else check.layout_of(root)
     if layout in ("", "class_folders"):
         items, table = _recognized(root, layout, label)
         items, about = arrangement.with_splits(items)
@@ -89,16 +87,16 @@ def _recognized(
     root: Path, layout: str, label: str
 ) -> tuple[list[arrangement.Item], start_tables.Table]:
     """The samples of a folder or a table, and the table's columns where it is one of features."""
-    table = start_tables.of(root)
-    if not root.is_file():
-        try:
+    try:
+        if root.is_dir():  # tables beside what is recognized are notes
             return arrangement.recognized(root), {}
-        except ValueError:
-            if layout or not table:
-                raise
-    elif not table:
-        raise ValueError(f"{root} is no folder, and no table ({', '.join(tables.SUFFIXES)})")
-    return start_tables.understood(table, label)
+        if root.suffix.lower() not in tables.SUFFIXES:
+            raise ValueError(f"{root} is no folder, and no table ({', '.join(tables.SUFFIXES)})")
+    except ValueError:
+        if layout or not (table := start_tables.of(root)):
+            raise
+        return start_tables.understood(table, label)
+    return start_tables.understood(root, label)
 
 
 def _of_rows(
@@ -158,7 +156,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
             print(
                 "measuring batch and learning rate, a minute or two; --quick: neither", flush=True
             )
-            measured = Measured(*start_measured.batch(config, examples, most(data)))
+            measured = Measured(*start_measured.batch(flag, most(data)))
             write(measured)
             write(measured._replace(rate=start_measured.rate(flag)))
         undone.pop_all()
@@ -181,6 +179,7 @@ def main(argv: list[str]) -> int:
     root = Path(os.path.abspath(own.data))
     name = own.name or (root.stem if root.is_file() else root.name)
     name = re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.") or "mine"
+    tf.config.set_visible_devices([], "GPU")  # it would hold the memory that the trials need
     flag = start(root, name, own)
     if own.train:
         sys.stdout.flush()

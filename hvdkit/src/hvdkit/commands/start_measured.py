@@ -1,5 +1,6 @@
 """What `hvdkit start` measures on this machine: samples a second by batch, and a learning rate."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit import settings as settings_lib
+from hvdkit.commands import browse
 from hvdkit.settings import Settings, project
 from hvdkit.train import objective
 from hvdkit.train import task as tasks
@@ -20,11 +23,20 @@ _STEPS = 3
 _ENOUGH = 0.9  # of the highest speed
 
 
-def batch(config: Settings, examples: Sequence[Any], most: int) -> tuple[int, str]:
+def batch(flag: str, most: int) -> tuple[int, str]:
     """The smallest batch that is nearly as fast as the fastest, of 8, 16, ... `most`; the speeds.
 
-    Forward and backward pass in float32, on the first device of this host.
+    Forward and backward pass on the first device of this host, in a process of its own, which
+    leaves a GPU's memory free at its end. ValueError where that fails.
     """
+    words = [sys.executable, "-m", __spec__.name, flag, str(most)]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=project.folder())
+    if ended.returncode:
+        raise ValueError("no batch could be measured (above: why); --quick does without")
+    return tuple(json.loads(ended.stdout.splitlines()[-1]))
+
+
+def _batch(config: Settings, examples: Sequence[Any], most: int) -> tuple[int, str]:
     task = tasks.load(config)
     model, rates, size = task.build_model(), {}, min(_FIRST, most)
 
@@ -65,3 +77,8 @@ def rate(flags: str) -> float | None:
     ended = subprocess.run(train(f"{flags} --find_lr"), stdout=subprocess.PIPE, text=True)
     found = re.search(r"try --base_lr=([\d.e+-]+):", ended.stdout)
     return float(found[1]) if found else None
+
+
+if __name__ == "__main__":
+    made = settings_lib.load(["start", sys.argv[1]], settings_lib.of_project()).for_ranks(1)
+    print(json.dumps(_batch(made, browse.samples(made, 32)[0], int(sys.argv[2]))))

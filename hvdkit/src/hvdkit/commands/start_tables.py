@@ -18,9 +18,9 @@ Table = dict[str, list[str]]
 
 
 def of(root: Path) -> Path | None:
-    """`root` if it is a table, else the one table of that folder; ValueError for several."""
-    found = [root] if root.is_file() else sorted(root.iterdir())
-    found = [path for path in found if path.suffix.lower() in tables.SUFFIXES]
+    """The one table of a folder; ValueError for several."""
+    there = sorted(root.glob("[!.]*")) if root.is_dir() else ()
+    found = [path for path in there if path.suffix.lower() in tables.SUFFIXES]
     if len(found) > 1:
         raise ValueError(f"{root} holds several tables: give one of {join(found)}")
     return found[0] if found else None
@@ -57,12 +57,15 @@ def understood(path: Path, label: str) -> tuple[list[Item], Table]:
 
 def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
     """The column whose values are names of pictures beside the table or below, and these."""
-    there = defaultdict(set)
-    for file, folders in arrangement.files(path.parent):
+    endings, found, there = IMAGE_SUFFIXES + OTHER_SUFFIXES, [], defaultdict(set)
+    files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
+    # All below only where pictures are named: a table may lie in a home folder.
+    if any(value.lower().endswith(endings) for column in table.values() for value in column):
+        files = [file for file, _ in arrangement.files(path.parent)]
+    for file in files:
         if file.suffix.lower() in IMAGE_SUFFIXES:
-            for name in ("/".join((*folders, file.name)), file.name, file.stem):
+            for name in (str(file.relative_to(path.parent)), file.name, file.stem):
                 there[name].add(file)
-    endings, found = IMAGE_SUFFIXES + OTHER_SUFFIXES, []
     for name, column in table.items():
         lost = [value for value in column if value not in there]
         if lost and any(value.lower().endswith(endings) for value in column):

@@ -21,10 +21,11 @@ _NOISE = re.compile(
 
 
 def _import_tensorflow() -> None:
-    # Keras imports these where they are installed, a third of these seconds, for wrappers and
-    # galleries that no run uses. None means "not installed" while it looks.
-    hidden = {"sklearn", "matplotlib"} - sys.modules.keys()
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    # Keras imports scikit-learn where it is installed, a third of these seconds, for wrappers that
+    # no run uses. None means "not installed" while it looks.
+    hidden = "sklearn" not in sys.modules
+    if hidden:
+        sys.modules["sklearn"] = None  # type: ignore[assignment]
     # What is made here stays: to look through it for what might go takes a fifth of them.
     gc.disable()
     sys.stderr.flush()
@@ -36,8 +37,8 @@ def _import_tensorflow() -> None:
         finally:
             gc.enable()
             gc.freeze()
-            for name in hidden:
-                del sys.modules[name]
+            if hidden:
+                del sys.modules["sklearn"]
             os.dup2(shown, 2)
             os.close(shown)
             held.seek(0)

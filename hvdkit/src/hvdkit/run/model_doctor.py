@@ -187,10 +187,13 @@ def _of_layers(run: Run, batch: Any) -> list[str]:
     """A note on kernels whose gradient on this rank is far from the median one; all ranks."""
     moves = [v for v in run.model.trainable_variables if v.path in _digests(run) and v.ndim > 1]
     first = tf.nest.map_structure(lambda part: part[0], batch)
-    with tf.GradientTape() as tape:
-        made = run.model(first["inputs"], training=True)
-        terms = objective.loss(run.task, made, first["targets"]).values()
-        loss = tf.add_n([tf.reduce_sum(x * w) / tf.reduce_sum(w) for x, w in terms])
+    try:
+        with tf.GradientTape() as tape:
+            made = run.model(first["inputs"], training=True)
+            terms = objective.loss(run.task, made, first["targets"]).values()
+            loss = tf.add_n([tf.reduce_sum(x * w) / tf.reduce_sum(w) for x, w in terms])
+    except Exception:  # on all ranks or on none: some losses are for within a step (across.gather)
+        return []
     gradients = tape.gradient(loss, [v.value for v in moves], unconnected_gradients="zero")
     norms = {v.path: float(tf.norm(tf.convert_to_tensor(g))) for v, g in zip(moves, gradients)}
     usual = float(np.median([*norms.values()] or [0]))
