@@ -1,15 +1,19 @@
-"""This project's step against a bare Horovod loop on this host's GPUs, as a table to paste.
+"""What this host's GPUs do, as a page to paste: does all of it work, and how fast is a step?
 
     python benchmarks/gpu.py [--ranks=1,2,4,8] [--batch=64] [--steps=120] [NAME ...]
-    python benchmarks/gpu.py bfloat16        rows whose names begin with bfloat16
+    python benchmarks/gpu.py bfloat16        what has a name that begins with bfloat16
+    python benchmarks/gpu.py --torch=PYTHON  PyTorch beside it; --torch names a Python that has it
 
 First it prints GPUs, driver and NCCL, and stops if TensorFlow does not see a GPU.
+Then come CHECKS: doctor.py, the demo to its score, a rank too many, the same bits again. They take
+as many ranks as --ranks' largest number.
 Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum, no weight decay) on
 1, 2, 4, ... GPUs, one process each. "bare" is the same model, precision and batch in a loop of 30
 lines without checks; "ours" is train.py --benchmark. Both get the same batch at every step; "input
 on" reads made-up JPEG photographs of 500x375 pixels instead (4 classes, so a smaller head). "over"
 is the time of a step over that of the row in brackets, on as many ranks; "of 1 rank" is the speed
-of a rank over that alone.
+of a rank over that alone. PyTorch's is torchvision's ResNet-50 in DDP, channels last, with
+cudnn.benchmark.
 
 Without a GPU it runs a small form: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks on CPUs.
 That shows that all of it runs; its figures say nothing about GPUs.
@@ -19,6 +23,8 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,32 +43,41 @@ USUAL = (
     "--weight_decay=0"
 )
 LARGE = f"{USUAL} --model=resnet50 --image_size=224"
+PEERS_MARK = "seconds a step: "  # of peers.py
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
 SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
-HEAD = ("ranks", "setting", "bare, samples/s", "ours, samples/s", "ours / bare", "over")
+DEEPLAB = (
+    f"{USUAL.replace('classification', 'segmentation')} --model=deeplabv3plus --image_size=512"
+)
+HEAD = ("ranks", "setting", "PyTorch, samples/s", "bare, samples/s", "ours, samples/s")
+HEAD += ("ours / bare", "over")
 HEAD += ("of 1 rank", "of peak", "input wait", "reduction alone", "memory of a rank, GiB")
 
 
 class Row(NamedTuple):
     flags: str
     bare: bool = False  # whether the bare loop has it too
+    torch: str = ""  # PyTorch's name for it
     over: str = ""  # the row that it is compared with
     fewest: int = 1  # ranks
     env: dict[str, str] | None = None
     data: str = RANDOM
+    deeplab: bool = False
 
 
 def rows(gpus: bool) -> dict[str, Row]:
     """The rows by name; {ranks} in their flags is how many there are."""
     plain = "float32, TF32 off" if gpus else "float32"
-    found = {plain: Row("", bare=True, env=TF32_OFF if gpus else None)}
-    if gpus:
-        found["float32, TF32 on"] = Row("", bare=True, over=plain)
+    found = {plain: Row("", bare=True, torch="float32", env=TF32_OFF if gpus else None)}
     bfloat16 = "--precision=bfloat16"
+    if gpus:
+        found["float32, TF32 on"] = Row("", bare=True, torch="tf32", over=plain)
+        found["DeepLabV3+, TF32 on"] = Row("", deeplab=True)
+        found["DeepLabV3+, bfloat16"] = Row(bfloat16, over="DeepLabV3+, TF32 on", deeplab=True)
     return found | {
-        "bfloat16": Row(bfloat16, bare=True, over=plain),
+        "bfloat16": Row(bfloat16, bare=True, torch="bfloat16", over=plain),
         "float16": Row("--precision=float16", bare=True, over=plain),
         "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
         "bfloat16, --bn_sync=full": Row(f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2),
@@ -76,25 +91,120 @@ def rows(gpus: bool) -> dict[str, Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", help="with commas; by default powers of two, as many as GPUs")
-    parser.add_argument("--batch", type=int, default=64, help="samples a GPU")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: an eighth"
+    )
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
+    parser.add_argument("--torch", type=Path, metavar="PYTHON", help="interpreter that has PyTorch")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names")
     args = parser.parse_args()
     gpus = check()
     counts = [int(n) for n in args.ranks.split(",")] if args.ranks else powers(gpus or 2)
     if gpus and max(counts) > gpus:
         parser.error(f"--ranks={args.ranks}: this host has {gpus} GPU(s)")
     known = rows(gpus > 0)
-    wanted = {n: row for n, row in known.items() if n.startswith(tuple(args.names) or ("",))}
-    if not wanted:
-        parser.error(f"no row begins with {args.names}; there are {list(known)}")
-    usual = f"{LARGE} --num_steps={args.steps}" if gpus else f"{SMALL} --num_steps=15"
-    batch = args.batch if gpus else 4
+    wanted, asked = (
+        {n: one for n, one in named.items() if n.startswith(tuple(args.names) or ("",))}
+        for named in (known, CHECKS)
+    )
+    if not wanted and not asked:
+        parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *known]}")
+    failures = checks(asked, max(counts), gpus) if asked else []
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
         if any(row.data == PHOTOS for row in wanted.values()):
             in_own_process("photos", str(photos))
-        return table(wanted, counts, usual=usual, batch=batch, photos=photos)
+        if wanted:
+            rate = Rate(args.steps if gpus else 15, args.batch if gpus else 4, gpus > 0, args.torch)
+            failures += table(wanted, counts, rate, photos)
+    print("".join(f"\nfailed: {failure}" for failure in failures))
+    return int(bool(failures))
+
+
+class Rate(NamedTuple):
+    """How the rows of the table are measured."""
+
+    steps: int
+    batch: int  # samples a rank
+    gpus: bool
+    torch: Path | None
+
+    def flags(self, row: Row, ranks: int, photos: Path) -> list[str]:
+        usual = DEEPLAB if row.deeplab else LARGE if self.gpus else SMALL
+        batch = self.batch // 8 if row.deeplab else self.batch
+        data = row.data.format(photos=photos)
+        more = f"--num_steps={self.steps} --global_batch_size={batch * ranks}"
+        return f"{usual} {data} {more} {row.flags}".format(ranks=ranks).split()
+
+
+def checks(asked: dict[str, Any], ranks: int, gpus: int) -> list[str]:
+    """Prints a line for each; those that failed."""
+    print("| check | seen | seconds |\n| --- | --- | --- |", flush=True)
+    failures = []
+    for name, what in asked.items():
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                seen = what(Path(folder), ranks, gpus)
+            except (AssertionError, OSError) as error:
+                seen = f"**failed**: {' '.join(str(error).split())}"
+                failures.append(f"{name}: {error}")
+        print(f"| {name} | {seen} | {time.monotonic() - begun:.0f} |", flush=True)
+    print(flush=True)
+    return failures
+
+
+def doctor(folder: Path, ranks: int, gpus: int) -> str:
+    ended = ran(ranks, [ROOT / "launch" / "doctor.py", f"--run_dir={folder}"])
+    return last_lines(ended.output).splitlines()[-1]
+
+
+def demo(folder: Path, ranks: int, gpus: int) -> str:
+    steps = [] if gpus else ["--num_steps=20"]
+    summary = demo_run(folder / "run", ranks, *steps)
+    return f"{ranks} rank(s), {summary['step']} steps: mIoU {summary['eval_miou']:.3f}"
+
+
+def one_too_many(folder: Path, ranks: int, gpus: int) -> str:
+    if not gpus:
+        return "no GPU"
+    ended = launch(gpus + 1, ["train.py", *DEMO, f"--run_dir={folder}/run"])
+    assert ended.code == 2, f"exit code {ended.code}: {last_lines(ended.output)}"
+    return "refused: " + " ".join(ended.errors())
+
+
+def same_bits(folder: Path, ranks: int, gpus: int) -> str:
+    """The demo with virtual ranks: again, resumed half-way, on each power of two of ranks."""
+    flags = ["--num_steps=40", "--checkpoint_every=20", f"--virtual_ranks={max(ranks, 4)}"]
+    half = f"--resume={folder}/1/checkpoints/step-00000020"
+    runs = {"once": (1, ""), "again": (1, ""), "resumed at 20": (1, half)}
+    runs |= {f"{many} ranks": (many, "") for many in powers(ranks)[1:]}
+    found = {}
+    for number, (name, (many, more)) in enumerate(runs.items(), 1):
+        summary = demo_run(folder / str(number), many, *flags, *filter(None, [more]))
+        found[name] = summary["weights_sha256"][:12]
+    assert len({*found.values()}) == 1, str(found)
+    return f"{', '.join(found)}: {found['once']}"
+
+
+def demo_run(folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    ran(ranks, ["train.py", *DEMO, *flags, f"--run_dir={folder}"])
+    return json.loads((folder / "summary.json").read_text())
+
+
+def ran(ranks: int, command: list[Any]) -> Any:
+    ended = launch(ranks, command, timeout=1800)
+    assert ended.code == 0, f"exit code {ended.code}: {last_lines(ended.output)}"
+    return ended
+
+
+DEMO = ["--flagfile=configs/demo.cfg"]
+CHECKS = {
+    "doctor": doctor,
+    "demo": demo,
+    "one rank more than GPUs": one_too_many,
+    "same bits": same_bits,
+}
 
 
 def powers(most: int) -> list[int]:
@@ -127,10 +237,8 @@ def in_own_process(*words: str) -> str:
     return ended.stdout
 
 
-def table(
-    wanted: dict[str, Row], counts: list[int], *, usual: str, batch: int, photos: Path
-) -> int:
-    """Prints the rows as they come; 1 if one of them failed."""
+def table(wanted: dict[str, Row], counts: list[int], rate: Rate, photos: Path) -> list[str]:
+    """Prints the rows as they come; those that failed."""
     print(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|", flush=True)
     ours: dict[tuple[str, int], dict[str, Any]] = {}
     failures = []
@@ -138,20 +246,38 @@ def table(
         for name, row in wanted.items():
             if ranks < row.fewest:
                 continue
-            data = row.data.format(photos=photos)
-            flags = f"{usual} {data} --global_batch_size={batch * ranks} {row.flags}"
-            flags = flags.format(ranks=ranks).split()
+            flags = rate.flags(row, ranks, photos)
             how = ["same-batch" if row.data == RANDOM else "train", *["bare"] * row.bare]
             found = {}
             for kind in how:
                 found[kind], failure = measure(kind, ranks, flags, env=row.env)
                 failures += [f"{name}, {ranks} rank(s), {kind}: {failure}"] * bool(failure)
+            if rate.torch and row.torch:
+                words = [row.torch, str(rate.batch)]
+                found["torch"], failure = torch_rate(rate.torch, ranks, words)
+                failures += [f"{name}, {ranks} rank(s), PyTorch: {failure}"] * bool(failure)
             ours[name, ranks] = found[how[0]]
             over, alone = ours.get((row.over, ranks), {}), ours.get((name, 1), {})
             shown = cells(found, row, over=over, alone=alone)
             print(f"| {ranks} | {name} | {' | '.join(shown)} |", flush=True)
-    print("".join(f"\nfailed: {failure}" for failure in failures))
-    return int(bool(failures))
+    return failures
+
+
+def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, Any], str]:
+    """PyTorch's samples a second as `measure` gives ours: peers.py, by a Python that has it."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+    peers = str(ROOT / "benchmarks" / "peers.py")
+    command = [str(python.absolute()), peers, "--worker", "cuda", "10", *words, port]
+    # `launch` starts this Python, which becomes PyTorch's.
+    become = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", *command]
+    ended = launch(ranks, become, "mpirun", timeout=600)
+    found = re.search(rf"{PEERS_MARK}(\[[^]]*\])", ended.output)
+    if ended.code or not found:
+        return {}, f"exit code {ended.code}: {last_lines(ended.output)}"
+    rates = [ranks * int(words[1]) / seconds for seconds in json.loads(found[1])]
+    spread = in_own_process("spread", json.dumps(rates))
+    return {"samples_per_second": json.loads(spread.splitlines()[-1])}, ""
 
 
 def cells(
@@ -164,6 +290,7 @@ def cells(
     shares, work = ours.get("shares_of_a_step", {}), ours.get("model_flops", {})
     peaks = [own["gpu_peak_bytes"] or own["host_peak_bytes"] for own in ours.get("by_rank", [])]
     return [
+        _rate(found.get("torch", {})),
         _rate(bare),
         _rate(ours) or "failed",
         f"{speed / bare_speed:.3f}" if speed and bare_speed else "",
@@ -212,6 +339,7 @@ def worker(kind: str, *words: str) -> int:
 
     check          prints devices and versions, as JSON
     photos FOLDER  writes JPEG photographs
+    spread RATES   prints their mean, interval and so on, as JSON
     bare FLAGS, same-batch FLAGS, train FLAGS
                    on each rank: a bare Horovod loop; train.py with one batch for every step;
                    train.py. FLAGS are train.py's; --run_dir gets benchmark.json
@@ -226,6 +354,8 @@ def worker(kind: str, *words: str) -> int:
 
     if kind == "check":
         print(json.dumps(devices_and_versions()))
+    elif kind == "spread":
+        print(json.dumps(hvdkit.observe.speed.spread(json.loads(words[0]))))
     elif kind == "photos":
         import input as input_benchmark
 

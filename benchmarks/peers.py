@@ -251,6 +251,37 @@ def ddp(clock: Clock, ports: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def torch_on_gpus(clock: Clock, precision: str, batch: str, port: str) -> None:
+    """gpu.py's ResNet-50 in PyTorch, a GPU a rank. precision: float32, tf32 or bfloat16."""
+    import torch
+    import torchvision
+
+    rank, size = _rank_and_size()
+    torch.cuda.set_device(rank)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
+    image = torch.rand(int(batch), 3, 224, 224, device="cuda")
+    image = image.contiguous(memory_format=torch.channels_last)
+    label = torch.randint(0, CLASSES, (int(batch),), device="cuda")
+    model = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
+    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = torch.nn.functional.cross_entropy(model(image), label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    clock.run(step, rank)
+    torch.distributed.destroy_process_group()
+
+
 def _flags(steps: int) -> list[str]:
     size = int(os.environ["HOROVOD_SIZE"])
     return [
@@ -309,6 +340,8 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     clock, (name, *rest) = Clock(int(windows)), way.split(", ")
     if name == "ddp":  # its interpreter has no TensorFlow
         return ddp(clock, list(ports))
+    if name == "cuda":
+        return torch_on_gpus(clock, folder, *ports)
     sys.path.insert(0, str(ROOT / "template"))
     import hvdkit.ranks.quiet  # noqa: F401
 

@@ -61,6 +61,9 @@ build() {
 try_wheel() {
     local via
     "$uv" pip install --python "$python" --no-deps --offline --reinstall "$1"/horovod-*.whl
+    # TensorFlow 2.21 looks for cuSOLVER in all folders of nvidia/ but cuSOLVER's, and sees no GPU.
+    [ "$DEVICE" = cpu ] ||
+        ln -sfn ../../cusolver/lib/libcusolver.so.11 "$(site_packages)/nvidia/cusparse/lib/libcusolver.so.11"
     # Else each rank compiles TensorFlow anew, 6 s of a core, wherever Python may not write beside it.
     "$python" -m compileall -q -j 0 --invalidation-mode checked-hash "$(site_packages)" || true
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 CUDA_VISIBLE_DEVICES=''

@@ -96,11 +96,11 @@ def test_a_line_of_gpus_table():
     others["alone"] = record(125.0)
     line = gpu.cells({"same-batch": ours, "bare": record(160.0)}, row, **others)
     assert line == [
-        *("160 ± 2", "200 ± 2", "1.250", "1.50 (plain)", "0.80"),
+        *("", "160 ± 2", "200 ± 2", "1.250", "1.50 (plain)", "0.80"),
         *("42.0%", "1.1%", "", "3.0"),
     ]
     failed = gpu.cells({"same-batch": {}}, row, over={}, alone={})
-    assert failed[1] == "failed" and not any(failed[2:])
+    assert failed[2] == "failed" and not any(failed[3:])
 
 
 @pytest.mark.slow
@@ -114,9 +114,9 @@ def test_the_small_form_of_gpu_runs():
     names = ["float32", "bfloat16, input on"] * 2 + ["float32, --virtual_ranks"]
     assert [line[1] for line in lines] == names
     for line in lines:
-        assert re.match(r"[\d.e+]+ ± [\d.e+]+$", line[3]), line
-        assert bool(line[4]) == (line[1] == "float32")  # over the bare loop
-        assert bool(line[9]) == (line[0] == "| 2")  # the reduction
+        assert re.match(r"[\d.e+]+ ± [\d.e+]+$", line[4]), line
+        assert bool(line[5]) == (line[1] == "float32")  # over the bare loop
+        assert bool(line[10]) == (line[0] == "| 2")  # the reduction
 
 
 @pytest.mark.slow

@@ -46,6 +46,6 @@ def why_no_gpu(device: str) -> str:
         return "" if device == "auto" else none
     return (
         f"{host} has {count} GPU(s) and TensorFlow sees none of them: it is the build for CPUs "
-        "(set up again with DEVICE=gpu), or lacks CUDA libraries, which its own lines above name. "
+        "(set up again with DEVICE=gpu, which tests that), or it does not find CUDA's libraries. "
         "To train on CPUs all the same: --device=cpu"
     )
