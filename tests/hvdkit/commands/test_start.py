@@ -164,6 +164,82 @@ def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
     assert [int(r["image"][0, 0, 0] == 0) for r in read] == [int(r["label"]) for r in read]
 
 
+def arrays(kind: str) -> dict[str, np.ndarray]:
+    """20 samples of shade, or first feature, 10 times their label, 0 to 11."""
+    labels = np.arange(24) % 12
+    shades = np.broadcast_to(10 * labels[:, None, None], (24, 16, 20)).astype(np.uint8)
+    if kind == "keras":
+        return {"x_train": shades[:12], "y_train": labels[:12, None]} | {
+            "x_test": shades[12:],
+            "y_test": labels[12:, None],
+        }
+    if kind == "masks":
+        images = np.repeat(shades[..., None], 3, 3).astype(np.int64)
+        masks = np.where(np.arange(20) < 1, 1 - labels[:, None, None] % 2, shades // 10 % 2)
+        return {"images": images, "masks": masks}
+    if kind == "floats":
+        return {"X": np.repeat(shades[:, None] / 255, 3, 1), "targets": labels}
+    return {"data": np.stack([10.0 * labels, np.arange(24)], 1), "label": labels.astype(str)}
+
+
+@pytest.mark.parametrize("kind", ["keras", "masks", "floats", "rows"])
+def test_arrays_become_a_flagfile(fork, tmp_path, monkeypatch, kind):
+    shutil.copy(ROOT / "examples/tabular/tabular.py", fork / "tasks")
+    monkeypatch.setattr(importlib.import_module("tasks"), "__path__", [str(fork / "tasks")])
+    path = tmp_path / "my set"
+    if kind == "keras":
+        np.savez(path.with_suffix(".npz"), **arrays(kind))
+    for name, array in {} if kind == "keras" else arrays(kind).items():
+        path.mkdir(exist_ok=True)
+        np.save(path / f"{name}.npy", array)
+    given = path.with_suffix(".npz") if kind == "keras" else path
+    assert start.main(["hvdkit start", str(given), "--yes", "--quick"]) == 0
+    config = settings_lib.parse(["", "--flagfile=configs/my-set.cfg"])
+    assert config.num_classes == (2 if kind == "masks" else 12)
+    if kind == "rows":
+        splits = tasks.load(config).sources()
+    else:
+        splits = open_sources(config, config.data_format)
+    assert [*map(len, splits)] == ([12, 12] if kind in ("keras", "rows", "floats") else [20, 4])
+    for source in splits:
+        for number in range(len(source)):
+            sample = source.read(tf.constant(number, tf.int64))
+            label = int(tf.reshape(sample["label"], [-1])[-1])
+            shade = float(sample["numbers"][0] if kind == "rows" else sample["image"][-1, -1, 0])
+            assert shade / 10 % (2 if kind == "masks" else 99) == label
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"x": np.zeros((4, 8, 8))}, "no array of labels"),
+        ({"x": np.zeros((4, 8, 8)), "y": np.zeros(3, int)}, "4 samples and 3 labels"),
+        ({"x": np.zeros((4, 8, 8)), "z": np.zeros(4), "y": np.zeros(4)}, "which of x and z"),
+        ({"x": np.zeros((4, 8, 8)), "y": np.zeros(4)}, "labels are float64"),
+        ({"x": np.full((4, 8, 8), np.nan), "y": np.arange(4)}, "floats from 0 to 1; these are"),
+        ({"x": np.zeros((4, 8, 8, 4)), "y": np.arange(4)}, "1 or 3 colours last or second"),
+        ({"x": np.zeros((4, 8, 8)), "y": np.zeros((4, 8, 9), int)}, "neither classes nor masks"),
+        ({"x": np.zeros((4, 8, 8)), "y": np.full((4, 8, 8), 300)}, "masks hold 300 to 300"),
+        ({"x": np.array([{}]), "y": np.arange(1)}, "x.npy cannot be read as numbers"),
+        (
+            {"x_train": np.zeros((4, 2)), "y_train": np.arange(4) % 2}
+            | {"x_val": np.zeros((4, 3)), "y_val": np.arange(4) % 2},
+            "other shapes",
+        ),
+    ],
+)
+def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words):
+    for name, array in found.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    data = tmp_path / "set"
+    data.mkdir()
+    [file.rename(data / file.name) for file in tmp_path.glob("*.npy")]
+    assert start.main(["hvdkit start", str(data), "--yes", "--quick"]) == 2
+    printed = capfd.readouterr()
+    assert words in printed.err and printed.err.count("error: ") == 1, printed
+    assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("set*")]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

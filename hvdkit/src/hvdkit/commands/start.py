@@ -5,9 +5,10 @@
 
 It takes class folders, pictures with masks (images/ and masks/, labels/ or annotations/), with or
 without splits, pictures and a table (CSV, Parquet) of their classes, a table of numbers and words,
-VOC, Cityscapes, CIFAR and packed sets. It writes configs/NAME.cfg; runs/NAME-sheet.png, samples as
-the model gets them; and, unless readers take the folder as it is, datasets/NAME with links to its
-files. The folder stays as it is. It measures batch and learning rate, and asks one question.
+arrays (.npy, .npz: x_train and y_train, images and labels), VOC, Cityscapes, CIFAR and packed sets.
+It writes configs/NAME.cfg; runs/NAME-sheet.png, samples as the model gets them; and, unless readers
+take the folder as it is, datasets/NAME: links to its files, or what tables and arrays hold. The
+folder stays as it is. It measures batch and learning rate, and asks one question.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from PIL import Image
 
 from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse, start_measured, start_tables
+from hvdkit.commands import browse, start_arrays, start_measured, start_tables
 from hvdkit.commands.start_choices import Data, Measured, choices, most
 from hvdkit.data import arrangement, check, tables
 from hvdkit.data.labels import IGNORE
@@ -43,7 +44,7 @@ def _understood(root: Path, links: Path, label: str) -> Data:
     folder, about = root, "splits as they are"
     layout = "" if root.is_file() else check.layout_of(root)
     if layout in ("", "class_folders"):
-        items, table = _recognized(root, layout, label)
+        items, table = _recognized(root, layout, label, links=links)
         items, about = arrangement.with_splits(items)
         if table:
             return _of_rows(items, table, about=about, folder=links)
@@ -84,18 +85,23 @@ def _check_masks(root: Path, of: np.ndarray) -> None:
 
 
 def _recognized(
-    root: Path, layout: str, label: str
+    root: Path, layout: str, label: str, *, links: Path
 ) -> tuple[list[arrangement.Item], start_tables.Table]:
-    """The samples of a folder or a table, and the table's columns where it is one of features."""
+    """The samples of a folder, a table or arrays, and columns where they are rows of features."""
+    kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
     try:
         if root.is_dir():  # tables beside what is recognized are notes
             return arrangement.recognized(root), {}
-        if root.suffix.lower() not in tables.SUFFIXES:
-            raise ValueError(f"{root} is no folder, and no table ({', '.join(tables.SUFFIXES)})")
+        if kind not in kinds:
+            raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
     except ValueError:
-        if layout or not (table := start_tables.of(root)):
+        table = None if layout else start_tables.of(root)
+        arrays = ([], {}) if layout or table else start_arrays.understood(root, links)
+        if not (table or arrays[0]):
             raise
-        return start_tables.understood(table, label)
+        return start_tables.understood(table, label) if table else arrays
+    if kind in start_arrays.SUFFIXES:
+        return start_arrays.understood(root, links)
     return start_tables.understood(root, label)
 
 
@@ -122,7 +128,9 @@ def start(root: Path, name: str, own: Namespace) -> str:
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
     links = links.with_name(f"{name}-links") if links == root else links
     if not root.exists():
-        raise ValueError(f"{root} is not there: give the folder with the pictures, or a table")
+        raise ValueError(
+            f"{root} is not there: give the folder with the pictures, a table or arrays"
+        )
     if links.is_relative_to(root):
         raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
     if there := [path for path in (cfg, links) if path.exists()]:
@@ -169,7 +177,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
 def main(argv: list[str]) -> int:
     """Returns the exit code, 0 done or 2 wrong use; with --train that of make."""
     made = logs.parser(__doc__)
-    made.add_argument("data", type=Path, help="folder of the pictures, or a table")
+    made.add_argument("data", type=Path, help="folder of the pictures, a table or arrays")
     made.add_argument("--name", help="of the new files; by default the data's")
     made.add_argument("--label", default="", help="column of a table that holds the classes")
     made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")

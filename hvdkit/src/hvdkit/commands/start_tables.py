@@ -11,7 +11,7 @@ from hvdkit.data.check import Counts
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 
-_LABELS = ["label", "labels", "class", "classes", "target", "category", "species", "y"]
+LABELS = ["label", "labels", "class", "classes", "target", "category", "species", "y"]
 _MOST_WORDS = 100  # different ones in a column of features
 
 Table = dict[str, list[str]]
@@ -86,7 +86,7 @@ def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
 
 def _label(path: Path, columns: Table, given: str) -> str:
     """The column of labels: that given, the one so called, or the only one."""
-    found = [name for name in columns if name.lower() in _LABELS] or [*columns]
+    found = [name for name in columns if name.lower() in LABELS] or [*columns]
     found = [given] if given else found
     if len(found) != 1 or found[0] not in columns:
         what = f"there is no column {given}." if given else "which column is the label?"
