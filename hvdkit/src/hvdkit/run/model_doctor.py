@@ -185,7 +185,9 @@ def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
 
 def _of_layers(run: Run, batch: Any) -> list[str]:
     """A note on kernels whose gradient on this rank is far from the median one; all ranks."""
-    moves = [v for v in run.model.trainable_variables if v.path in _digests(run) and v.ndim > 1]
+    trained, digests = run.model.trainable_variables, _digests(run)
+    # A bias of attention's keys has two axes, and rightly no gradient: softmax does not see it.
+    moves = [v for v in trained if v.path in digests and v.ndim > 1 and v.name != "bias"]
     first = tf.nest.map_structure(lambda part: part[0], batch)
     try:
         with tf.GradientTape() as tape:
