@@ -64,6 +64,8 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--tasks", default=",".join(TASKS))
     own = made.parse_args()
+    if unknown := {*own.tasks.split(",")} - {*TASKS}:
+        made.error(f"no task {sorted(unknown)}; there are {[*TASKS]}")
     folder = Path(tempfile.mkdtemp(prefix="learning-rate-"))
     project(folder)
     print(

@@ -219,9 +219,8 @@ def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, o
     words = [sys.executable, "-u", "-m", "hvdkit", "serve", f"--run_dir={folder / run}"]
     shown = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8)
     data = tf.io.encode_png(shown).numpy()
-    with subprocess.Popen(
-        [*words, "--port=0"], cwd=PROJECT, stdout=subprocess.PIPE, text=True
-    ) as server:
+    how = {"cwd": PROJECT, "text": True, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*words, "--port=0"], stdout=subprocess.PIPE, **how) as server:
         try:
             lines = iter(server.stdout)
             address = next(re.search(r"http://\S+", line)[0] for line in lines if "open" in line)
@@ -231,8 +230,12 @@ def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, o
             assert [asked(f"{host}/", d)[0] for d in (None, data)] == [404, 404]
             assert "is no picture" in json.loads(asked(address, b"no picture")[1])["error"]
             found = json.loads(asked(address, data)[1])
+            if run == "digits":
+                taken = f"--port={host.rpartition(':')[2]}"
+                ended = subprocess.run([*words, taken], **how)
+                assert ended.returncode == 2 and f"{taken}: Address already in use" in ended.stderr
             server.send_signal(signal.SIGINT)
-            assert server.wait(60) == 0
+            assert server.wait(60) == 0 and "stopping; Ctrl-C" in server.stderr.read()
         finally:
             server.kill()
     config = load_run.settings(folder / run, ["--eval_crop=0"])

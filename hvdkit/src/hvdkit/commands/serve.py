@@ -83,7 +83,11 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
             with one_at_a_time:
                 return answered(data, outputs_of, names)
 
-        server = Server(("127.0.0.1", own.port), handler(answer, word, str(path)))
+        try:
+            server = Server(("127.0.0.1", own.port), handler(answer, word, str(path)))
+        except OSError as error:
+            why = f"--port={own.port}: {error.strerror}; give another, or 0 for any that is free"
+            raise ValueError(why) from None
     with server:
         server.timeout = 0.5
         # By its number: on ::1, another name of localhost, another user may listen for the word.

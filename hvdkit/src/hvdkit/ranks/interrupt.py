@@ -33,6 +33,7 @@ class StopSignal:
         """Listens from here on. To be called in the main thread."""
         self.asked = False
         self.number: int | None = None  # the first signal that asked
+        self.words = "stopping after this step: saving, then ending"
         self._speaks = rank == 0
         self._pressed: float | None = None  # when the first SIGINT came
         if any(name in os.environ for name in LAUNCHED):
@@ -81,7 +82,7 @@ class StopSignal:
             more = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
             # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
             start = "\n" if os.isatty(2) else ""
-            text = f"{start}stopping after this step: saving, then ending{more}\n"
+            text = f"{start}{self.words}{more}\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
 

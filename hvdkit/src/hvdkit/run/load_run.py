@@ -67,6 +67,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
     """
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
+        stop_signal.words = "stopping"
         agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
