@@ -50,7 +50,7 @@ class Task:
             raise ValueError("a column of numbers in training holds other text in validation")
         arrays = {"label": _codes(table["label"], names)}
         if numbers:
-            arrays["numbers"] = np.stack(numbers, 1).astype(np.float32)
+            arrays["numbers"] = np.stack(numbers, 1)
         if self.words:  # 0: one that training does not have
             arrays["words"] = 1 + np.stack([_codes(table[n], w) for n, w in self.words.items()], 1)
         source = Arrays(**arrays)
@@ -69,10 +69,12 @@ class Task:
         inputs, parts = {}, []
         if self.numbers:
             table = np.stack([*self.numbers.values()], 1)
-            mean, spread = np.nanmean(table, 0), np.maximum(np.nanstd(table, 0), 1e-9)
-            x = inputs["numbers"] = keras.Input((len(mean),), name="numbers")
+            differ = np.nanmax(table, 0) > np.nanmin(table, 0)
+            mean, spread = np.nanmean(table, 0), np.where(differ, np.nanstd(table, 0), 1.0)
+            # float64: dates in seconds differ where float32 has no digits left.
+            x = inputs["numbers"] = keras.Input((len(mean),), name="numbers", dtype="float64")
             missing = keras.ops.isnan(x)
-            scaled = (x - mean.astype(np.float32)) / spread.astype(np.float32)
+            scaled = keras.ops.cast((x - mean) / spread, "float32")
             parts += [keras.ops.where(missing, 0.0, scaled), keras.ops.cast(missing, "float32")]
         if self.words:
             x = inputs["words"] = keras.Input((len(self.words),), name="words", dtype="int64")

@@ -90,12 +90,17 @@ def _recognized(
     """The samples of a folder, a table or arrays, and columns where they are rows of features."""
     kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
     try:
-        if root.is_dir():  # tables beside what is recognized are notes
-            return arrangement.recognized(root), {}
+        if root.is_dir():  # tables and arrays beside what is recognized are notes
+            found = arrangement.recognized(root)
+            if beside := start_arrays.files(root):
+                print(logs.printable(f"  not read: {logs.join(beside)}"))
+            return found, {}
         if kind not in kinds:
             raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
     except ValueError:
         table = None if layout else start_tables.of(root)
+        if table and (beside := start_arrays.files(root)):
+            raise ValueError(f"{root} holds {table.name} and {beside[0].name}: give one") from None
         arrays = ([], {}) if layout or table else start_arrays.understood(root, links)
         if not (table or arrays[0]):
             raise

@@ -1,5 +1,6 @@
 """What `hvdkit start` understands of a table: a list of pictures and their classes, or features."""
 
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -108,10 +109,18 @@ def _splits(table: Table) -> list[str]:
 
 
 def _items(path: Path, files: list[Path], labels: list[str], splits: list[str]) -> list[Item]:
-    if odd := [label for label in labels if "/" in label or label.startswith(".")]:
-        raise ValueError(f"{path}: the label {odd[0]!r} cannot be a folder's name: rename it")
+    checked(path, labels)
     names = ["_".join(file.relative_to(path.parent).with_suffix("").parts) for file in files]
     return [Item(*of) for of in zip(splits, names, files, labels)]
+
+
+def checked(path: Path, labels: list[str]) -> set[str]:
+    """The different labels, which become names of folders; ValueError for one that cannot."""
+    for label in (found := {*labels}):
+        bad = "/" in label or label.startswith(".") or not label.isprintable()
+        if bad or not 0 < len(os.fsencode(label)) < 200:
+            raise ValueError(f"{path}: the label {label!r} cannot be a folder's name: rename it")
+    return found
 
 
 def _features(table: Table) -> Table:
