@@ -1,6 +1,7 @@
 """The kinds of models that Keras lets people write, and what a run must make of each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,78 +41,58 @@ def halves(x, key):
 
 
 MICRO = {"accumulation_steps": 2, "global_batch_size": 14}
+micro = functools.partial(Kind, settings=MICRO)
+refused = functools.partial(Kind, end=REFUSED)
+SCALE = weight("scale", initializer="ones")
+CALLS = weight("calls", dtype="int64", trainable=False, initializer="zeros")
 
 KINDS = {
-    "sequential without input": Kind(
-        lambda: keras.Sequential([dense(), bn(), dense(2)]), settings=MICRO
-    ),
-    "subclassed": Kind(lambda: Net(dense(), bn(), dense(2)), settings=MICRO),
-    "nested": Kind(
-        lambda: between(Net(dense(6), between(bn(), dense(6), Net(bn())))), settings=MICRO
-    ),
-    "shared layers": Kind(models.shared, inputs=halves, settings=MICRO),
+    "sequential without input": micro(lambda: keras.Sequential([dense(), bn(), dense(2)])),
+    "subclassed": micro(lambda: Net(dense(), bn(), dense(2))),
+    "nested": micro(lambda: between(Net(dense(6), between(bn(), dense(6), Net(bn()))))),
+    "shared layers": micro(models.shared, inputs=halves),
     "layers made in call": Kind(lambda: Called(models.made_in_call, body=dense())),
-    "layers made in training": Kind(
+    "layers made in training": refused(
         lambda: Called(models.made_in_training, body=dense(), head=layers.Dense(2)),
-        end=REFUSED,
         words=("__init__",),
     ),
-    "custom layer with batch norm": Kind(
-        lambda: between(Block(), Block()),
-        still=("block/dense/bias", "block_1/dense/bias"),
-        settings=MICRO,
+    "custom layer with batch norm": micro(
+        lambda: between(Block(), Block()), still=("block/dense/bias", "block_1/dense/bias")
     ),
-    "inputs a list": Kind(
+    "inputs a list": refused(
         lambda: models.two_inputs(lambda a, b: [a, b]),
         inputs=lambda x, key: list(halves(x, key)),
-        end=REFUSED,
         words=("tuple",),
     ),
     "inputs a dict": Kind(
         lambda: models.two_inputs(lambda a, b: {"left": a, "right": b}),
         inputs=lambda x, key: {"left": x[:3], "right": x[3:]},
     ),
-    "outputs a dict": Kind(
-        lambda: models.outputs(lambda a, b: {"one": a, "two": b}), settings=MICRO
-    ),
+    "outputs a dict": micro(lambda: models.outputs(lambda a, b: {"one": a, "two": b})),
     "another output in training": Kind(
         lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
     ),
     "layers of float32": Kind(
         lambda: between(dense(dtype="float32"), bn(dtype="float32"), dense()), near=1e-5
     ),
-    "embedding mixed": Kind(
+    "embedding mixed": micro(
         lambda: functional(layers.Embedding(IDS, 3), dense(), bn(), shape=(4,), dtype="int32"),
         *((4,), ids),
-        settings=MICRO,
     ),
-    "embedding shared with the output": Kind(models.tied, (4,), ids, settings=MICRO),
+    "embedding shared with the output": micro(models.tied, (4,), ids),
     "constraints": Kind(
         lambda: between(
             dense(kernel_constraint=keras.constraints.NonNeg()),
             dense(kernel_constraint=keras.constraints.MaxNorm(0.5)),
         )
     ),
-    "scalar weight": Kind(
-        lambda: between(
-            dense(), Step(lambda s, x, t: x * s.scale, weight("scale", initializer="ones"))
-        )
-    ),
+    "scalar weight": Kind(lambda: between(dense(), Step(lambda s, x, t: x * s.scale, SCALE))),
     "frozen model inside": Kind(models.frozen_inside, still=("fixed",)),
-    "regularizers": Kind(models.regularized, settings=MICRO),
-    "losses added by the model": Kind(
-        lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2)),
-        settings=MICRO,
+    "regularizers": micro(models.regularized),
+    "losses added by the model": micro(
+        lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
     ),
-    "state equal on all ranks": Kind(
-        lambda: between(
-            dense(),
-            Step(
-                models.anneal, weight("calls", dtype="int64", trainable=False, initializer="zeros")
-            ),
-        ),
-        settings=MICRO,
-    ),
+    "state equal on all ranks": micro(lambda: between(dense(), Step(models.anneal, CALLS))),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),
@@ -121,15 +102,11 @@ KINDS = {
         ),
         (5, 3),
     ),
-    "attention": Kind(models.transformer, (4, 4), still=("key/bias",), settings=MICRO),
-    "spectral norm": Kind(
-        lambda: between(layers.SpectralNormalization(dense()), bn()), settings=MICRO
-    ),
-    "dropout by sample": Kind(
-        models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}, settings=MICRO
-    ),
-    "dropout, subclassed": Kind(
-        lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK, settings=MICRO
+    "attention": micro(models.transformer, (4, 4), still=("key/bias",)),
+    "spectral norm": micro(lambda: between(layers.SpectralNormalization(dense()), bn())),
+    "dropout by sample": micro(models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}),
+    "dropout, subclassed": micro(
+        lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK
     ),
     "state of the batch": Kind(
         lambda: between(
@@ -138,24 +115,17 @@ KINDS = {
         end=NOT_ON_TWO,
         words=("memory/seen",),
     ),
-    "recurrent with state": Kind(
-        lambda: Net(layers.LSTM(3, stateful=True)), (5, 3), end=REFUSED, words=("stateful",)
+    "recurrent with state": refused(
+        lambda: Net(layers.LSTM(3, stateful=True)), (5, 3), words=("stateful",)
     ),
-    "weight as tf.Variable": Kind(
-        lambda: models.raw_variable(), end=REFUSED, words=("Variable", "add_weight")
+    "weight as tf.Variable": refused(models.raw_variable, words=("Variable", "add_weight")),
+    "layer out of sight": refused(models.hidden_layer, words=("called", "kernel", "attributes")),
+    "draws without a generator": refused(
+        lambda: between(dense(), Step(models.unseeded)), words=("SeedGenerator",)
     ),
-    "layer out of sight": Kind(
-        models.hidden_layer, end=REFUSED, words=("called", "kernel", "attributes")
-    ),
-    "draws without a generator": Kind(
-        lambda: between(dense(), Step(models.unseeded)), end=REFUSED, words=("SeedGenerator",)
-    ),
-    "build fails": Kind(
-        lambda: Net(dense(), Step(None, models.fail)), end=REFUSED, words=("no such",)
-    ),
-    "call fails in training": Kind(
+    "build fails": refused(lambda: Net(dense(), Step(None, models.fail)), words=("no such",)),
+    "call fails in training": refused(
         lambda: between(dense(), Step(lambda s, x, t: models.fail() if t is True else x)),
-        end=REFUSED,
         words=("no such",),
     ),
 }
