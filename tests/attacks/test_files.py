@@ -31,8 +31,8 @@ from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings
 
 SECRET = "the victim's own, 5073"
-RECORDS = ("config.cfg", "metrics.jsonl", "starts.jsonl", "summary.json", "confusion.csv")
-RECORDS += ("predictions.png",)
+RECORDS = ("config.cfg", "metrics.jsonl", "starts.jsonl", "summary.json", "confusion.csv",
+           "predictions.png")  # fmt: skip
 # Puts links to a file in the place of all that is in a folder, and of what a run writes.
 LINKS = """
 import contextlib, os, sys
@@ -130,9 +130,7 @@ HARD = {
     "confusion.csv": [HUGE + "0,", "l," + HUGE * 7],
     "metrics.jsonl": [
         json.dumps({"step": 1, "loss": 1.0, "eval_loss": 2.0, "x": "y" * 2**25}),
-        json.dumps(
-            {"step": 1, "loss": 1, "eval_loss": 2} | {f"eval_{n}": 1 for n in range(40_000)}
-        ),
+        json.dumps({"step": 1, "loss": 1, "eval_loss": 2} | {f"eval_{n}": 1 for n in range(40000)}),
         "".join(json.dumps({"step": n, "loss": 1.7e308 * (-1) ** n}) + "\n" for n in range(9)),
     ],
     "starts.jsonl": [(json.dumps({"step": 1, "time": 1.0}) + "\n") * 20_000],
@@ -140,13 +138,10 @@ HARD = {
 
 
 @pytest.mark.timeout(120)  # some took hours
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [pytest.param(name, t, id=f"{name}-{n}") for name in HARD for n, t in enumerate(HARD[name])],
-)
-def test_records_that_are_hard_to_show_are_shown_or_one_sentence(
-    name: str, text: str, tmp_path: Path, capsys
-):
+@pytest.mark.parametrize(("name", "text"), [
+    pytest.param(name, t, id=f"{name}-{n}") for name in HARD for n, t in enumerate(HARD[name])
+])  # fmt: skip
+def test_records_that_are_hard_to_show_are_shown_or_one_sentence(name, text, tmp_path, capsys):
     run, other = a_run(tmp_path / "run"), a_run(tmp_path / "other")
     report.main(["", str(other)])  # what drawing itself needs
     (run / name).write_text(text)
@@ -197,10 +192,8 @@ def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
             said = claim if kind != "BMP" else "more pixels than --max_pixels=64000000"
             refused(lambda file=file: predict.load(file), file, said)
         # Decoders pass over a chunk before the header, which then is not where we look.
-        content, chunk = (
-            file.read_bytes(),
-            struct.pack(">I4s4xI", 4, b"noNe", zlib.crc32(b"noNe\0\0\0\0")),
-        )
+        content = file.read_bytes()
+        chunk = struct.pack(">I4s4xI", 4, b"noNe", zlib.crc32(b"noNe\0\0\0\0"))
         file.write_bytes(content[:8] + chunk + content[8:])
         with little_memory():
             readers.explained(pairs, 0, file, "header" if kind == "PNG" else "")

@@ -15,18 +15,17 @@ from projects import tracked
 
 def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
     known = {"horovod": "CVE-2024-10190", "pillow": "CVE-2099-1"}
+    when = {"modified": "2026-01-01T00:00:00Z"}
 
     class Service(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
             ids = [known.get(query["package"]["name"]) for query in asked]
-            found = [
-                {"vulns": [{"id": i, "modified": "2026-01-01T00:00:00Z"}]} if i else {} for i in ids
-            ]
+            found = [{"vulns": [{"id": i} | when]} if i else {} for i in ids]
             self.answer({"results": found})
 
         def do_GET(self) -> None:
-            self.answer({"id": self.path.split("/")[-1], "modified": "2026-01-01T00:00:00Z"})
+            self.answer({"id": self.path.split("/")[-1]} | when)
 
         def answer(self, found: object) -> None:
             self.send_response(200)

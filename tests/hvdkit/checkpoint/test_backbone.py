@@ -107,10 +107,9 @@ def test_models_that_leave_pictures_unscaled_are_known():
     np.testing.assert_array_equal(Preprocess()(tf.constant(shades)), Preprocess()(floats))
 
 
-@pytest.mark.parametrize(
-    ("last", "left", "policy"),
-    [("conv1_bn", [0.0] * 2, "float32"), ("logits", [5.0] * 2, "float64")],
-)
+@pytest.mark.parametrize(("last", "left", "policy"), [
+    ("conv1_bn", [0.0] * 2, "float32"), ("logits", [5.0] * 2, "float64"),
+])  # fmt: skip
 def test_what_the_backbone_is_and_no_more_is_set(last, left, policy, tmp_path):
     """Frozen layers too. A last layer that is the network's own takes a whole file."""
     file = published(tmp_path / "a.h5", last)

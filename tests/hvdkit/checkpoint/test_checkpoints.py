@@ -193,9 +193,8 @@ def test_a_setting_that_came_later_had_its_default(kept):
     before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
     assert changes(before, Settings(), ranks=1, normed=True) == []
-    assert changes(before, Settings(clip_norm=1.0), ranks=1, normed=True) == [
-        "--clip_norm was 0.0, is 1.0"
-    ]
+    found = changes(before, Settings(clip_norm=1.0), ranks=1, normed=True)
+    assert found == ["--clip_norm was 0.0, is 1.0"]
 
     class OfFork(Settings):
         noise: float = setting(0.1, "share of pixels that are noise")
@@ -246,9 +245,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
         assert not passed_over and np.all(files.read(found)["w"] == files.step_of(found))
         outcomes[found.name] += 1
         files.tidy(folder)
-        assert [p.name for p in files.candidates(folder)] == sorted(
-            p.name for p in folder.iterdir()
-        )
+        assert sorted(folder.iterdir()) == [*files.candidates(folder)]
         saves(folder, 5)
         assert np.all(files.read(folder / "step-00000005")["w"] == 5)
     print(f"killed at {sum(outcomes.values())} moments: {dict(outcomes)}")

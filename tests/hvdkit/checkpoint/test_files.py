@@ -22,9 +22,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
 
-def test_200_random_mutations_restore_right_or_are_passed_over_by_name(
-    kept, capsys, record_property
-):
+def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys, record_property):
     """One of them each, of a folder with checkpoints 1 to 4: what comes back is what was saved."""
     kept = replace(kept, keep=4)
     for step in range(1, 5):

@@ -85,9 +85,8 @@ def test_a_key_says_it_all():
 
 def test_beside_a_small_image_are_fill_colour_and_ignore_label():
     # Colours change inside only: were the padding recoloured too, a model would learn from it.
-    how = augment.Augmentation(
-        size=(32, 40), scale=(1, 1), fill=10, ignore_label=99, brightness=0.5
-    )
+    how = {"scale": (1, 1), "fill": 10, "ignore_label": 99, "brightness": 0.5}
+    how = augment.Augmentation(size=(32, 40), **how)
     image, label = noise(20, 30)
     corners = set()
     for drawn, picked in pairs(image, label, how, 60):
@@ -185,10 +184,8 @@ NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 
 @pytest.mark.parametrize("crop", [augment.shifted, augment.random_resized])
 def test_a_crop_is_its_keys(crop):
-    one, same, other = (
-        crop({"image": NOISE}, tf.constant(k), size=16, mirror=True)
-        for k in ([1, 2], [1, 2], [1, 3])
-    )
+    keys = map(tf.constant, ([1, 2], [1, 2], [1, 3]))
+    one, same, other = (crop({"image": NOISE}, key, size=16, mirror=True) for key in keys)
     assert one.shape == (16, 16, 3) and one.dtype == tf.uint8
     np.testing.assert_array_equal(one, same)
     assert np.abs(one.numpy().astype(int) - other).max() > 12
@@ -201,9 +198,8 @@ def test_shifts_reach_an_eighth_both_ways_and_no_further():
     places = {padded[y : y + 32, x : x + 32][::8, ::8].tobytes(): (y, x)
               for y in range(9) for x in range(9)}  # fmt: skip
     seen, turned = set(), 0
-    shift = tf.function(
-        lambda key: augment.shifted({"image": tf.constant(image)}, key, size=32, mirror=True)
-    )
+    sample = {"image": tf.constant(image)}
+    shift = tf.function(lambda key: augment.shifted(sample, key, size=32, mirror=True))
     for number in range(500):
         crop = shift(tf.constant([number, 0])).numpy()
         ways = [places.get(c[::8, ::8].tobytes()) for c in (crop, crop[:, ::-1])]

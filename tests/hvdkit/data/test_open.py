@@ -85,9 +85,7 @@ def test_splits_of_any_name(tmp_path: Path):
 
     assert list(map(len, opened())) == [3, 1]
     assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
-    (tmp_path / "ImageSets" / "Segmentation" / "trainval.txt").write_text(
-        "2007_000000\n2007_000003\n"
-    )
+    (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text("2007_000000\n2007_000003\n")
     both = opened("--train_split=trainval")
     assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
     assert open_lib.trained_on_too(*opened()) == 0
@@ -194,9 +192,7 @@ def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, read
     flags = ["--data_format=mine", "--split=train", f"--data_dir={tmp_path}", "--num_classes=3"]
     assert check.main(["check", *flags]) == (2 if reader.endswith(".sounds") else 1)
     with pytest.raises(SystemExit) as end:
-        pack.main(
-            ["pack", "--from=mine", "--split=train", f"--root={tmp_path}", f"--out={tmp_path}"]
-        )
+        pack.main(f"pack --from=mine --split=train --root={tmp_path} --out={tmp_path}".split())
     printed = "".join(capsys.readouterr())
     assert end.value.code == 2 and printed.count(words) == 2, printed
     if reader != f"{__name__}.sounds":
@@ -207,10 +203,9 @@ def sounds(*_: object) -> Arrays:
     return Arrays(sound=np.zeros([3, 8]), label=np.arange(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "reader"),
-    [("voc", "mine.Voc"), ("mine", "Mine"), ("mine", ".Mine"), ("mine", "a.b-c")],
-)
+@pytest.mark.parametrize(("name", "reader"), [
+    ("voc", "mine.Voc"), ("mine", "Mine"), ("mine", ".Mine"), ("mine", "a.b-c"),
+])  # fmt: skip
 def test_a_reader_needs_a_name_of_its_own_and_its_module(name: str, reader: str, capsys):
     with pytest.raises(SystemExit) as end:
         add_reader(name, reader)

@@ -105,9 +105,8 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     ranks = [Sampler(50, batch, micro, 1, rank, size) for rank in range(size)]
     at = tf.constant(step, tf.int64)
     parts = [np.reshape(r.local_positions(at), [micro, -1]) for r in ranks]
-    assert np.array_equal(
-        np.concatenate(parts, axis=1).ravel(), np.arange(step * batch, (step + 1) * batch)
-    )
+    expected = np.arange(step * batch, (step + 1) * batch)
+    assert np.array_equal(np.concatenate(parts, axis=1).ravel(), expected)
     # Ids and keys are those of one rank.
     samples = zip(*(r.local_samples(at) for r in ranks))
     for own, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
@@ -170,7 +169,6 @@ def test_batches_that_were_passed_over_are_left_out():
     """With 3 batches left out, step 4 has the samples, and their keys, of what was step 7."""
     plain = Sampler(50, 6, 2, 1, 0, 1)
     after = Sampler(50, 6, 2, 1, 0, 1, passed_over=3)
-    for ours, theirs in zip(
-        after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
-    ):
+    found = after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
+    for ours, theirs in zip(*found):
         np.testing.assert_array_equal(ours, theirs)

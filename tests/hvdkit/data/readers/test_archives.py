@@ -20,9 +20,8 @@ def command(*flags: object) -> None:
     pack.main(["pack", *map(str, flags)])
 
 
-PICTURES = [
-    readers.encoded(readers.noise(n), kind) for n, kind in enumerate(("PNG", "JPEG", "WEBP"))
-]
+KINDS = ("PNG", "JPEG", "WEBP")
+PICTURES = [readers.encoded(readers.noise(n), kind) for n, kind in enumerate(KINDS)]
 IMAGENET, TFDS = ("image/encoded", "image/class/label"), ("image", "label")
 
 

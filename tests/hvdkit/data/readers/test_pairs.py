@@ -88,9 +88,7 @@ def test_reads_jpeg_grey_alpha_and_names_in_folders(tmp_path: Path):
 
 @pytest.mark.parametrize("colours", [2, 4, 16, 256])
 @pytest.mark.parametrize("transparency", [None, 0, b"\x00\x80"])
-def test_reads_the_indices_of_palette_labels(
-    tmp_path: Path, colours: int, transparency: int | bytes | None
-):
+def test_reads_the_indices_of_palette_labels(tmp_path: Path, colours: int, transparency):
     rng = np.random.default_rng(colours)
     ids = rng.integers(0, colours, (13, 17), dtype=np.uint8)
     write(tmp_path, "a", np.zeros((13, 17, 3), np.uint8), ids)
