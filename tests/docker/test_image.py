@@ -181,9 +181,7 @@ def ordinary(host: Host) -> Iterator[Path]:
     shutil.rmtree("/tmp/.sshd-4321", ignore_errors=True)
 
 
-def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
-    host: Host, ordinary: Path, tmp_path: Path
-):
+def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(host, ordinary, tmp_path):
     (own := Path("/tmp/.sshd-4321")).mkdir(mode=0o777)
     os.chown(own, 4321, 4321)
     shutil.copy(tmp_path / "key.pub", ordinary / ".ssh/authorized_keys")

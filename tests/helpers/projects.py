@@ -35,10 +35,8 @@ def shell(command: str, folder: Path, timeout: float = 300) -> str:
 
 
 def tracked() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return [f for f in listed.stdout.split("\0") if f and os.path.lexists(ROOT / f)]
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    return [f for f in listed.split("\0") if f and os.path.lexists(ROOT / f)]
 
 
 def repository(folder: Path) -> Path:

@@ -1,6 +1,5 @@
 """What the checks on real ranks share: settings, a step without a run around it."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import horovod.tensorflow as hvd
@@ -14,9 +13,7 @@ from hvdkit.stop import Stop
 from hvdkit.train import reduction
 from hvdkit.train.step import Step
 
-PLAIN = dataclasses.replace(
-    Settings(), global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0
-)
+PLAIN = Settings(global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0)
 
 
 def rng(*seed):

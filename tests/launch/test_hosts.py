@@ -262,9 +262,8 @@ json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.una
 def test_plain_launchers_on_other_hosts_as_the_readme_has_them(hosts: Hosts):
     venv = Path(sys.executable).parent.parent
     ranks = [sys.executable, "-c", "import os; print('on ' + os.uname().nodename)"]
-    hosts[1].sh(
-        "for n in 2 3; do ssh -p 2222 -o StrictHostKeyChecking=accept-new node$n true; done"
-    )
+    ssh = "ssh -p 2222 -o StrictHostKeyChecking=accept-new"
+    hosts[1].sh(f"for n in 2 3; do {ssh} node$n true; done")
     mpirun = ["mpirun", "--prefix", str(venv), "-x", f"OPAL_PREFIX={venv}"]
     mpirun += ["-mca", "plm_rsh_args", "-p 2222", "-H", "node2:1,node3:1"]
     ended = hosts[1].run(*mpirun, *ranks, timeout=60, env={"OPAL_PREFIX": str(venv)})
@@ -282,24 +281,18 @@ def test_folders_with_spaces(tmp_path: Path):
     assert "started" in run(words, timeout=60).output
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--hostfile", "{tmp}/hosts"], [r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 "]),
-        (
-            ["-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"],
-            [r"\ -p\ 2222\ -i\ /k", "btl_tcp_if_include ib0 -mca oob_tcp_if_include ib0",
-             "-x NCCL_SOCKET_IFNAME -x"],
-        ),
-        (["-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
-         ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
-        (["-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),  # else a for a.cluster
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "shown"), [
+    (["--hostfile", "{tmp}/hosts"], [r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 "]),
+    (["-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"],
+     [r"\ -p\ 2222\ -i\ /k", "btl_tcp_if_include ib0 -mca oob_tcp_if_include ib0",
+      "-x NCCL_SOCKET_IFNAME -x"]),
+    (["-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
+     ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
+    (["-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),  # else a for a.cluster
+])  # fmt: skip
 def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str]):
-    (tmp_path / "hosts").write_text(
-        "# two racks\nnode1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
-    )
+    lines = "node1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
+    (tmp_path / "hosts").write_text(f"# two racks\n{lines}")
     words = [word.replace("{tmp}", str(tmp_path)) for word in words]
     ended = run([HOSTS_SH, *words, "--dry-run", "python", "train.py"], timeout=20)
     assert ended.code == 0 and all(text in ended.output for text in shown), ended.output

@@ -177,27 +177,24 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
     """The command prints a warning the second time, and another host from the third on."""
     count = f"echo >> {tmp_path}/asked; n=$(wc -l < {tmp_path}/asked); echo node1:1; "
     asked = f'{count} [ $n = 2 ] && echo "-bash: warning"; [ $n -lt 3 ] || echo node2:1'
-    saves = (
-        f'echo start; test -e {tmp_path}/done && exit; touch {tmp_path}/done; trap "exit 75" USR1; '
-    )
+    saves = f"echo start; test -e {tmp_path}/done && exit; touch {tmp_path}/done; "
     words = [*FAST, *ends, "--rejoin", "0.2", "--hosts-from", asked, "--", "bash", "-c"]
-    ended = run([*words, saves + "while :; do sleep 0.1; done"], 30, env=answering)
+    saves += 'trap "exit 75" USR1; while :; do sleep 0.1; done'
+    ended = run([*words, saves], 30, env=answering)
     assert ended.code == 0 and ended.output.splitlines().count("start") == 2, ended.output
     assert "hosts are not asked: '-bash: warning' of" in ended.output, ended.output
     assert "node2 answers: starting again on all hosts" in ended.output, ended.output
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ("node1\nnode1\nnode2 slots = 3 # three", "node1:2\nnode2:3"),  # PBS: a line a rank
-        ("node1 max_slots=8\nnode2 slots=4 max_slots=8\nnode3 max-slots=8 slots=4", "node1:1\nnode2:4\nnode3:4"),
-        ("node1:8 node2:8", ""),
-        ("node1 8", ""),
-        ("Last login: today", ""),
-        ("node1 slots=0\nnode2:1", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("lines", "expected"), [
+    ("node1\nnode1\nnode2 slots = 3 # three", "node1:2\nnode2:3"),  # PBS: a line a rank
+    ("node1 max_slots=8\nnode2 slots=4 max_slots=8\nnode3 max-slots=8 slots=4",
+     "node1:1\nnode2:4\nnode3:4"),
+    ("node1:8 node2:8", ""),
+    ("node1 8", ""),
+    ("Last login: today", ""),
+    ("node1 slots=0\nnode2:1", ""),
+])  # fmt: skip
 def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines, expected):
     (tmp_path / "hosts").write_text(lines)
     words = [*SUPERVISE, "--hostfile", tmp_path / "hosts", "--", "sh", "-c"]
@@ -306,9 +303,7 @@ def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str], name: s
     assert re.search(where, ended.output), ended.output
 
 
-def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(
-    tiny: list[str], tmp_path: Path
-):
+def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, tmp_path: Path):
     words = [*_TINY, *tiny, "--num_steps=100000", "--log_every=100"]
 
     def started(job: str) -> Terminal:

@@ -256,9 +256,8 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
 
 
 def check_a_synchronized_model_is_what_it_was_and_saves_loads_and_clones(world):
-    model = keras.applications.MobileNet(
-        weights=None, input_shape=(32, 32, 3), classes=4, alpha=0.25
-    )
+    how = {"weights": None, "input_shape": (32, 32, 3), "classes": 4, "alpha": 0.25}
+    model = keras.applications.MobileNet(**how)
     x = rng(5).normal(size=(2, 32, 32, 3)).astype(np.float32)
     before, names = model(x), [v.path for v in model.variables]
     batch_norm.synchronize(batch_norm.synchronize(model))
@@ -293,9 +292,8 @@ class Decoy(layers.Layer):
 
 
 def check_moving_statistics_are_found_by_layer_at_any_depth(world):
-    model = Net(
-        Block(), Net(functional(Own(), shape=(5, 4))), Decoy(), layers.TimeDistributed(bn())
-    )
+    inside = Net(functional(Own(), shape=(5, 4)))
+    model = Net(Block(), inside, Decoy(), layers.TimeDistributed(bn()))
     model(tf.zeros([2, 5, 3]))
     norms = [layer for layer in model._flatten_layers() if hasattr(layer, "moving_mean")]
     decoy = model.parts[2]

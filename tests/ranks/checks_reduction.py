@@ -30,9 +30,8 @@ def reduced(world, config, loss, variables):
 def tower_gradients(world, seed=0):
     """A model, this rank's mean loss over an equal share, and every tower's gradients."""
     keras.utils.set_random_seed(7)
-    model = keras.Sequential(
-        [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
-    )
+    parts = [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
+    model = keras.Sequential(parts)
     x, y = rng(seed).normal(size=(2, 4 * world.size, 5)).astype(np.float32)[:2]
     y = y[:, :3]
 

@@ -8,9 +8,7 @@ from ranks import CHECKS, names_of_checks, run_checks
 
 # All of a backend in one launch: ranks start slowly. Layers do not know what carries their sums.
 PARTS = {("gloo", 3): ("reduction", "step", "batch_norm", "world"), ("mpi", 2): ("reduction",)}
-FILES = {
-    launch: [CHECKS / f"checks_{part}.py" for part in parts] for launch, parts in PARTS.items()
-}
+FILES = {launch: [CHECKS / f"checks_{p}.py" for p in parts] for launch, parts in PARTS.items()}
 
 
 @functools.cache
