@@ -116,7 +116,7 @@ def main() -> int:
             in_own_process("photos", str(photos))
         if wanted:
             rate = Rate(args.steps if gpus else 15, args.batch if gpus else 4, gpus > 0, args.torch)
-            failures += table(wanted, counts, rate, photos)
+            failures += table(wanted, counts, rate, photos=photos)
     print("".join(f"\nfailed: {failure}" for failure in failures))
     return int(bool(failures))
 
@@ -237,7 +237,7 @@ def in_own_process(*words: str) -> str:
     return ended.stdout
 
 
-def table(wanted: dict[str, Row], counts: list[int], rate: Rate, photos: Path) -> list[str]:
+def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path) -> list[str]:
     """Prints the rows as they come; those that failed."""
     print(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|", flush=True)
     ours: dict[tuple[str, int], dict[str, Any]] = {}

@@ -51,7 +51,8 @@ def understood(root: Path, folder: Path) -> tuple[list[Item], Table]:
     for split, (samples, labels) in pairs.items():
         if not rows:
             shown = _shades(root, samples)
-            items += _written(split, folder, shown, names.get(split) or _masks(root, shown, labels))
+            labels = names.get(split) or _masks(root, shown, labels)
+            items += _written(split, folder, pictures=shown, labels=labels)
             continue
         if samples.dtype.kind not in "fiub" or np.isinf(samples).any():
             raise ValueError(f"{root}: features are finite numbers; these are {samples.dtype}")
@@ -160,7 +161,7 @@ def _masks(root: Path, pictures: np.ndarray, masks: np.ndarray) -> np.ndarray:
 
 
 def _written(
-    split: str, folder: Path, pictures: np.ndarray, labels: list[str] | np.ndarray
+    split: str, folder: Path, *, pictures: np.ndarray, labels: list[str] | np.ndarray
 ) -> list[Item]:
     """A PNG file of each picture and mask, out of the readers' sight."""
     items, width = [], len(str(len(pictures)))
