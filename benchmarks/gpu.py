@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -43,7 +42,6 @@ USUAL = (
     "--weight_decay=0"
 )
 LARGE = f"{USUAL} --model=resnet50 --image_size=224"
-PEERS_MARK = "seconds a step: "  # of peers.py
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
 SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
 RANDOM = "--synthetic_data --num_classes=1000"
@@ -102,6 +100,8 @@ def main() -> int:
     counts = [int(n) for n in args.ranks.split(",")] if args.ranks else powers(gpus or 2)
     if gpus and max(counts) > gpus:
         parser.error(f"--ranks={args.ranks}: this host has {gpus} GPU(s)")
+    if args.torch and not gpus:
+        parser.error("--torch is for GPUs, and there is none here: see peers.py")
     known = rows(gpus > 0)
     wanted, asked = (
         {n: one for n, one in named.items() if n.startswith(tuple(args.names) or ("",))}
@@ -265,19 +265,20 @@ def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path
 
 def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, Any], str]:
     """PyTorch's samples a second as `measure` gives ours: peers.py, by a Python that has it."""
+    import hvdkit.ranks.quiet  # noqa: F401
+
+    # isort: split
+    import peers
+    from hvdkit.observe import speed
+
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
-    peers = str(ROOT / "benchmarks" / "peers.py")
-    command = [str(python.absolute()), peers, "--worker", "cuda", "10", *words, port]
-    # `launch` starts this Python, which becomes PyTorch's.
-    become = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", *command]
-    ended = launch(ranks, become, "mpirun", timeout=600)
-    found = re.search(rf"{PEERS_MARK}(\[[^]]*\])", ended.output)
-    if ended.code or not found:
+    command = [python.absolute(), peers.__file__, "--worker", "cuda", "10", *words, port]
+    ended = launch(ranks, [*peers.BECOME, *command], "mpirun", timeout=600)
+    if ended.code or not (found := peers.shown(ended.output)):
         return {}, f"exit code {ended.code}: {last_lines(ended.output)}"
-    rates = [ranks * int(words[1]) / seconds for seconds in json.loads(found[1])]
-    spread = in_own_process("spread", json.dumps(rates))
-    return {"samples_per_second": json.loads(spread.splitlines()[-1])}, ""
+    rates = [ranks * int(words[1]) / seconds for seconds in found]
+    return {"samples_per_second": speed.spread(rates)}, ""
 
 
 def cells(
@@ -339,7 +340,6 @@ def worker(kind: str, *words: str) -> int:
 
     check          prints devices and versions, as JSON
     photos FOLDER  writes JPEG photographs
-    spread RATES   prints their mean, interval and so on, as JSON
     bare FLAGS, same-batch FLAGS, train FLAGS
                    on each rank: a bare Horovod loop; train.py with one batch for every step;
                    train.py. FLAGS are train.py's; --run_dir gets benchmark.json
@@ -354,8 +354,6 @@ def worker(kind: str, *words: str) -> int:
 
     if kind == "check":
         print(json.dumps(devices_and_versions()))
-    elif kind == "spread":
-        print(json.dumps(hvdkit.observe.speed.spread(json.loads(words[0]))))
     elif kind == "photos":
         import input as input_benchmark
 

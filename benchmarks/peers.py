@@ -33,6 +33,8 @@ RANKS = 2
 TIMEOUT = 300  # seconds, of one run
 SIZE, BATCH, CLASSES, MOMENTUM, RATE = 64, 8, 1000, 0.9, 0.01
 WINDOW = 10  # steps; the first of them, with the tracing, are not counted
+# `launch` starts this Python, which becomes another: PyTorch's.
+BECOME = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"]
 MARK = "seconds a step: "  # before rank 0's windows
 # The name of each way in the table, and which of ours is compared with it.
 NAMES = {
@@ -79,14 +81,19 @@ def run(way: str, torch: Path, windows: int) -> list[float]:
         numbers = [port.getsockname()[1] for port in ports]
         held.close()
         command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
-        if way == "ddp":  # `launch` starts this Python, which becomes PyTorch's
-            command = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", torch, *command]
+        if way == "ddp":
+            command = [*BECOME, torch, *command]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         ended = launch(RANKS, command, launcher, timeout=TIMEOUT, env=hidden)
-    found = re.search(rf"{MARK}(\[[^]]*\])", ended.output)
-    if ended.code or not found:
+    if ended.code or not (found := shown(ended.output)):
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
-    return json.loads(found[1])
+    return found
+
+
+def shown(output: str) -> list[float]:
+    """What `Clock.show` printed: seconds a step of each window; [] where it did not."""
+    found = re.search(rf"{MARK}(\[[^]]*\])", output)
+    return json.loads(found[1]) if found else []
 
 
 def table(seconds: dict[str, list[float]]) -> None:
@@ -238,17 +245,7 @@ def ddp(clock: Clock, ports: list[str]) -> None:
     torch.manual_seed(rank)
     image, label = torch.rand(BATCH, 3, SIZE, SIZE), torch.randint(0, CLASSES, (BATCH,))
     model = torch.nn.parallel.DistributedDataParallel(torchvision.models.resnet50())
-    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
-
-    def step():
-        loss = torch.nn.functional.cross_entropy(model(image), label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    clock.run(step, rank)
-    torch.distributed.destroy_process_group()
+    _train_torch(clock, rank, model, batch=(image, label))
 
 
 def torch_on_gpus(clock: Clock, precision: str, batch: str, port: str) -> None:
@@ -268,10 +265,17 @@ def torch_on_gpus(clock: Clock, precision: str, batch: str, port: str) -> None:
     label = torch.randint(0, CLASSES, (int(batch),), device="cuda")
     model = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
     model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    _train_torch(clock, rank, model, batch=(image, label), bfloat16=precision == "bfloat16")
+
+
+def _train_torch(clock: Clock, rank: int, model, *, batch, bfloat16: bool = False) -> None:
+    import torch
+
+    image, label = batch
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
 
     def step():
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
+        with torch.autocast(image.device.type, torch.bfloat16, enabled=bfloat16):
             loss = torch.nn.functional.cross_entropy(model(image), label)
         optimizer.zero_grad()
         loss.backward()

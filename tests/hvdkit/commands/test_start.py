@@ -165,7 +165,7 @@ def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
 
 
 def arrays(kind: str) -> dict[str, np.ndarray]:
-    """20 samples of shade, or first feature, 10 times their label, 0 to 11."""
+    """24 samples of shade, or first feature, 10 times their label, 0 to 11."""
     labels = np.arange(24) % 12
     shades = np.broadcast_to(10 * labels[:, None, None], (24, 16, 20)).astype(np.uint8)
     if kind == "keras":

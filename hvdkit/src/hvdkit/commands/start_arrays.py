@@ -193,6 +193,8 @@ def _shades(root: Path, samples: np.ndarray) -> np.ndarray:
             f"{root}: pictures are whole numbers from 0 to 255, or floats from 0 to 1; these are "
             f"{samples.dtype} from {low:g} to {high:g}"
         )
+    if most == 1 and samples.dtype.kind != "f":
+        print("  shades 0 and 1 become black and white")
     if high < _DARK and most == 255:
         print(f"  the brightest shade is {high} of 255: such pictures are nearly black")
     return (
