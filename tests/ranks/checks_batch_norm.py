@@ -57,6 +57,35 @@ def check_sync_batch_norm_keeps_float32_digits(world):
         np.testing.assert_allclose(layer.moving_variance, cast.var((0, 1, 2)), rtol)
 
 
+def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
+    """Values, gradients, moving statistics; also of one sample of one pixel."""
+    pictures = (4, 5, 5, 3)
+    fused = [({}, pictures, "float32"), ({}, pictures, "mixed_bfloat16")]
+    fused += [({"scale": False}, (1, 1, 1, 3), "float32"), ({"center": False}, pictures, "float32")]
+    others = [({}, (2, 3), "float32"), ({"axis": 1}, (4, 3, 5, 5), "float32")]
+    others += [({}, pictures, "float64"), ({"trainable": False}, pictures, "float32")]
+    for flags, shape, policy in [*fused, *others]:
+        found = []
+        for fuse in (False, True):
+            layer = layers.BatchNormalization(dtype=policy, name="b", momentum=0.7, **flags)
+            model = keras.Sequential([keras.Input(shape[1:]), layer])
+            if fuse:
+                batch_norm.fuse(model)
+            x = tf.cast(rng(1).normal(3, 2, shape), layer.compute_dtype)
+            called = tf.function(model).get_concrete_function(x, training=True)
+            used = any(op.type == "FusedBatchNormV3" for op in called.graph.get_operations())
+            assert used == (fuse and (flags, shape, policy) in fused)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = model(x, training=True)
+                value = tf.reduce_sum(tf.sin(tf.cast(y, tf.float64)))
+            grads = tape.gradient(value, [x, *(raw(v) for v in model.trainable_variables)])
+            found.append([y, *grads, *model.get_weights()])
+        near = 2e-2 if "bfloat16" in policy else 1e-4
+        for pair in zip(*found):
+            np.testing.assert_allclose(*(tf.cast(t, tf.float64) for t in pair), near, near)
+
+
 def moving(world, mode, every_step, steps=6, weight=None):
     """Moving mean and variance after `steps` local batches, synced each step or at the end."""
     layer = keras.layers.BatchNormalization(momentum=0.7)

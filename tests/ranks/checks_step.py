@@ -1,6 +1,7 @@
 """Steps and agreement on real ranks against plain references; run by test_reduction.py."""
 
 import dataclasses
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
@@ -168,9 +169,10 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
 
     for steps in (1, 2):
         config, found = dataclasses.replace(PLAIN, accumulation_steps=steps), []
-        for jit in (False, True):
+        for jit, gpu in ((False, ""), (True, ""), (False, "/GPU:0")):
             keras.utils.set_random_seed(3)
-            do, state = regression_step(world, dataclasses.replace(config, jit=jit), model())
+            with mock.patch("hvdkit.ranks.world.gpu", return_value=gpu):
+                do, state = regression_step(world, dataclasses.replace(config, jit=jit), model())
             results = [do(*batch(seed)) for seed in range(3)]
             before = state.model.get_weights()
             x, y = batch(3)
@@ -180,10 +182,11 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
                 np.testing.assert_array_equal(one, other)
             found.append((before, [float(r["keras_loss"]) for r in results]))
             functions = do.step.graph.as_graph_def().library.function
-            assert any("_XlaMustCompile" in f.attr for f in functions) == jit
-        (plain, added), (weights, also_added) = found
-        for one, other in zip([*plain, added], [*weights, also_added]):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+            assert any("_XlaMustCompile" in f.attr for f in functions) == (jit or bool(gpu))
+        (plain, added), *others = found
+        for weights, also_added in others:
+            for one, other in zip([*plain, added], [*weights, also_added]):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def branching(use):

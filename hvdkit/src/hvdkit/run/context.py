@@ -80,6 +80,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
             )
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
+        elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself
+            batch_norm.fuse(model)
         if not config.virtual_ranks:  # else the step seeds them by virtual rank
             dropout.draw_by_rank(model)
         with task_checks.user_code_errors("optimizer"):

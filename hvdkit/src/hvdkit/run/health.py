@@ -109,7 +109,8 @@ class Health:
         counted = result["votes"].numpy()
         self.waited += time.perf_counter() - start
         heartbeat.beat()
-        self.pace.add(result["moments"])
+        if "moments" in result:
+            self.pace.add(result["moments"])
         if counted[agreement.DATA_FAILED]:
             errors = self._world.gather_objects(self._fault, "data.errors")
             ending = Ending(*next(error for error in errors if error))

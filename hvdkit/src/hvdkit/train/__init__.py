@@ -8,6 +8,7 @@ outputs                 what outputs mean: softmax, one_logit, sigmoid
 preprocessing           first layers of models: scaled, wide, Preprocess
 dropout                 SampleDropout, the same on any number of ranks; other draws in training
 gradients, reduction    from a loss to gradients that are summed over ranks
+updating                one update, or none
 batch_norm              moving statistics averaged over ranks; SyncBatchNormalization
 optimizer, groups       update rules; one for each group of weights
 schedule                learning-rate policies, of flags or of a task

@@ -9,6 +9,8 @@ N ranks compute what one would.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -102,6 +104,41 @@ def synchronize(model: keras.Model) -> keras.Model:
             # Keras's own __setattr__ would track the class as if it were a part of the layer.
             object.__setattr__(layer, "__class__", SyncBatchNormalization)
     return model
+
+
+def fuse(model: keras.Model) -> None:
+    """For a GPU: Keras's batch norms of pictures in training as one kernel of cuDNN each, in place.
+
+    Keras's formula is a dozen operations, each of which reads and writes the whole layer in
+    float32: two thirds of a step of ResNet-50. Same formula, statistics also in float32. Layers
+    keep their class, so that saved models are Keras's.
+    """
+    for layer in _batch_norms(model):
+        if type(layer) is keras.layers.BatchNormalization and not layer.synchronized:
+            # Keras's own __setattr__ would track it.
+            object.__setattr__(layer, "call", partial(_fused, layer))
+
+
+def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
+    """A batch norm's `call`; Keras's where cuDNN has no kernel or none is needed."""
+    rank, dtype = len(inputs.shape), inputs.dtype
+    fits = rank == 4 and layer.axis in (-1, 3) and dtype != tf.float64 and mask is None
+    if not (fits and training and layer.trainable):
+        return type(layer).call(layer, inputs, training=training, mask=mask)
+    channels = inputs.shape[-1]
+    gamma = raw(layer.gamma) if layer.scale else tf.ones([channels])
+    beta = raw(layer.beta) if layer.center else tf.zeros([channels])
+    scale, offset = tf.cast(gamma, tf.float32), tf.cast(beta, tf.float32)
+    how = {"mean": [], "variance": [], "epsilon": layer.epsilon, "is_training": True}
+    normed = tf.raw_ops.FusedBatchNormV3(x=inputs, scale=scale, offset=offset, **how)
+    # cuDNN's variance is the unbiased one, Keras's moving variance follows the biased one.
+    count = tf.cast(tf.size(inputs) // channels, tf.float32)
+    variance = tf.math.multiply_no_nan(normed.batch_variance, (count - 1) / count)
+    moving = ((layer.moving_mean, normed.batch_mean), (layer.moving_variance, variance))
+    for average, now in moving:
+        old = tf.cast(raw(average), tf.float32)
+        average.assign(old * layer.momentum + now * (1.0 - layer.momentum))
+    return tf.cast(normed.y, layer.compute_dtype)
 
 
 @keras.saving.register_keras_serializable(package="engine")

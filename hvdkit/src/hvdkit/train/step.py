@@ -30,6 +30,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.ranks import agreement
+from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.stragglers import moment, own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
@@ -43,6 +44,7 @@ from hvdkit.train import (
     reduction,
     schedule,
     task_checks,
+    updating,
     virtual,
 )
 from hvdkit.train import gradients as gradients_lib
@@ -128,7 +130,8 @@ class Step:
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-        ready = own_part(sums)
+        # Alone, no rank waits for another: a GPU that need not tell may run behind the host.
+        ready = own_part(sums) if self._world.size > 1 else tf.zeros([], tf.float64)
         # One collective for both: constant size on any number of ranks. Its name holds those of the
         # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
@@ -167,12 +170,11 @@ class Step:
         means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(found.sums[0:-1:3])
         self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
-        l2, clip_norm = optimizers.l2_weight(settings, state.optimizer), settings.clip_norm
-        grads, norm = gradients_lib.finish(found.grads, self._variables, l2=l2, clip_norm=clip_norm)
         rate = self._rate(state.step)
-        finite = tf.reduce_all(tf.math.is_finite(tf.stack([norm, loss_sum, rate]))) & (rate >= 0)
+        sound = tf.reduce_all(tf.math.is_finite(tf.stack([loss_sum, rate]))) & (rate >= 0)
         readable = found.votes[agreement.DATA_FAILED] == 0
-        self._apply_if(finite & readable, grads, rate)
+        known = [g for g in found.grads if g is not None]
+        norm, finite = self._end(known)(known, rate, sound, readable)
         state.advance(finite, readable)
         result = {
             "step": state.step.read_value(),
@@ -185,8 +187,9 @@ class Step:
             "votes": found.votes,
             "losses": found.losses,
             "layers": layers,
-            "moments": tf.stack([found.ready, moment(norm)]),
         }
+        if self._world.size > 1:
+            result["moments"] = tf.stack([found.ready, moment(norm)])
         result |= {} if found.faults is None else {"faults": found.faults}
         result |= {"keras_loss": found.sums[-1]} if traced.adds_losses else {}
         if any(traced.terms):
@@ -194,17 +197,24 @@ class Step:
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
-    def _apply_if(self, sound: tf.Tensor, grads: list[tf.Tensor | None], rate: tf.Tensor) -> None:
-        """One update of the optimizer, or none: then what the forward pass changed goes back."""
-        optimizer, before = self._state.optimizer, self._step("run.update").before
+    def _end(self, grads: list[tf.Tensor]) -> updating.End:
+        undo = list(zip(self._untrained, self._step("run.update").before))
+        if not world_lib.gpu():
+            return updating.by_branch(self._judged, undo)
+        trained = [raw(v) for v in [*self._variables, *self._state.optimizer.variables]]
+        return updating.by_choice(self._judged, undo, trained, grads)
+
+    def _judged(
+        self, grads: list[tf.Tensor], rate: tf.Tensor, sound: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, Callable[[], None]]:
+        """As updating.py describes it."""
+        optimizer = self._state.optimizer
+        variables = [v for v, there in zip(self._variables, self._connected) if there]
+        how = {"l2": optimizers.l2_weight(self._settings, optimizer)}
+        how["clip_norm"] = self._settings.clip_norm
+        grads, norm = gradients_lib.finish(grads, variables, **how)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
-        pairs = [(g, v) for g, v in zip(grads, self._variables) if g is not None]
-
-        def leave_no_trace() -> None:
-            for variable, value in zip(self._untrained, before):
-                variable.assign(value)
-
-        tf.cond(sound, lambda: optimizer.apply(*zip(*pairs)), leave_no_trace)
+        return norm, tf.math.is_finite(norm) & sound, lambda: optimizer.apply(grads, variables)
 
     # ---- the step as one graph --------------------------------------------------------------
 
