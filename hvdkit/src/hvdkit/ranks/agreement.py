@@ -6,6 +6,7 @@ before the first one.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
 NUM_VOTES = 4
 
 
+@functools.lru_cache  # a step's are mostly those of the last one
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
     own = [float(data_failed), float(stop_asked), failed_saves, replaced]

@@ -130,13 +130,14 @@ class Step:
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-        # Alone, no rank waits for another: a GPU that need not tell may run behind the host.
-        ready = own_part(sums) if self._world.size > 1 else tf.zeros([], tf.float64)
+        # Alone, nothing is exchanged nor timed: either would wait for a GPU that runs behind the host.
+        alone = self._world.size == 1
+        ready = tf.zeros([], tf.float64) if alone else own_part(sums)
         # One collective for both: constant size on any number of ranks. Its name holds those of the
         # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         name = ".".join(filter(None, ["step.totals", *step.terms]))
-        totals = hvd.allreduce(totals, op=hvd.Sum, name=name)
+        totals = totals if alone else hvd.allreduce(totals, op=hvd.Sum, name=name)
         totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
         step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
         to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
