@@ -431,7 +431,7 @@ def bare(flags: list[str]) -> None:
 
     ends, clocks = speed.window_ends(0, config.num_steps), []
     for number in range(1, config.num_steps + 1):
-        loss = step(image, label)
+        loss = step({"image": image}, label)
         if number in ends:
             float(loss)
             clocks.append(time.perf_counter())

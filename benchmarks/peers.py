@@ -1,6 +1,6 @@
 """Time a step of the same ResNet-50 here and elsewhere, in turn in one run.
 
-    python benchmarks/peers.py [--rounds=3] [--windows=4] [--torch=PYTHON] [WAY ...]
+    python benchmarks/peers.py [--ranks=2] [--rounds=3] [--windows=4] [--torch=PYTHON] [WAY ...]
     python benchmarks/peers.py --rounds=12 bare template      these ways only
 
 WAYs are in NAMES. It prints medians over rounds (of a round: the median of windows of ten steps,
@@ -12,7 +12,8 @@ All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
 thread a rank. Whole steps are timed, from one beginning to the next. "input" means that batches
 come from this project's input pipeline (random pictures, cropped and mirrored); otherwise every
-step gets the same batch. "bare" is `bare_step`.
+step gets the same batch. "bare" is `bare_step`. "small" is the blank task's model (387 parameters)
+on 16 constant samples a rank: what the project itself takes between two steps, in windows of 500.
 """
 
 import argparse
@@ -29,10 +30,9 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS = 2
 TIMEOUT = 300  # seconds, of one run
 SIZE, BATCH, CLASSES, MOMENTUM, RATE = 64, 8, 1000, 0.9, 0.01
-WINDOW = 10  # steps; the first of them, with the tracing, are not counted
+SMALL_BATCH = 16
 # `launch` starts this Python, which becomes another: PyTorch's.
 BECOME = ["-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"]
 MARK = "seconds a step: "  # before rank 0's windows
@@ -42,6 +42,8 @@ NAMES = {
     "bare": ("bare Horovod loop, constant batch", "template"),
     "ddp": ("PyTorch DDP, Gloo, constant batch", "template"),
     "mwms": ("MultiWorkerMirroredStrategy, constant batch", "template"),
+    "template, small": ("this project, small step", ""),
+    "bare, small": ("bare Horovod loop, small step", "template, small"),
     "template, input": ("this project, with its input", ""),
     "bare, input": ("bare Horovod loop, with the same input", "template, input"),
 }
@@ -49,8 +51,9 @@ NAMES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--windows", type=int, default=4, help="of ten steps, in a run")
+    parser.add_argument("--windows", type=int, default=4, help="in a run")
     parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(NAMES))
     args = parser.parse_args()
@@ -64,27 +67,27 @@ def main() -> None:
     for number in range(args.rounds):
         # There and back, so that a slow drift affects both sides of a ratio.
         for way in ways if number % 2 == 0 else reversed(ways):
-            found = statistics.median(run(way, torch, args.windows))
-            print(f"round {number + 1}: {way}: {found * 1e3:.1f} ms a step", file=sys.stderr)
+            found = statistics.median(run(way, torch, args.windows, ranks=args.ranks))
+            print(f"round {number + 1}: {way}: {found * 1e3:.2f} ms a step", file=sys.stderr)
             seconds[way].append(found)
-    table(seconds)
+    table(seconds, args.ranks)
 
 
-def run(way: str, torch: Path, windows: int) -> list[float]:
+def run(way: str, torch: Path, windows: int, *, ranks: int) -> list[float]:
     """Seconds a step of each window, as rank 0 saw them, in processes of their own."""
     from ranks import last_lines, launch  # not in `worker`: PyTorch's Python has no hvdkit
 
     # Ways without a launcher of their own are started by mpirun, which gives them their rank.
     launcher = "gloo" if way.startswith(("template", "bare")) else "mpirun"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
-        ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(RANKS)]
+        ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(ranks)]
         numbers = [port.getsockname()[1] for port in ports]
         held.close()
         command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
         if way == "ddp":
             command = [*BECOME, torch, *command]
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        ended = launch(RANKS, command, launcher, timeout=TIMEOUT, env=hidden)
+        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env=hidden)
     if ended.code or not (found := shown(ended.output)):
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
     return found
@@ -96,8 +99,8 @@ def shown(output: str) -> list[float]:
     return json.loads(found[1]) if found else []
 
 
-def table(seconds: dict[str, list[float]]) -> None:
-    print(f"| {RANKS} ranks of {BATCH} samples | ms a step | samples/s | our speed over it |")
+def table(seconds: dict[str, list[float]], ranks: int) -> None:
+    print(f"| {ranks} rank(s) | ms a step | samples/s | our speed over it |")
     print("| --- | --- | --- | --- |")
     for way, found in seconds.items():
         name, ours = NAMES[way]
@@ -106,15 +109,17 @@ def table(seconds: dict[str, list[float]]) -> None:
             ratios = [theirs / own for theirs, own in zip(found, seconds[ours])]
             whole = middle / statistics.median(seconds[ours])
             cell = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        rate = RANKS * BATCH / middle
-        print(f"| {name} | {middle * 1e3:.0f} | {rate:.1f} | {cell} |")
+        samples, digits = (SMALL_BATCH, 2) if way.endswith("small") else (BATCH, 0)
+        rate = ranks * samples / middle
+        print(f"| {name} | {middle * 1e3:.{digits}f} | {rate:.1f} | {cell} |")
 
 
 class Clock:
     """Mean seconds a step of each window; `tick` is called at the beginning of a step."""
 
-    def __init__(self, windows: int) -> None:
-        self.steps = (windows + 1) * WINDOW
+    def __init__(self, windows: int, steps: int = 10) -> None:
+        """The first window, with the tracing, is not counted."""
+        self.window, self.steps = steps, (windows + 1) * steps
         self._ticks: list[float] = []
 
     def tick(self) -> None:
@@ -125,7 +130,7 @@ class Clock:
         for number in range(self.steps):
             self.tick()
             loss = step()
-            if number % WINDOW == 0:
+            if number % self.window == 0:
                 float(loss)
         self.tick()
         if rank == 0:
@@ -133,12 +138,12 @@ class Clock:
 
     def show(self) -> None:
         """Prints the windows; `tick` was called once more after the last step."""
-        edges = self._ticks[WINDOW::WINDOW]
-        print(MARK + json.dumps([(b - a) / WINDOW for a, b in pairwise(edges)]), flush=True)
+        edges = self._ticks[self.window::self.window]
+        print(MARK + json.dumps([(b - a) / self.window for a, b in pairwise(edges)]), flush=True)
 
 
 def bare_step(model, optimizer, scale: float = 1.0):
-    """The plainest step, of (image, label), without checks; all ranks begin with one's weights."""
+    """The plainest step, of (inputs, label), without checks; all ranks begin with one's weights."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -146,9 +151,9 @@ def bare_step(model, optimizer, scale: float = 1.0):
     hvd.broadcast_variables([v.value for v in [*model.variables, *optimizer.variables]], 0)
 
     @tf.function(autograph=False)
-    def step(image, label):
+    def step(inputs, label):
         with tf.GradientTape() as tape:
-            logits = model({"image": image}, training=True)
+            logits = model(inputs, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits))
             scaled = loss * scale
         grads = hvd.DistributedGradientTape(tape).gradient(scaled, values)
@@ -160,25 +165,29 @@ def bare_step(model, optimizer, scale: float = 1.0):
     return step
 
 
-def bare(clock: Clock, with_input: bool) -> None:
+def bare(clock: Clock, kind: str) -> None:
     import horovod.tensorflow as hvd
 
     hvd.init()
     _one_thread()
-    step = bare_step(*_keras_parts())
-    feed = _feed(clock.steps, hvd.rank(), hvd.size()) if with_input else None
-    same = _batch(hvd.rank())
+    step = bare_step(*_keras_parts(kind))
+    if kind == "input":
+        feed = _feed(clock, hvd.rank(), hvd.size())
+    image, label = _batch(hvd.rank())
+    same = {"image": image}, label
+    if kind == "small":
+        same = _small_batch(hvd.rank())
 
     def fed():
-        if not feed:
+        if kind != "input":
             return step(*same)
         batch = feed.next()
-        return step(batch["inputs"]["image"][0], batch["targets"][0])
+        return step({"image": batch["inputs"]["image"][0]}, batch["targets"][0])
 
     clock.run(fed, hvd.rank())
 
 
-def template(clock: Clock, run_dir: str, with_input: bool) -> None:
+def template(clock: Clock, kind: str, run_dir: str) -> None:
     """train.py with another feed, which notes when a step begins."""
     import hvdkit
     import train
@@ -188,13 +197,13 @@ def template(clock: Clock, run_dir: str, with_input: bool) -> None:
 
         def next(self):
             clock.tick()
-            if with_input:
+            if kind == "input":
                 return super().next()
             self.batch = super().next() if self.batch is None else self.batch
             return self.batch
 
     hvdkit.run.loop.TrainingFeed = Feed
-    words = ["train.py", *_flags(clock.steps + 1), f"--run_dir={run_dir}"]
+    words = ["train.py", *_flags(clock, kind), f"--run_dir={run_dir}"]
     if code := hvdkit.main(train.train, train.Settings, words):
         sys.exit(code)
     if int(os.environ["HOROVOD_RANK"]) == 0:
@@ -286,14 +295,16 @@ def _train_torch(clock: Clock, rank: int, model, *, batch, bfloat16: bool = Fals
     torch.distributed.destroy_process_group()
 
 
-def _flags(steps: int) -> list[str]:
+def _flags(clock: Clock, kind: str = "") -> list[str]:
     size = int(os.environ["HOROVOD_SIZE"])
+    small = ["--task=blank", "--num_classes=3", f"--global_batch_size={SMALL_BATCH * size}"]
+    large = ["--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"]
+    large += [f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--synthetic_data"]
     return [
-        *("--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"),
-        *(f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--optimizer=sgd"),
-        *(f"--momentum={MOMENTUM}", f"--base_lr={RATE}", "--lr_policy=constant"),
-        *("--benchmark", "--synthetic_data", "--cpu_threads=1", f"--log_every={WINDOW}"),
-        f"--num_steps={steps}",
+        *(small if kind == "small" else large),
+        *("--optimizer=sgd", f"--momentum={MOMENTUM}", f"--base_lr={RATE}", "--lr_policy=constant"),
+        *("--benchmark", "--cpu_threads=1", f"--log_every={clock.window}"),
+        f"--num_steps={clock.steps + 1}",
     ]
 
 
@@ -304,13 +315,19 @@ def _one_thread() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
-def _keras_parts():
+def _keras_parts(kind: str = ""):
     """Model, and optimizer with its slots."""
     import keras
 
+    from hvdkit import settings as settings_lib
     from hvdkit.models.resnet import resnet50
 
-    model = resnet50(SIZE, CLASSES, dropout=0.0)
+    if kind == "small":
+        from tasks import blank
+
+        model = blank.Task(settings_lib.parse(["peers", "--num_classes=3"])).build_model()
+    else:
+        model = resnet50(SIZE, CLASSES, dropout=0.0)
     optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
     optimizer.build(model.trainable_variables)
     return model, optimizer
@@ -324,24 +341,34 @@ def _batch(rank: int):
     return tf.cast(image, tf.uint8), tf.cast(label, tf.int64)
 
 
-def _feed(steps: int, rank: int, size: int):
+def _small_batch(rank: int):
+    import tensorflow as tf
+
+    numbers = tf.random.stateless_normal([SMALL_BATCH, 8], [rank, 0])
+    label = tf.random.stateless_uniform([SMALL_BATCH], [rank, 1], 0, 3, tf.int32)
+    return numbers, tf.cast(label, tf.int64)
+
+
+def _feed(clock: Clock, rank: int, size: int):
     """As train.py makes it from the same flags."""
     from hvdkit import settings as settings_lib
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
     from tasks import classification
 
-    config = settings_lib.parse(["peers", *_flags(steps)])
+    config = settings_lib.parse(["peers", *_flags(clock)])
     task = classification.Task(config)
     source, _ = task.sources()
     order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)
     read = reader(source, task.training_example, keyed=True)
-    return TrainingFeed(source, order, read, num_steps=steps, workers=1)
+    return TrainingFeed(source, order, read, num_steps=clock.steps, workers=1)
 
 
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     """On each rank: trains in one way; rank 0 prints its step times."""
-    clock, (name, *rest) = Clock(int(windows)), way.split(", ")
+    name, *rest = way.split(", ")
+    kind = "".join(rest)
+    clock = Clock(int(windows), 500 if kind == "small" else 10)
     if name == "ddp":  # its interpreter has no TensorFlow
         return ddp(clock, list(ports))
     if name == "cuda":
@@ -352,9 +379,9 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     if name == "mwms":
         mwms(clock, list(ports))
     elif name == "bare":
-        bare(clock, with_input=bool(rest))
+        bare(clock, kind)
     else:
-        template(clock, folder, with_input=bool(rest))
+        template(clock, kind, folder)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
-NAMEs are equivalence, peers, input and cost; without any, all of them, with the flags in PARTS: 36
-minutes on two cores. Run it on an idle machine: the file says what the load was at the start. If a
-part fails, the file holds what it printed, the others run, and the exit code is 1. --torch is the
-Python of an environment with requirements-peers.txt; without it PyTorch's rows are missing.
+NAMEs are equivalence, peers, small, input and cost; without any, all of them, with the flags in
+PARTS: 37 minutes on two cores. Run it on an idle machine: the file says what the load was at the
+start. If a part fails, the file holds what it printed, the others run, and the exit code is 1.
+--torch is the Python of an environment with requirements-peers.txt; without it PyTorch's rows are
+missing.
 """
 
 import argparse
@@ -49,6 +50,12 @@ PARTS = {
         True,
         "ResNet-50, 64 pixels, float32, SGD with momentum, one thread a rank. Our speed over "
         "another's: more than 1 is faster; in brackets the least and the most of a round.",
+    ),
+    "small": Part(
+        "A small step of a rank alone",
+        "peers.py --ranks=1 --rounds=5 'template, small' 'bare, small'",
+        False,
+        "16 samples of the blank task: what is ours shows, and a GPU would wait for it.",
     ),
     "input": Part(
         "Input pipeline",

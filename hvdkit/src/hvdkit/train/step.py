@@ -130,7 +130,7 @@ class Step:
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-        # Alone, nothing is exchanged nor timed: either would wait for a GPU that runs behind the host.
+        # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
         ready = tf.zeros([], tf.float64) if alone else own_part(sums)
         # One collective for both: constant size on any number of ranks. Its name holds those of the
