@@ -138,7 +138,7 @@ class Clock:
 
     def show(self) -> None:
         """Prints the windows; `tick` was called once more after the last step."""
-        edges = self._ticks[self.window::self.window]
+        edges = self._ticks[self.window :: self.window]
         print(MARK + json.dumps([(b - a) / self.window for a, b in pairwise(edges)]), flush=True)
 
 
