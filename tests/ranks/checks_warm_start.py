@@ -1,6 +1,5 @@
-"""Runs that resume, or start from, another one: launched on 1 rank, then on 2, in $WARM_RUNS."""
+"""Runs that resume, or start from, another one: check_one_* on 1 rank, then check_two_* on 2."""
 
-import functools
 import json
 import math
 import os
@@ -10,8 +9,6 @@ import numpy as np
 from small_runs import fit_config
 
 from hvdkit import settings as settings_lib
-from hvdkit.ranks import world as world_lib
-from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
 from tasks.blank import Task
 
@@ -19,21 +16,6 @@ RUNS = Path(os.environ.get("WARM_RUNS", "."))
 STEADY = ["--num_steps=6", "--log_every=1", "--optimizer=sgd", "--deterministic"]
 STILL = ["--num_steps=40", "--optimizer=sgd", "--base_lr=1e-12", "--deterministic"]
 EARLY = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3", "--keep=9"]
-
-
-def on_ranks(ranks):
-    """In the other launch, the check does nothing."""
-
-    def decorate(check):
-        @functools.wraps(check)
-        def checked(world):
-            world_lib.set_up(world, Settings())  # before ranks exchange anything, as in a run
-            if world.size == ranks:
-                check(world)
-
-        return checked
-
-    return decorate
 
 
 def run(world, name: str, *flags: str, code: int = DONE) -> str:
@@ -60,7 +42,6 @@ def state(name: str, step: int) -> dict[str, np.ndarray]:
 HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 'first'}"]
 
 
-@on_ranks(1)
 def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
     run(world, "first", *STEADY)
     run(world, "one", *STEADY, "--ema_decay=0.8")
@@ -69,7 +50,6 @@ def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
     assert abs(one["eval_loss"] - plain["eval_loss"]) > 1e-4
 
 
-@on_ranks(1)
 def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     """Its evaluations were the other run's; where one is due, the new run makes its own."""
     resume = f"--resume={RUNS / 'first'}"
@@ -82,14 +62,12 @@ def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     assert (RUNS / "ended" / "checkpoints" / "step-00000006").is_dir()
 
 
-@on_ranks(1)
 def check_one_ends_early_where_a_run_gets_no_better(world):
     said = run(world, "early", *EARLY)
     assert (summary("early")["step"], summary("early")["exit_reason"]) == (8, "early stop")
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
 
 
-@on_ranks(2)
 def check_two_ranks_evaluate_the_same_averages(world):
     run(world, "two", *STEADY, "--ema_decay=0.8")
     assert near(summary("two")["eval_loss"], summary("one")["eval_loss"], 1e-5)
@@ -98,7 +76,6 @@ def check_two_ranks_evaluate_the_same_averages(world):
     assert near(summary("one")["eval_loss"], before, 1e-9)
 
 
-@on_ranks(2)
 def check_two_ranks_end_at_the_same_step_again(world):
     before = summary("early")["eval_loss"]
     run(world, "early", *EARLY, f"--resume={RUNS / 'early/checkpoints/step-00000006'}")
@@ -109,7 +86,6 @@ def check_two_ranks_end_at_the_same_step_again(world):
     assert (RUNS / "early" / "metrics.jsonl").read_text().count("eval") == records
 
 
-@on_ranks(2)
 def check_two_ranks_start_from_another_runs_weights(world):
     start = f"--init_from={RUNS / 'first'}"
     said = run(world, "second", *STILL, "--num_steps=2", start)
@@ -124,7 +100,6 @@ def check_two_ranks_start_from_another_runs_weights(world):
     assert "resuming from" in said and "starting from" not in said
 
 
-@on_ranks(2)
 def check_two_ranks_refuse_a_head_of_another_size_or_leave_it_out_on_request(world):
     said = run(world, "head", *HEAD, code=WRONG_USE)
     # Keras counts its layers over a process.
