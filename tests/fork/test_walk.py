@@ -57,7 +57,7 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     # Names of XML's namespaces are no addresses that a browser opens.
     assert not re.search(r"""(src|href)=["']?https?:|url\(["']?https?:""", report)
 
-    own = block("Your own pictures")
+    own = block("Your own data")
     own_pictures(project / "mine")
     printed = shell(f"cd {clone}\n{own}", clone, timeout=600)
     assert "segmentation: 9 pictures to train on" in printed and "dry run: it works" in printed
