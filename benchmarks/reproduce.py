@@ -55,8 +55,8 @@ def main() -> None:
         made.error(f"--networks: {', '.join(unknown)} is none of {', '.join(PUBLISHED)}")
     (WORK / "tasks").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "benchmarks" / "mnist1d.py", WORK / "tasks")
-    for name in ("train.py", "settings.py"):
-        shutil.copy(ROOT / "template" / name, WORK)
+    for name in ("train.py", "settings.py", "tasks/blank.py"):
+        shutil.copy(ROOT / "template" / name, WORK / name)
     print("| network | ranks | published | ours | least to most | difference | s a run |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for network in own.networks.split(","):
