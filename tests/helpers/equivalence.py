@@ -1,18 +1,17 @@
 """Trains the same few runs on this many ranks and keeps the weights: the proof of "same weights".
 
-`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`, names of SETTINGS: by the run's own code, but for
-the loop around it.
+`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`, names of SETTINGS, each a whole run.
 """
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 
-STEPS = 40
+STEPS, SAMPLES = 40, 10
 
 # Shares of 10 samples are uneven on 3 and 4 ranks, counts of valid pixels everywhere.
-_COMMON = {"bn_sync": "full", "global_batch_size": 10, "num_steps": STEPS, "image_size": 32}
+_COMMON = {"bn_sync": "full", "global_batch_size": SAMPLES, "num_steps": STEPS, "image_size": 32}
+_COMMON |= {"trackers": "", "log_every": STEPS // 2}
 _SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 0.5}
 _ADAM = {"optimizer": "adam", "base_lr": 0.002}
 _F64 = {"precision": "float64"}
@@ -67,53 +66,31 @@ def largest_difference(a: Path, b: Path) -> float:
         )
 
 
-def _run(config, world):
-    """Variables by position after all steps, the last loss, and seconds a step."""
-    import tensorflow as tf
-    from shared_checks import make_train_step
-
-    from hvdkit.data.pipeline import TrainingFeed
-    from hvdkit.data.sampler import Sampler
-    from hvdkit.ranks import agreement
-    from hvdkit.run.context import prepare
-    from hvdkit.train import batch_norm
-
-    run = prepare(config, world)
-    state, model = run.state, run.model
-    world.broadcast_variables(list(state.variables.values()))
-    size, micro = config.global_batch_size, config.accumulation_steps
-    order = Sampler(len(run.train_source), size, micro, config.seed, world.rank, world.size)
-    feed = TrainingFeed(run.train_source, order, run.train_reader, num_steps=config.num_steps)
-    step = make_train_step(config, world, run.task, state=state, spec=feed.spec)
-    step(feed.next(), agreement.votes())
-    start = time.monotonic()
-    for _ in range(config.num_steps - 1):
-        result = step(feed.next(), agreement.votes())
-    seconds = (time.monotonic() - start) / (config.num_steps - 1)
-    batch_norm.make_sync(model, config.bn_sync, weight=order.weight)()
-    assert int(state.step) == config.num_steps and int(state.skipped) == 0
-    assert float(tf.reduce_max(result["votes"])) == 0
-    weights = {f"{i:03d}": v.value.numpy() for i, v in enumerate(model.variables)}
-    return weights | {"loss": result["loss"].numpy()}, seconds
-
-
 def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "template"))
-    import numpy as np
-
     import hvdkit.ranks.quiet  # noqa: F401
+
+    # isort: split
+    import numpy as np
+    import tensorflow as tf
+    from small_runs import fit_config
+
     from hvdkit.ranks import world as world_lib
     from hvdkit.settings import Settings
+    from tasks.segmentation import Task
 
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})  # as users do
     usual = dataclasses.replace(Settings(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
-    world_lib.set_up(world, usual)
     for name in names:
-        weights, seconds = _run(dataclasses.replace(usual, **(SETTINGS | WITHOUT)[name]), world)
-        world.check_same(world_lib.hashlib.sha256(weights["000"].tobytes()).hexdigest(), name)
+        own = {"run_dir": str(Path(out_dir, name))} | (SETTINGS | WITHOUT)[name]
+        ended = fit_config(dataclasses.replace(usual, **own), world, Task)
         if world.is_chief:
-            np.savez(Path(out_dir) / f"{name}.npz", **weights)
-            print(f"{name}: {seconds * 1000:.1f} ms a step", flush=True)
+            assert ended.summary["skipped_steps"] == 0
+            weights = {f"{i:03d}": value for i, value in enumerate(ended.weights())}
+            np.savez(Path(out_dir) / f"{name}.npz", **weights, loss=ended.losses[-1])
+            rate = ended.records[-2]["samples_per_second"]
+            print(f"{name}: {SAMPLES / rate * 1000:.1f} ms a step", flush=True)
     world_lib.finish(world)
 
 
