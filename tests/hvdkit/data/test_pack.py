@@ -79,6 +79,23 @@ def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
         assert readers.same(source, packs) and packs.is_demo  # how it is augmented
 
 
+def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
+    readers.write_classes(tmp_path / "raw")
+    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
+    found = {}
+    for name, more in {"a": (), "b": ("--shuffle=1",), "c": ("--shuffle=2",)}.items():
+        command(*flags, f"--out={tmp_path}", f"--as={name}", "--shards=2", *more)
+        packs = Records(tmp_path, name)
+        assert packs.is_shuffled == bool(more) and sum(packs.shard_sizes) == len(packs)
+        samples = readers.read_all(packs)
+        found[name] = [(int(s["label"]), s["image"].tobytes()) for s in samples]
+    assert found["a"] != found["b"] != found["c"] != found["a"]
+    assert sorted(found["a"]) == sorted(found["b"]) == sorted(found["c"])
+    with pytest.raises(SystemExit):
+        command(*flags, f"--out={tmp_path}", "--as=d", "--shuffle=-1")
+    assert "--shuffle=-1: give a seed" in capsys.readouterr().err
+
+
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
     folder = packed(demo, tmp_path)
     source = Records(tmp_path, "train")
