@@ -23,10 +23,10 @@ properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=Tru
 
 
 @functools.cache
-def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarray:
+def order(n: int, seed: int, epoch: int, places: int | None = None, *, shards=None) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
     positions = epoch * n + tf.range(n if places is None else places, dtype=tf.int64)
-    return Sampler(n, 1, 1, seed, 0, 1).order(positions).numpy()
+    return Sampler(n, 1, 1, seed, 0, 1, shards=shards).order(positions).numpy()
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -176,88 +176,67 @@ def test_batches_that_were_passed_over_are_left_out():
 
 
 def in_shards(n: int, shards: int, at_once: int) -> Shards:
-    """Shards of nearly the same size, as `hvdkit pack` makes them, but for an empty one."""
+    """Shards of nearly the same size, as `hvdkit pack` makes them, and an empty one."""
     edges = [share(n, number, shards) for number in range(shards)]
     return Shards((*(last - first for first, last in edges), 0), at_once)
-
-
-@functools.cache
-def windowed(n: int, shards: Shards, seed: int, epoch: int) -> np.ndarray:
-    positions = epoch * n + tf.range(n, dtype=tf.int64)
-    return Sampler(n, 1, 1, seed, 0, 1, shards=shards).order(positions).numpy()
 
 
 @properties
 @hypothesis.given(
     sizes=st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any),
     at_once=st.integers(1, 45),
-    seed=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**40),
 )
-@hypothesis.example(sizes=[2**16, 1, 2**17 - 2**16, 5], at_once=1, seed=1, epoch=0)
-@hypothesis.example(sizes=[2**17 + 1], at_once=1, seed=1, epoch=0)
-def test_an_epoch_by_shards_holds_each_id_once_and_few_shards_at_a_time(
-    sizes, at_once, seed, epoch
-):
+@hypothesis.example(sizes=[2**16, 1, 2**17 - 2**16, 5], at_once=1, epoch=0)
+@hypothesis.example(sizes=[2**17 + 1], at_once=1, epoch=0)
+def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(sizes, at_once, epoch):
     n, total = sum(sizes), len(sizes)
-    ids = windowed.__wrapped__(n, Shards(tuple(sizes), at_once), seed, epoch)
+    ids = order.__wrapped__(n, 1, epoch, shards=Shards(tuple(sizes), at_once))
     assert np.array_equal(np.sort(ids), np.arange(n))
-    shard = np.searchsorted(np.cumsum(sizes), ids, "right")
-    first, last = (np.full(total, -1) for _ in range(2))
-    first[shard[::-1]], last[shard] = np.arange(n)[::-1], np.arange(n)
-    open_at = [((first <= place) & (place <= last)).sum() for place in range(0, n, n // 50 + 1)]
-    assert max(open_at) <= at_once
+    shard, first, last = np.searchsorted(np.cumsum(sizes), ids, "right"), [n] * total, [0] * total
+    for place, number in enumerate(shard.tolist()):
+        first[number], last[number] = min(first[number], place), place
+    places = range(0, n, n // 50 + 1)
+    assert all(sum(a <= p <= b for a, b in zip(first, last)) <= at_once for p in places)
 
 
 @pytest.mark.parametrize("batch", [7, 50, 230])
-def test_ranks_share_a_batch_by_shards_and_resume_anywhere(batch):
+def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
     """Over the edges of windows and of several epochs."""
     shards, n = in_shards(103, 10, 3), 103
-    whole = np.concatenate([windowed(n, shards, 1, epoch) for epoch in range(5)])
-    for size in (1, 2, 3):
+    whole = np.concatenate([order(n, 1, epoch, shards=shards) for epoch in range(5)])
+    for size, step in itertools.product((1, 2, 3), (0, 1, 500 // batch - 1)):
         ranks = [Sampler(n, batch, 1, 1, rank, size, shards=shards) for rank in range(size)]
-        for step in (0, 1, 500 // batch - 1):  # each by itself, as after a resume
-            parts = [r.local_samples(tf.constant(step, tf.int64))[0] for r in ranks]
-            assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
+        parts = [r.local_samples(tf.constant(step, tf.int64))[0] for r in ranks]
+        assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
 
 
 @pytest.mark.parametrize("n", [12_345, 65_536])
-def test_orders_by_shards_are_as_random_as_windows_let_them_be(n):
-    """120 shards, 12 at a time: ten windows."""
-    total, shards = 120, in_shards(n, 120, 12)
-    orders = [windowed(n, shards, 1, epoch) for epoch in range(total)]
-    few = [*orders[:8], *(windowed(n, shards, seed, 0) for seed in SEEDS if seed != 1)]
-    shard, kept = np.repeat(np.arange(total), shards.sizes[:-1]), []
-    for a, b in itertools.combinations(few, 2):
-        places = [np.argsort(order) / n for order in (a, b)]
+def test_by_shards_orders_are_as_random_as_ten_windows_let_them_be(n):
+    shards, kept = in_shards(n, 120, 12), []
+    orders = [order(n, 1, epoch, shards=shards) for epoch in range(120)]
+    shard = np.repeat(np.arange(120), shards.sizes[:-1])
+    others = [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1]
+    for a, b in itertools.combinations([*orders[:8], *others], 2):
+        places = [np.argsort(ids) / n for ids in (a, b)]
         means = [np.bincount(shard, place) / shards.sizes[:-1] for place in places]
         assert abs(correlation(*means)) < SIGMAS
         assert abs(correlation(*(p - m[shard] for p, m in zip(places, means)))) < SIGMAS
         pairs = [np.minimum(o[1:], o[:-1]) * n + np.maximum(o[1:], o[:-1]) for o in (a, b)]
         kept.append(len(np.intersect1d(*pairs)))
-    # Neighbours are of one window, so of one shard or by chance in one window again: ten times as
-    # near as in an order of all, where two pairs are neighbours again.
+    # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
     chance = 2 * 10 * (1 / 12 + 11 / 12 * 11 / 119) * len(kept)
     assert abs(sum(kept) - chance) < SIGMAS * np.sqrt(chance)
-    found = np.argsort(orders, axis=1)[:, :: n // 7] * 10 // n  # tenth of the epoch, by sample
-    for tenths in found.T:
+    for tenths in (np.argsort(orders, axis=1)[:, :: n // 7] * 10 // n).T:  # each of a sample
         counts = np.bincount(tenths, minlength=10)
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
 
 
-def test_an_order_by_shards_needs_shards():
-    class Part(Synthetic):  # of a set whose shards have more samples
-        shard_sizes = (5, 5)
-
-    for source in (Synthetic(9, {}), Part(9, {})):
+def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refused():
+    sampler = Sampler(10**9, 1024, 1, 1, 0, 1, shards=Shards((10**6,) * 1000, 16))
+    ids = sampler.local_samples(tf.constant(10**9, tf.int64))[0].numpy()
+    assert len(np.unique(ids)) == 1024 and len(np.unique(ids // 10**6)) <= 2 * 16
+    part = Synthetic(9, {})
+    for part.shard_sizes in ((), (5, 5)):  # the second: of a set that this is a part of
         with pytest.raises(ValueError, match="--shuffle_shards=2 is for training samples in"):
-            shards_of(source, 2)
-    assert shards_of(Part(10, {}), 2) == Shards((5, 5), 2) and shards_of(Part(9, {}), 0) is None
-
-
-def test_a_billion_samples_in_shards_take_no_memory_and_no_time():
-    shards = Shards((10**6,) * 1000, 16)
-    order = Sampler(10**9, 1024, 1, 1, 0, 1, shards=shards)
-    for step in (0, 10**6, 10**9):
-        ids = order.local_samples(tf.constant(step, tf.int64))[0].numpy()
-        assert len(np.unique(ids)) == 1024 and len(np.unique(ids // 10**6)) <= 2 * 16
+            shards_of(part, 2)

@@ -30,8 +30,8 @@ def shards_of(source: Source, at_once: int) -> Shards | None:
     sizes = tuple(getattr(source, "shard_sizes", ()))
     if sum(sizes) != len(source):
         raise ValueError(
-            f"--shuffle_shards={at_once} is for training samples in shards, as hvdkit pack writes "
-            "them, and these are not: leave it out, or pack them"
+            f"--shuffle_shards={at_once} is for training samples in shards, as one set that hvdkit "
+            "pack wrote has them, and these are not: leave it out, or pack them"
         )
     return Shards(sizes, at_once)
 
