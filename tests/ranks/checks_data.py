@@ -13,6 +13,8 @@ from small_runs import USUAL, fit_config, folder, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
+from hvdkit.data import pack
+from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
@@ -108,6 +110,25 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             export(config, world, stop, own=SimpleNamespace(**own | {"out": root, "check": None}))
         for file in (root / CARD, root / "saved_model" / "assets.extra" / CARD):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
+
+
+def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
+    root = pictures(world)
+    trained(world, root, "--shuffle_shards=2", "hvdkit pack", code=WRONG_USE, shuffle_shards=2)
+
+    for split in ("train", "val"):  # all ranks share the work
+        pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
+    changed(world, lambda: None)
+    about = {"data_dir": str(root / "packed"), "data_format": "records", "global_batch_size": 4}
+    ended = []
+    for shards, steps in ((0, (6,)), (2, (6,)), (2, (3, 6))):
+        how = about | {"shuffle_shards": shards, "run_dir": str(root / f"{shards}-{len(steps)}")}
+        for step in steps:
+            run = trained(world, root, num_steps=step, **how)
+        assert ("pack with --shuffle=1" in run.printed) == (world.is_chief and shards > 0)
+        ended.append(run.weights())
+    same(ended[1], ended[2], 1e-5, 1e-6)
+    assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):

@@ -79,6 +79,22 @@ def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
         assert readers.same(source, packs) and packs.is_demo  # how it is augmented
 
 
+def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
+    readers.write_classes(tmp_path / "raw")
+    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
+    found = []
+    for more in ((), ("--shuffle=1",), ("--shuffle=2",)):
+        command(*flags, f"--out={tmp_path}", f"--as={len(found)}", "--shards=2", *more)
+        packs = Records(tmp_path, f"{len(found)}")
+        assert packs.is_shuffled == bool(more) and sum(packs.shard_sizes) == len(packs)
+        found.append([(int(s["label"]), s["image"].tobytes()) for s in readers.read_all(packs)])
+    assert found[0] != found[1] != found[2] != found[0]
+    assert sorted(found[0]) == sorted(found[1]) == sorted(found[2])
+    with pytest.raises(SystemExit):
+        command(*flags, f"--out={tmp_path}", "--as=d", "--shuffle=-1")
+    assert "--shuffle=-1: give a seed" in capsys.readouterr().err
+
+
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
     folder = packed(demo, tmp_path)
     source = Records(tmp_path, "train")

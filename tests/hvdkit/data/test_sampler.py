@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from hvdkit.data.sampler import Sampler, share
+from hvdkit.data.sampler import Sampler, Shards, shards_of, share
+from hvdkit.data.source import Synthetic
 
 # 1,281,167: ImageNet. A cipher's weak spots are at powers of two.
 SIZES = [10_582, 65_536, 1_281_167]
@@ -22,10 +23,10 @@ properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=Tru
 
 
 @functools.cache
-def order(n: int, seed: int, epoch: int, places: int | None = None) -> np.ndarray:
+def order(n: int, seed: int, epoch: int, places: int | None = None, *, shards=None) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
     positions = epoch * n + tf.range(n if places is None else places, dtype=tf.int64)
-    return Sampler(n, 1, 1, seed, 0, 1).order(positions).numpy()
+    return Sampler(n, 1, 1, seed, 0, 1, shards=shards).order(positions).numpy()
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -172,3 +173,70 @@ def test_batches_that_were_passed_over_are_left_out():
     found = after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
     for ours, theirs in zip(*found):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def in_shards(n: int, shards: int, at_once: int) -> Shards:
+    """Shards of nearly the same size, as `hvdkit pack` makes them, and an empty one."""
+    edges = [share(n, number, shards) for number in range(shards)]
+    return Shards((*(last - first for first, last in edges), 0), at_once)
+
+
+@properties
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any),
+    at_once=st.integers(1, 45),
+    epoch=st.integers(0, 2**40),
+)
+@hypothesis.example(sizes=[2**16, 1, 2**17 - 2**16, 5], at_once=1, epoch=0)
+@hypothesis.example(sizes=[2**17 + 1], at_once=1, epoch=0)
+def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(sizes, at_once, epoch):
+    n, total = sum(sizes), len(sizes)
+    ids = order.__wrapped__(n, 1, epoch, shards=Shards(tuple(sizes), at_once))
+    assert np.array_equal(np.sort(ids), np.arange(n))
+    shard, first, last = np.searchsorted(np.cumsum(sizes), ids, "right"), [n] * total, [0] * total
+    for place, number in enumerate(shard.tolist()):
+        first[number], last[number] = min(first[number], place), place
+    places = range(0, n, n // 50 + 1)
+    assert all(sum(a <= p <= b for a, b in zip(first, last)) <= at_once for p in places)
+
+
+@pytest.mark.parametrize("batch", [7, 50, 230])
+def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
+    """Over the edges of windows and of several epochs."""
+    shards, n = in_shards(103, 10, 3), 103
+    whole = np.concatenate([order(n, 1, epoch, shards=shards) for epoch in range(5)])
+    for size, step in itertools.product((1, 2, 3), (0, 1, 500 // batch - 1)):
+        ranks = [Sampler(n, batch, 1, 1, rank, size, shards=shards) for rank in range(size)]
+        parts = [r.local_samples(tf.constant(step, tf.int64))[0] for r in ranks]
+        assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
+
+
+@pytest.mark.parametrize("n", [12_345, 65_536])
+def test_by_shards_orders_are_as_random_as_ten_windows_let_them_be(n):
+    shards, kept = in_shards(n, 120, 12), []
+    orders = [order(n, 1, epoch, shards=shards) for epoch in range(120)]
+    shard = np.repeat(np.arange(120), shards.sizes[:-1])
+    others = [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1]
+    for a, b in itertools.combinations([*orders[:8], *others], 2):
+        places = [np.argsort(ids) / n for ids in (a, b)]
+        means = [np.bincount(shard, place) / shards.sizes[:-1] for place in places]
+        assert abs(correlation(*means)) < SIGMAS
+        assert abs(correlation(*(p - m[shard] for p, m in zip(places, means)))) < SIGMAS
+        pairs = [np.minimum(o[1:], o[:-1]) * n + np.maximum(o[1:], o[:-1]) for o in (a, b)]
+        kept.append(len(np.intersect1d(*pairs)))
+    # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
+    chance = 2 * 10 * (1 / 12 + 11 / 12 * 11 / 119) * len(kept)
+    assert abs(sum(kept) - chance) < SIGMAS * np.sqrt(chance)
+    for tenths in (np.argsort(orders, axis=1)[:, :: n // 7] * 10 // n).T:  # each of a sample
+        counts = np.bincount(tenths, minlength=10)
+        assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
+
+
+def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refused():
+    sampler = Sampler(10**9, 1024, 1, 1, 0, 1, shards=Shards((10**6,) * 1000, 16))
+    ids = sampler.local_samples(tf.constant(10**9, tf.int64))[0].numpy()
+    assert len(np.unique(ids)) == 1024 and len(np.unique(ids // 10**6)) <= 2 * 16
+    part = Synthetic(9, {})
+    for part.shard_sizes in ((), (5, 5)):  # the second: of a set that this is a part of
+        with pytest.raises(ValueError, match="--shuffle_shards=2 is for training samples in"):
+            shards_of(part, 2)

@@ -20,7 +20,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import TrainingFeed
-from hvdkit.data.sampler import Sampler
+from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.logs import printable
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
@@ -42,7 +42,7 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
         source, _ = task.sources()
     reader = task_checks.reader(task, source, training=True)
     micro, seed = config.accumulation_steps, config.seed
-    shares = (0, 1, config.virtual_ranks)
+    shares = (0, 1, config.virtual_ranks, 0, shards_of(source, config.shuffle_shards))
     sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
     found: list[dict[str, Any]] = []
     with TrainingFeed(source, sampler, reader, num_steps=config.num_steps) as feed:

@@ -29,7 +29,7 @@ from hvdkit.data import image_ops, pipeline
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import pictures, records
-from hvdkit.data.sampler import share
+from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Source, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
@@ -131,6 +131,8 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
         meta["class_names"] = list(names)
     if getattr(source, "is_demo", False):
         meta["is_demo"] = True
+    if getattr(source, "is_shuffled", False):
+        meta["is_shuffled"] = True
     meta["shards"] = listed
     records.write_meta(folder, meta, np.concatenate(index))
     try:
@@ -248,6 +250,33 @@ class Smaller:
         return digest([(self._source.fingerprint(), self._side), ("", self._quality)])
 
 
+class Shuffled:
+    """Another source's samples in an order drawn by `seed`, in [0, 2**64): for --shuffle_shards."""
+
+    is_shuffled = True
+
+    def __init__(self, ordered: Source, seed: int) -> None:
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"--shuffle={seed}: give a seed of 0 to 2**64 - 1")
+        self._source, self._seed = ordered, seed
+
+    def __getattr__(self, name: str) -> Any:  # class_names, is_demo
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+        return self._source.read(permuted(index, len(self), self._seed))
+
+    def explain(self, index: int) -> str | None:
+        own = permuted(tf.constant(index, tf.int64), len(self), self._seed)
+        return self._source.explain(int(own))
+
+    def fingerprint(self) -> str:
+        return digest([(self._source.fingerprint(), self._seed), ("shuffled", 0)])
+
+
 @contextlib.contextmanager
 def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
     """The folder in `out` where the pack with this key grows into OUT/NAME.
@@ -298,6 +327,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shards", type=int, default=0, help="files (default: 256 MB each)")
     parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
     parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="mix samples over all shards")
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     pictures.limit(args.max_pixels)
@@ -312,6 +342,9 @@ def main(argv: list[str]) -> int:
             quality = 90 if args.quality is None else args.quality
             source = Smaller(source, args.short_side, quality)
             packed_from += f", short side {args.short_side}, quality {quality}"
+        if args.shuffle is not None:
+            source = Shuffled(source, args.shuffle)
+            packed_from += f", shuffled with seed {args.shuffle}"
         folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{logs.printable(error)}\n")

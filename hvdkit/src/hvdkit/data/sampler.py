@@ -6,10 +6,34 @@ at step k needs nothing but k.
 """
 
 import dataclasses
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-_ORDERS, _KEYS = 1, 2  # uses of the random words
+from hvdkit.data.source import Source
+
+_ORDERS, _KEYS, _SHARDS, _WINDOWS = 1, 2, 3, 4  # uses of the random words
+
+
+class Shards(NamedTuple):
+    """Samples that lie in files one after the other, of which few are read at a time."""
+
+    sizes: tuple[int, ...]  # samples of each
+    at_once: int  # shards of a window, at most
+
+
+def shards_of(source: Source, at_once: int) -> Shards | None:
+    """For --shuffle_shards=`at_once`; None where it is 0. ValueError: the source has no shards."""
+    if not at_once:
+        return None
+    sizes = tuple(getattr(source, "shard_sizes", ()))
+    if sum(sizes) != len(source):
+        raise ValueError(
+            f"--shuffle_shards={at_once} is for training samples in shards, as one set that hvdkit "
+            "pack wrote has them, and these are not: leave it out, or pack them"
+        )
+    return Shards(sizes, at_once)
 
 
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -24,7 +48,8 @@ class Sampler:
     A batch is first split into `micro_batches` equal parts, then each part over the ranks, so that
     a micro-batch too holds the same samples on any number of ranks. With `virtual_ranks` it is
     split over those, and a rank holds the samples of its virtual ranks. `seed` is in [0, 2**64). If
-    `passed_over` batches were left out, step k uses the samples of step k + passed_over.
+    `passed_over` batches were left out, step k uses the samples of step k + passed_over. With
+    `shards` an epoch goes from one window of them to the next.
     """
 
     num_samples: int
@@ -35,6 +60,7 @@ class Sampler:
     size: int
     virtual_ranks: int = 0
     passed_over: int = 0
+    shards: Shards | None = None
 
     def __post_init__(self) -> None:
         micro = self.global_batch_size // self.micro_batches
@@ -105,10 +131,40 @@ class Sampler:
         """
         epochs, offsets = positions // self.num_samples, positions % self.num_samples
         first, count = epochs[0], epochs[-1] - epochs[0] + 1
+        if self.shards:
+            return self._windowed(positions - first * self.num_samples, first, count)
         # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
         # leave most of the key constant.
         keys = self._draw(_ORDERS, first, count, dtype=tf.uint32)[:, :3]
         return _permute(offsets, tf.gather(keys, epochs - first), self.num_samples)
+
+    def _windowed(self, positions: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+        """As `order`, by shards; positions count from epoch `first` on, over `count` epochs.
+
+        Each epoch puts the shards in an order, cuts it into windows of nearly as many shards each,
+        and puts the samples of each window in an order. All ends below are positions.
+        """
+        sizes, total = np.array(self.shards.sizes, np.int64), len(self.shards.sizes)
+        windows = -(-total // self.shards.at_once)
+        words = self._draw(_SHARDS, first * total, count * total, dtype=tf.int32)
+        words = tf.reshape(tf.bitcast(words[:, :2], tf.int64), [-1, total])
+        shards = tf.argsort(words, stable=True)  # [count, total]
+        ends = tf.reshape(tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1])), [-1, total])
+        last = [share(total, window, windows)[1] - 1 for window in range(windows)]
+        window_ends = tf.reshape(tf.gather(ends, last, axis=1), [-1])
+        starts = tf.concat([[0], window_ends], 0)
+
+        window = tf.searchsorted(window_ends, positions, "right", out_type=tf.int64)
+        start, total_in = tf.gather(starts, window), tf.gather(starts[1:] - starts[:-1], window)
+        keys = self._draw(_WINDOWS, first * windows, count * windows, dtype=tf.uint32)[:, :3]
+        places = start + _permute(positions - start, tf.gather(keys, window), total_in)
+
+        shards, ends = tf.reshape(shards, [-1]), tf.reshape(ends, [-1])
+        found = tf.searchsorted(ends, places, "right", out_type=tf.int64)
+        # Samples before the end of a shard, in the order of ids.
+        return (
+            tf.gather(np.cumsum(sizes), tf.gather(shards, found)) - tf.gather(ends, found) + places
+        )
 
     def _draw(
         self, use: int, first: tf.Tensor, count: tf.Tensor | int, *, dtype: tf.DType
@@ -129,22 +185,25 @@ class Sampler:
         return tf.reshape(words, [-1, 4])
 
 
-def _permute(index: tf.Tensor, keys: tf.Tensor, total: int) -> tf.Tensor:
-    """Entries of permutations of [0, total): int64 [n]; keys: uint32 [n, 3], one each."""
+def permuted(index: tf.Tensor, total: int, seed: int) -> tf.Tensor:
+    """The entry `index` (int64 scalar) of the seed's permutation of [0, total)."""
+    return Sampler(total, 1, 1, seed, 0, 1).order(index[None])[0]
 
-    def shuffled(index: tf.Tensor, last: int) -> tf.Tensor:
+
+def _permute(index: tf.Tensor, keys: tf.Tensor, total: int | tf.Tensor) -> tf.Tensor:
+    """Entries of permutations of [0, total): int64 [n]; keys: uint32 [n, 3], totals: one each."""
+    total = tf.broadcast_to(tf.cast(total, tf.int64), tf.shape(index))
+
+    def shuffled(index: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         # tf.random.experimental.index_shuffle is this op with 4 rounds, too few: orders of two
         # epochs then look alike.
-        return tf.raw_ops.RandomIndexShuffle(
-            index=index, seed=keys, max_index=tf.constant(last, tf.int64), rounds=8
-        )
+        return tf.raw_ops.RandomIndexShuffle(index=index, seed=keys, max_index=last, rounds=8)
 
-    last = total - 1
-    if last < 2**16 or last & (last - 1):
-        return shuffled(index, last)
     # The op computes on ceil(log2(last)) bits: for a power of two that can be one too few to hold
     # `last` itself, and two positions would get one id. So shuffle one more entry, then skip it.
-    ids = shuffled(index, total)
-    return tf.where(
-        ids == total, shuffled(tf.fill(tf.shape(ids), tf.constant(total, tf.int64)), total), ids
-    )
+    last = total - 1
+    last += tf.cast((last >= 2**16) & (last & (last - 1) == 0), tf.int64)
+    ids = shuffled(index, last)
+    out = ids == total
+    again = lambda: tf.where(out, shuffled(tf.minimum(total, last), last), ids)  # noqa: E731
+    return tf.cond(tf.reduce_any(out), again, lambda: ids)

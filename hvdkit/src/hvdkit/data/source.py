@@ -23,7 +23,8 @@ class Source(Protocol):
 
     It neither orders nor augments: the sampler picks the ids, the task augments. `class_names` (by
     label) and `sample_names()` (bytes, one a sample) are optional: with them, classes are matched
-    by name, and a resume names the samples that changed.
+    by name, and a resume names the samples that changed. `shard_sizes`, for --shuffle_shards, has
+    the samples of each file, in the order of ids.
     """
 
     def __len__(self) -> int:

@@ -164,6 +164,11 @@ def notes(run: RunContext) -> list[str]:
             f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
         )
+    if config.shuffle_shards and not getattr(run.train_source, "is_shuffled", False):
+        found.append(
+            f"--shuffle_shards={config.shuffle_shards}: samples lie in the order of their files; "
+            "where that is the order of classes, pack with --shuffle=1, or batches lack classes"
+        )
     found += [x for n in ("train", "val") if (x := cards.lacking(n, getattr(run, f"{n}_source")))]
     others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
     if others:

@@ -17,7 +17,7 @@ from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data import card
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
-from hvdkit.data.sampler import Sampler
+from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
@@ -88,7 +88,8 @@ class Run:
         with world.fail_together("sharing out the data"):
             batch = settings.global_batch_size, settings.accumulation_steps, settings.seed
             share = world.rank, world.size, settings.virtual_ranks, int(self.state.passed_over)
-            self.sampler = Sampler(len(context.train_source), *batch, *share)
+            shards = shards_of(context.train_source, settings.shuffle_shards)
+            self.sampler = Sampler(len(context.train_source), *batch, *share, shards)
             how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
             self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
         workers = settings.data_workers or world.threads

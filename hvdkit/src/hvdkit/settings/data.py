@@ -78,6 +78,9 @@ class DataSettings(Room):
     data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
     train_split: str = setting("train", "split of data_dir to train on")
     val_split: str = setting("val", "split of data_dir to evaluate")
+    shuffle_shards: int = setting(
+        0, "shards of a packed set that are shuffled together; 0: all samples", low=0
+    )
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
     label_map: str = setting("", "values of label pictures to classes: 255:1,0:ignore, or a file")
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)

@@ -60,9 +60,11 @@ class Records(source.ReadAhead):
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
         self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
+        self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
-        self._ends = np.cumsum([shard["records"] for shard in meta["shards"]])
+        self.shard_sizes = [shard["records"] for shard in meta["shards"]]
+        self._ends = np.cumsum(self.shard_sizes)
         self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
         self.bytes_each = sum(size for _, size in self._shards) / len(self)
         self._open = functools.lru_cache(_OPEN)(self._opened)
@@ -175,7 +177,8 @@ def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
     """Writes index.bin and pack.json; `index`: PLACE [n], in the order of samples.
 
     `meta`: kind ("map" or "class"), num_classes, packed_from (for people), shards (a list of
-    {name, records, bytes}); class_names (a list) and is_demo (True) where the source has them.
+    {name, records, bytes}); class_names (a list), is_demo and is_shuffled (True) where the source
+    has them.
     """
     index.tofile(folder / INDEX)
     sha = hashlib.sha256(index).hexdigest()
