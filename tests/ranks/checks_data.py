@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from file_server import FileServer
 from PIL import Image
 from small_runs import USUAL, fit_config, folder, same
 
@@ -129,6 +132,36 @@ def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
         ended.append(run.weights())
     same(ended[1], ended[2], 1e-5, 1e-6)
     assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
+
+
+def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
+    if not importlib.util.find_spec("aiohttp"):
+        return  # as test_remote.py, which says so
+    root = pictures(world)
+    for split in ("train", "val"):
+        pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
+    changed(world, lambda: None)
+    server, ended = FileServer(root / "packed"), []
+    about = {"data_format": "records", "global_batch_size": 4, "num_steps": 30, "shuffle_shards": 1}
+    about["data_dir"] = str(root / "packed")
+    files = [file for file in (root / "packed").glob("*/*") if file.suffix != ".json"]
+    whole = sum(file.stat().st_size for file in files)
+    for name, away, bound in (("local", 0, 1), ("remote", 0, whole), ("away", 5, whole * 0.6)):
+        with server.up(away) if world.is_chief else contextlib.nullcontext():
+            if name != "local":
+                about["data_dir"] = world.broadcast_object(server.url, f"checks_data.{name}")
+            cache, begun = root / f"cache {name}", time.monotonic()
+            how = {"run_dir": str(root / name), "cache_dir": str(cache), "cache_gb": bound / 1e9}
+            ended.append(trained(world, root, **about | how).weights())
+            assert time.monotonic() - begun > away
+        if world.is_chief and name != "local":
+            shards = {f"{s}-0000{n}-of-00005.tfrecord" for s in ("train", "val") for n in range(5)}
+            once = dict.fromkeys(shards, 1) | {"pack.json": 2, "index.bin": 2}
+            assert (server.asked == once) == (not away), server.asked
+            assert server.asked.keys() == once.keys(), server.asked
+            assert sum(file.stat().st_size for file in cache.glob("*/*")) <= bound
+    for other in ended[1:]:
+        assert all((one == its).all() for one, its in zip(ended[0], other))
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):

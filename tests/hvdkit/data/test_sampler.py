@@ -240,3 +240,13 @@ def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refu
     for part.shard_sizes in ((), (5, 5)):  # the second: of a set that this is a part of
         with pytest.raises(ValueError, match="--shuffle_shards=2 is for training samples in"):
             shards_of(part, 2)
+
+
+def test_the_coming_shards_are_those_of_the_window_and_the_next():
+    order = Sampler(60, 7, 1, 3, 0, 1, shards=Shards((10, 8, 12, 0, 20, 10), 2))
+    owner = np.repeat(np.arange(6), order.shards.sizes)
+    for step in range(40):
+        listed = order.coming_shards(step)
+        needed = owner[order.local_samples(tf.constant(step, tf.int64))[0].numpy()]
+        assert {*needed} <= {*listed} and needed[0] in listed[:2] and len(listed) <= 4
+    assert Sampler(60, 7, 1, 3, 0, 1).coming_shards(0) == []

@@ -105,7 +105,8 @@ def data_away(config: Settings) -> bool:
     """
     folder = Path(project.folder(), config.data_dir)
     made = folder == Path(project.folder(), type(config).data_dir)
-    if config.synthetic_data or (made and folder.is_relative_to(project.folder())):
+    is_remote = "://" in config.data_dir  # a server that is away is an error of its own
+    if config.synthetic_data or is_remote or (made and folder.is_relative_to(project.folder())):
         return False
     try:
         lines = whole_files.read(Path(config.run_dir, "config.cfg"), whole_files.JSON_BYTES)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs
-from hvdkit.data import pipeline
+from hvdkit.data import pipeline, remote
 from hvdkit.data.classes import numbered, relabelled, without_foreground
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
@@ -229,6 +229,8 @@ def main(argv: list[str]) -> int:
             print(file=sys.stderr, flush=True)
         print(f"{logs.printable(split)}: {logs.printable(fault)}", flush=True)
 
+    if url := remote.url_of(args.data_dir):
+        parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
     if not (layout := args.data_format or layout_of(args.data_dir)):
         parser.error(
             f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import classes, shared_listing
+from hvdkit.data import classes, remote, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import pictures
@@ -56,8 +56,10 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     Raises ValueError, naming flag, folder or file, where they do not fit task or settings.
     """
     pictures.limit(config.max_pixels)
+    remote.limit(config.cache_dir, config.cache_gb)
     splits = (config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
+    remote.check_fits(config.shuffle_shards, train, val)
     # Before their number is checked: if names differ, no --num_classes is right for both.
     where = [f"split {split} of {config.data_dir}" for split in splits]
     train = classes.numbered(train, where[0])
@@ -80,7 +82,9 @@ def no_foreground(source: Source) -> str:
         flat = tf.cast(tf.reshape(source.read(index)["label"], [-1]), tf.int32)
         return tf.math.bincount(flat, minlength=256, maxlength=256, dtype=tf.int64)
 
-    looked_at = tf.data.Dataset.range(0, len(source), max(1, len(source) // _LOOKED_AT))
+    sizes = getattr(source, "shard_sizes", [])
+    total = next(filter(None, sizes)) if getattr(source, "is_remote", False) else len(source)
+    looked_at = tf.data.Dataset.range(0, total, max(1, total // _LOOKED_AT))
     counts = looked_at.map(as_written(counted), 8).ignore_errors()  # training tells of bad ones
     return classes.without_foreground(sum(counts.as_numpy_iterator(), np.zeros(256, np.int64)))
 
@@ -93,11 +97,16 @@ def _opened(config: Settings, split: str, default: str) -> Source:
         label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
         form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
         return Synthetic(1024, form)
-    name = config.data_format or default
+    name, root = config.data_format or default, remote.url_of(config.data_dir)
+    if root and name != "records":
+        raise ValueError(
+            f"--data_dir={root} is a URL, from which only sets that hvdkit pack wrote are read: "
+            "give --data_format=records, or copy the data to a disk"
+        )
     values = config.label_values
     # Values that are mapped need not be classes.
     number = 0 if values else config.num_classes
-    source = reader_of(name)(Path(config.data_dir), split, number)
+    source = reader_of(name)(root or Path(config.data_dir), split, number)
     if kind_of(source) != kind:
         has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
         raise ValueError(

@@ -146,9 +146,7 @@ class Sampler:
         """
         sizes, total = np.array(self.shards.sizes, np.int64), len(self.shards.sizes)
         windows = -(-total // self.shards.at_once)
-        words = self._draw(_SHARDS, first * total, count * total, dtype=tf.int32)
-        words = tf.reshape(tf.bitcast(words[:, :2], tf.int64), [-1, total])
-        shards = tf.argsort(words, stable=True)  # [count, total]
+        shards = self._shard_order(first, count)
         ends = tf.reshape(tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1])), [-1, total])
         last = [share(total, window, windows)[1] - 1 for window in range(windows)]
         window_ends = tf.reshape(tf.gather(ends, last, axis=1), [-1])
@@ -165,6 +163,27 @@ class Sampler:
         return (
             tf.gather(np.cumsum(sizes), tf.gather(shards, found)) - tf.gather(ends, found) + places
         )
+
+    def _shard_order(self, first: tf.Tensor, count: tf.Tensor | int) -> tf.Tensor:
+        """The shards in the order of each of `count` epochs: [count, shards]."""
+        total = len(self.shards.sizes)
+        words = self._draw(_SHARDS, first * total, count * total, dtype=tf.int32)
+        words = tf.reshape(tf.bitcast(words[:, :2], tf.int64), [-1, total])
+        return tf.argsort(words, stable=True)
+
+    def coming_shards(self, step: int) -> list[int]:
+        """The shards of the window at `step`, then those of the next; [] without shards: all."""
+        if not self.shards:
+            return []
+        total = len(self.shards.sizes)
+        windows = -(-total // self.shards.at_once)
+        epoch, offset = divmod((step + self.passed_over) * self.global_batch_size, self.num_samples)
+        order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()
+        ends = np.cumsum(np.array(self.shards.sizes)[order[0]])
+        parts = [share(total, number, windows) for number in range(windows)]
+        now = next(n for n, (_, last) in enumerate(parts) if offset < ends[last - 1])
+        both = [order[(now + n) // windows][slice(*parts[(now + n) % windows])] for n in (0, 1)]
+        return [*dict.fromkeys(np.concatenate(both).tolist())]
 
     def _draw(
         self, use: int, first: tf.Tensor, count: tf.Tensor | int, *, dtype: tf.DType

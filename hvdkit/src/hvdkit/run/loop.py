@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdkit import logs
 from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
-from hvdkit.data import card
+from hvdkit.data import card, remote
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.evaluate.evaluator import Evaluator
@@ -215,6 +215,10 @@ class Run:
         # However it ends: nothing reads ahead any more, what is being written is written.
         for part in (self.feed, self.saver, self.telemetry):
             self.open_parts.enter_context(part)
+        source = self.context.train_source
+        if getattr(source, "is_remote", False) and world.local_rank == 0:
+            ahead = remote.fetched_ahead(source, lambda: self.sampler.coming_shards(self.step))
+            self.open_parts.enter_context(ahead)
         if make_up:  # an evaluation that an interruption left out
             self.save(start.step)  # a checkpoint of another run's folder is not in this one yet
             self._ending = self.evaluate(start.step)

@@ -74,7 +74,13 @@ def add_reader(name: str, reader: str) -> None:
 class DataSettings(Room):
     """Data"""
 
-    data_dir: str = setting("datasets/demo", "folder of the data set", path=True)
+    data_dir: str = setting(
+        "datasets/demo", "folder of the data set, or URL of a packed one", path=True
+    )
+    cache_dir: str = setting(
+        "", "folder for shards of a remote set; empty: ~/.cache/hvdkit", path=True
+    )
+    cache_gb: float = setting(100.0, "size of --cache_dir, in GB of 10^9 bytes", above=0)
     data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
     train_split: str = setting("train", "split of data_dir to train on")
     val_split: str = setting("val", "split of data_dir to evaluate")
@@ -167,8 +173,10 @@ class DataSettings(Room):
 
     def without_effect(self) -> dict[str, str]:
         names = ("train_split", "val_split", "data_dir", "data_format")
-        names = names if self.synthetic_data else ()
-        return dict.fromkeys(names, "--synthetic_data")
+        found = dict.fromkeys(names if self.synthetic_data else (), "--synthetic_data")
+        is_remote = "://" in self.data_dir and not self.synthetic_data
+        cache = () if is_remote else ("cache_dir", "cache_gb")
+        return found | dict.fromkeys(cache, "a --data_dir that is no URL")
 
 
 class EvaluationSettings(Room):

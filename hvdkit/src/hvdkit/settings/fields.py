@@ -247,6 +247,8 @@ def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     """The value; a path relative to `folder` is made absolute outside the project."""
     if not field.metadata["path"] or not value or value in field.metadata["words"]:
         return value
+    if field.name == "data_dir" and "://" in value:
+        return value
     if value == "~" or value.startswith("~/"):
         return os.path.expanduser(value)  # bash leaves --name=~/folder as it is
     return value if Path.cwd() == project.folder() else str(folder / value)

@@ -17,6 +17,7 @@ import json
 import operator
 import os
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
-from hvdkit.data import shared_listing, source
+from hvdkit.data import remote, shared_listing, source
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.logs import join
@@ -51,10 +52,16 @@ class Records(source.ReadAhead):
     all shards, and the checksums of pack.json and the index; a rank of each other host pack.json,
     the index's size, and at most 1,000 shards; each rank the checksums of the records that it
     reads, so a shard of another pack is noticed then, if its size fits.
+
+    `root` may be a URL (remote.py): then each host reads pack.json and the index, and compares the
+    checksums of all records of a shard when it fetches it.
     """
 
-    def __init__(self, root: Path, split: str, _: int = 0):
-        self.folder = Path(root) / split
+    def __init__(self, root: Path | str, split: str, _: int = 0):
+        url = remote.url_of(root)
+        self.folder: Path | str = f"{url}/{split}" if url else Path(root) / split
+        self._server = remote.Server(self.folder) if url else None
+        self.is_remote = bool(url)
         meta = shared_listing.found(("pack", self.folder), self._checked, self._compare)
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
@@ -66,8 +73,19 @@ class Records(source.ReadAhead):
         self.shard_sizes = [shard["records"] for shard in meta["shards"]]
         self._ends = np.cumsum(self.shard_sizes)
         self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
-        self.bytes_each = sum(size for _, size in self._shards) / len(self)
-        self._open = functools.lru_cache(_OPEN)(self._opened)
+        self.shard_bytes = [size for _, size in self._shards]
+        self.index_bytes = PLACE.itemsize * len(self)
+        self.bytes_each = sum(self.shard_bytes) / len(self)
+        self._cache = remote.Cache(self._server, meta["checksum"]) if url else None
+        self.keep_open(_OPEN)
+
+    def keep_open(self, files: int) -> None:
+        """How many shards are open at a time, at most."""
+        self._open = functools.lru_cache(files)(self._opened)
+
+    def fetch_shard(self, shard: int) -> None:
+        """Of a remote set: has a shard on this host's disk, used just now."""
+        self._opened(shard).close()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -101,7 +119,7 @@ class Records(source.ReadAhead):
         file = self._open(_INDEX)  # held, or it may be closed before it is read
         place = os.pread(file.fileno(), PLACE.itemsize, PLACE.itemsize * index)
         if len(place) < PLACE.itemsize:
-            raise ValueError(f"is not in {self.folder / INDEX}, which was cut; {_AGAIN}")
+            raise ValueError(f"is not in {self._path(INDEX)}, which was cut; {_AGAIN}")
         return np.frombuffer(place, PLACE)[0].item()
 
     def _shard(self, index: int) -> int:
@@ -109,7 +127,28 @@ class Records(source.ReadAhead):
 
     def _opened(self, shard: int) -> BinaryIO:
         """Closed when nothing reads from it and newer ones took its place."""
-        return (self.folder / (INDEX if shard == _INDEX else self._shards[shard][0])).open("rb")
+        name = INDEX if shard == _INDEX else self._shards[shard][0]
+        if not self._cache:
+            return self._path(name).open("rb")
+        if shard == _INDEX:
+            return self._cache.open(name, self.index_bytes, self._fault_of_index)
+        fault = functools.partial(self._fault_of_shard, shard)
+        return self._cache.open(name, self.shard_bytes[shard], fault)
+
+    def _path(self, name: str) -> Path | str:
+        return f"{self.folder}/{name}" if self.is_remote else self.folder / name
+
+    def _fault_of_index(self, file: BinaryIO) -> str:
+        same = hashlib.file_digest(file, "sha256").hexdigest() == self._index_sha256
+        return "" if same else f"does not match its checksum in {META}"
+
+    def _fault_of_shard(self, shard: int, file: BinaryIO) -> str:
+        end = int(self._ends[shard])
+        for index in range(end - self.shard_sizes[shard], end):
+            offset, length, crc = self._place(index)
+            if zlib.crc32(os.pread(file.fileno(), length, offset)) != crc:
+                return f"has a record (of sample {index}) that does not match its checksum"
+        return ""
 
     def decode(self, parts: source.Parts) -> source.Parts:
         kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
@@ -139,7 +178,7 @@ class Records(source.ReadAhead):
 
     def where(self, index: int) -> str:
         """File and bytes that hold sample `index`, as text."""
-        path = self.folder / self._shards[self._shard(index)][0]
+        path = self._path(self._shards[self._shard(index)][0])
         try:
             offset, length, _ = self._place(index)
         except (ValueError, OSError):
@@ -153,12 +192,19 @@ class Records(source.ReadAhead):
 
     def _checked(self) -> dict[str, Any]:
         """What pack.json says, once all files fit it."""
+        if self._server:
+            return _parsed(f"{self.folder}/{META}", self._read_remote_meta)
         meta = _read_meta(self.folder)
         _check_shards(self.folder, meta, range(len(meta["shards"])))
         _check_index(self.folder / INDEX, meta)
         return meta
 
+    def _read_remote_meta(self) -> bytes:
+        return self._server.read(META, 0, whole_files.TABLE_BYTES)
+
     def _compare(self, meta: dict[str, Any]) -> None:
+        if self._server:
+            return  # each host takes from the server what fits rank 0's pack.json
         if (own := _read_meta(self.folder)) != meta:
             raise ValueError(
                 f"{self.folder} on {os.uname().nodename} is another pack than on rank 0's host "
@@ -201,8 +247,14 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{path} is missing; pack the split with hvdkit pack, or choose another "
             f"(packed in {folder.parent}: {join(there) or 'none'})"
         )
+    return _parsed(path, lambda: whole_files.read(path, whole_files.TABLE_BYTES, links=True))
+
+
+def _parsed(path: object, read: Callable[[], bytes]) -> dict[str, Any]:
+    """What pack.json holds; `read` may raise OSError, or ValueError where it names the file."""
+    data = read()
     try:
-        meta = json.loads(whole_files.read(path, whole_files.TABLE_BYTES, links=True))
+        meta = json.loads(data)
         if meta["version"] != VERSION:
             raise ValueError(f"its version is not {VERSION} but {meta['version']}")
         if meta["checksum"] != _checksum(meta):

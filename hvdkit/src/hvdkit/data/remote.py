@@ -1,0 +1,257 @@
+"""Packed sets on a server: shards are fetched whole, compared, and kept in a folder of the host.
+
+CACHE/KEY/NAME           a file of a set; KEY: of its URL and the checksum in its pack.json
+CACHE/KEY/.NAME.partial  the same while it is fetched, with all its bytes from the start on
+CACHE/KEY/.NAME.lock     locked by who fetches it
+
+Who uses a file has it open and locked (flock, shared). Of the others those not used for the longest
+time go where the bound would be exceeded. Ranks of a host, and several runs, share the cache.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hvdkit.data.source import Source
+from hvdkit.stop import passes
+
+_CHUNK = 2**23  # bytes of a request
+_OPEN = 8  # files at a time where not all fit: what is open cannot go
+_WAIT = 60  # seconds, at most, for others to close files where there is no space
+_CLIENTS = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "gcsfs", "google")
+_folder, _bound = "", 100e9
+
+
+def limit(folder: str, gigabytes: float) -> None:
+    """Where files are kept, and how much of them; for all sets that are opened later."""
+    global _folder, _bound
+    _folder, _bound = folder, gigabytes * 1e9
+
+
+def url_of(root: object) -> str:
+    """The URL, also one that was made a Path, which takes a slash from it; "" for a folder."""
+    found = re.fullmatch(r"([a-z][a-z0-9+]+):/(/?)(.+)", str(root))
+    if not found or (not found[2] and Path(root).exists()):
+        return ""
+    return f"{found[1]}://{found[3].rstrip('/')}"
+
+
+class Server:
+    """The files below a URL, by fsspec."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError: the protocol is unknown, or its package is missing."""
+        self.url, protocol = url, url.partition(":")[0]
+        try:
+            import fsspec
+
+            how: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+            if protocol in ("http", "https"):
+                import aiohttp  # its limit of 5 minutes a file would hold for large ones too
+
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60)
+                how["client_kwargs"] = {"timeout": timeout}
+            self._files = fsspec.filesystem(protocol, **how)
+        except ImportError as error:
+            package = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+            needs = f"fsspec {package.get(protocol, '')}".strip()
+            raise ValueError(f"{url} is read by fsspec: pip install {needs} ({error})") from None
+        except ValueError as error:
+            raise ValueError(f"--data_dir={url}: {error}; give s3://, gs:// or https://") from None
+
+    def read(self, name: str, first: int, last: int) -> bytes:
+        """Bytes from `first` to before `last`, or to the file's end.
+
+        Raises OSError where the network fails, in words that `stop.passes` knows; ValueError for
+        what will not pass.
+        """
+        where = f"{self.url}/{name}"
+        try:
+            return self._files.cat_file(where, start=first, end=last)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{where} is missing: is that what hvdkit pack wrote, and --data_dir its folder "
+                "above the splits?"
+            ) from None
+        except Exception as error:  # each client has its own
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            if passes(error) or _of_network(error):
+                failed = os.strerror(errno.EREMOTEIO)
+                raise OSError(f"{failed}: {where}: {text}") from None
+            raise ValueError(f"{where} cannot be read: {text}") from None
+
+
+def _of_network(error: Exception) -> bool:
+    """Whether a server or the way to it failed, not the request."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, int):
+        return status >= 500 or status in (408, 429)
+    refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    ours = type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
+    return ours and not refused
+
+
+class Cache:
+    """Files of one set on this host's disk, fetched when they are first opened."""
+
+    def __init__(self, server: Server, checksum: str) -> None:
+        key = hashlib.sha256(f"{server.url}\0{checksum}".encode()).hexdigest()[:32]
+        self._server, self._bound = server, _bound
+        self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
+        self._own = self._all / key
+        self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
+
+    def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
+        """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
+
+        Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
+        """
+        self._own.mkdir(parents=True, exist_ok=True)
+        with _locked(self._own / f".{name}.lock"):
+            if name in self._damaged:
+                raise ValueError(self._damaged[name])
+            return self._there(name, size) or self._fetched(name, size, check)
+
+    def _there(self, name: str, size: int) -> BinaryIO | None:
+        try:
+            file = (self._own / name).open("rb")
+        except FileNotFoundError:
+            return None
+        fcntl.flock(file, fcntl.LOCK_SH)
+        if (about := os.fstat(file.fileno())).st_nlink and about.st_size == size:
+            os.utime(self._own / name)
+            return file
+        return None  # deleted, or cut, meanwhile
+
+    def _fetched(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
+        for _ in range(2):
+            file, partial = self._reserved(name, size)
+            try:
+                for first in range(0, size, _CHUNK):
+                    last = min(first + _CHUNK, size)
+                    data = self._server.read(name, first, last)
+                    if len(data) != last - first:
+                        fault = f"sends {len(data)} bytes, not the {last - first} asked for"
+                        break
+                    os.pwrite(file.fileno(), data, first)
+                else:
+                    if not (fault := check(file)):
+                        partial.rename(self._own / name)
+                        return file
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            partial.unlink(missing_ok=True)
+            file.close()
+        self._damaged[name] = f"{self._server.url}/{name} {fault}; copy it again, or pack again"
+        raise ValueError(self._damaged[name])
+
+    def _reserved(self, name: str, size: int) -> tuple[BinaryIO, Path]:
+        """An empty file of this size, within the bound."""
+        if size > self._bound:
+            raise ValueError(f"--cache_gb={self._bound / 1e9:g} is less than {name}, {size} bytes")
+        partial, until = self._own / f".{name}.partial", time.monotonic() + _WAIT
+        while True:
+            with _locked(self._all / ".lock"):
+                partial.unlink(missing_ok=True)
+                if self._free(size):
+                    file = partial.open("x+b")
+                    fcntl.flock(file, fcntl.LOCK_SH)
+                    file.truncate(size)
+                    return file, partial
+            if time.monotonic() > until:
+                full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
+                raise OSError(f"{full}{self._all} is in use: raise it")
+            time.sleep(0.2)
+
+    def _free(self, size: int) -> bool:
+        """Deletes what is not in use until so many bytes are free; whether they are."""
+        found = []
+        for path in self._all.glob("*/*"):
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
+                about = path.stat()
+                found.append((about.st_mtime, about.st_size, path))
+        excess = sum(each for _, each, _ in found) + size - self._bound
+        for _, each, path in sorted(found):
+            if excess > 0 and each and _deleted(path):
+                excess -= each
+        return excess <= 0
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _deleted(path: Path) -> bool:
+    """Deletes a file that nobody has open; whether it did."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        return True
+    except OSError:
+        return False
+
+
+def check_fits(shuffled: int, train: Source, val: Source) -> None:
+    """Raises ValueError where --cache_gb is too small for two remote sets, or their windows.
+
+    `shuffled`: --shuffle_shards. Else, where not all fit, each has few files open from then on.
+    """
+    sources = [source for source in (train, val) if getattr(source, "is_remote", False)]
+    if sum(sum(source.shard_bytes) + source.index_bytes for source in sources) <= _bound:
+        return
+    at_once = {id(train): 2 * shuffled}  # of validation the ends of two shards may be read at once
+    needed = sum(
+        sum(sorted(source.shard_bytes)[-at_once.get(id(source), 3) :]) + source.index_bytes
+        for source in sources
+    )
+    if not shuffled or needed > _bound:
+        why = (
+            f"two windows of --shuffle_shards={shuffled} and some shards of validation take "
+            f"{needed / 1e9:.3g} GB: lower it, or raise --cache_gb"
+            if shuffled
+            else "give --shuffle_shards, which reads few shards at a time, or raise --cache_gb"
+        )
+        raise ValueError(f"--cache_gb={_bound / 1e9:g} is less than the remote sets: {why}")
+    for source in sources:
+        source.keep_open(1 + min(_OPEN, shuffled if source is train else 1))  # 1: the index
+
+
+@contextlib.contextmanager
+def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Inside, a thread fetches the shards that `coming()` lists, the first ones first; []: all.
+
+    Listed shards are used anew time and again, so that others go before them.
+    """
+    ended = threading.Event()
+
+    def fetch() -> None:
+        while not ended.wait(1):
+            with contextlib.suppress(ValueError, OSError):  # who reads it tells; this tries again
+                listed = coming()
+                for shard in listed or range(len(source.shard_sizes)):
+                    if ended.is_set():
+                        return
+                    source.fetch_shard(shard)
+                if not listed:
+                    return  # all are there
+
+    thread = threading.Thread(target=fetch, daemon=True, name="shards")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(5)

@@ -1,0 +1,151 @@
+"""Packed sets on a real HTTP server, and one of S3's protocol."""
+
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from file_server import FileServer
+from PIL import Image
+
+from hvdkit.data import pack, remote
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.records import Records
+from hvdkit.stop import passes
+
+SHARDS = 6
+pytest.importorskip("aiohttp", reason="pip install fsspec aiohttp: http is read by them")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """30 pictures packed in 6 shards, as train and val."""
+    root, draw = tmp_path_factory.mktemp("set"), np.random.default_rng(0)
+    for number in range(30):
+        folder = root / "data" / "train" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (16, 16, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    for name in ("train", "val"):
+        pack.pack(ClassFolders(root / "data", "train"), root / "packed", name, shards=SHARDS)
+    return root / "packed"
+
+
+@pytest.fixture
+def server(root, tmp_path):
+    remote.limit(str(tmp_path / "cache"), 1)
+    with FileServer(root).up() as server:
+        yield server
+    remote.limit("", 100)
+
+
+def everything(source) -> list:
+    return [part.tolist() for part in source.fetch(np.arange(len(source)))]
+
+
+def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(root, server):
+    local = Records(root, "train")
+    server.latency = 0.02
+    two, found = [Records(Path(server.url), "train") for _ in range(2)], []
+    readers = [
+        threading.Thread(target=lambda one=one: found.append(everything(one))) for one in two
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert found == [everything(local)] * 2 and two[0].fingerprint() == local.fingerprint()
+    assert {name: n for name, n in server.asked.items() if name != "pack.json"} == {
+        "index.bin": 1, **{f"train-0000{n}-of-00006.tfrecord": 1 for n in range(SHARDS)}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil", ["other", "short"])
+def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil):
+    source, bad = Records(server.url, "train"), root / "train" / "train-00002-of-00006.tfrecord"
+    data = bad.read_bytes()
+    try:
+        bad.write_bytes(data[:-200] + bytes(200) if spoil == "other" else data[:-1])
+        for _ in range(2):
+            faults = everything(source)[1]
+            assert [bool(fault) for fault in faults] == [10 <= n < 15 for n in range(30)]
+            words = {
+                "other": "(of sample 14) that does not match its checksum; copy it",
+                "short": "sends",
+            }
+            assert (
+                words[spoil] in faults[10] and server.url in faults[10] and not passes(faults[10])
+            )
+        assert server.asked[bad.name] == 2 and not [*(tmp_path / "cache").rglob(bad.name)]
+    finally:
+        bad.write_bytes(data)
+    assert everything(Records(server.url, "train"))[1] == [""] * 30
+
+
+def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_path):
+    sizes = Records(root, "train").shard_bytes
+    sources = [Records(server.url, name) for name in ("train", "val")]
+    remote.limit(str(tmp_path / "cache"), (sum(sizes) + 2000) / 1e9)
+    with pytest.raises(ValueError, match=r"--cache_gb=\S+ is less .* give --shuffle_shards"):
+        remote.check_fits(0, *sources)
+    with pytest.raises(ValueError, match=r"--shuffle_shards=3 .* lower it, or raise --cache_gb"):
+        remote.check_fits(3, *sources)
+    remote.check_fits(1, *sources)
+
+    remote.limit(str(tmp_path / "cache"), (sum(sizes[:3]) + max(sizes) + 600) / 1e9)
+    source = Records(server.url, "train")
+    source.keep_open(2)  # the index and a shard
+    for sample in (0, 5, 10, 0, 15, 20):  # the first of shards 0, 1, 2, ...
+        assert source.fetch(np.array([sample]))[1] == [""]
+        there = {int(path.name[6:11]) for path in (tmp_path / "cache").glob("*/train*")}
+        stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*/*"))
+        assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
+    assert 0 in there and 1 not in there
+    held = [source._opened(shard) for shard in there]
+    remote._WAIT, before = 0.3, remote._WAIT
+    fault = source.fetch(np.array([5]))[1][0]
+    remote._WAIT = before
+    assert "No space left on device: all of --cache_gb" in fault and passes(fault)
+    del held
+    assert source.fetch(np.array([5]))[1] == [""]
+
+
+@pytest.mark.parametrize(
+    "url, words",
+    [
+        ("{url}/nothing", r"/nothing/train/pack.json is missing: is that what hvdkit pack wrote"),
+        ("http://127.0.0.1:9", r"Remote I/O error: .*Cannot connect"),
+        ("nope://bucket", r"--data_dir=nope://bucket.*Protocol not known: nope; give s3://"),
+    ],
+)
+def test_what_cannot_be_opened_is_a_sentence(server, url, words):
+    with pytest.raises((ValueError, OSError), match=words) as raised:
+        Records(url.format(url=server.url), "train")
+    assert passes(raised.value) == ("127.0.0.1:9" in url) and "\n" not in str(raised.value)
+
+
+def test_without_fsspec_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ValueError, match=r"s3://some/set.* pip install fsspec s3fs"):
+        Records("s3://some/set", "train")
+
+
+@pytest.mark.slow
+def test_from_a_server_of_s3(root, server, monkeypatch):
+    moto = pytest.importorskip("moto.server", reason="pip install moto[server] s3fs")
+    fsspec = pytest.importorskip("s3fs", reason="pip install moto[server] s3fs")
+    s3 = moto.ThreadedMotoServer("127.0.0.1", 0)
+    s3.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*s3.get_host_and_port()))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        with pytest.raises(ValueError, match=r"s3://bucket/set/train/pack.json cannot be read"):
+            Records("s3://bucket/set", "train")
+        monkeypatch.setenv(name, "some")
+    with pytest.raises(ValueError, match="is missing"):
+        Records("s3://bucket/set", "train")
+    files = fsspec.S3FileSystem(skip_instance_cache=True)
+    files.mkdir("bucket")
+    files.put(str(root), "bucket/set", recursive=True)
+    assert everything(Records("s3://bucket/set", "train")) == everything(Records(root, "train"))
+    s3.stop()
