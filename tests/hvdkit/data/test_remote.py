@@ -80,7 +80,11 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil):
         assert server.asked[bad.name] == 2 and not [*(tmp_path / "cache").rglob(bad.name)]
     finally:
         bad.write_bytes(data)
-    assert everything(Records(server.url, "train"))[1] == [""] * 30
+    source = Records(server.url, "train")
+    assert everything(source)[1] == [""] * 30
+    (kept,) = (tmp_path / "cache").rglob(bad.name)
+    kept.write_bytes(bytes(len(data)))  # by this host's disk
+    assert source.fetch(np.arange(10, 11))[1] == [""] and kept.read_bytes() == data
 
 
 def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_path):
@@ -94,14 +98,17 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
     remote.check_fits(1, *sources)
 
     remote.limit(str(tmp_path / "cache"), (sum(sizes[:3]) + max(sizes) + 600) / 1e9)
+    others = tmp_path / "cache" / "others" / "file"
+    others.parent.mkdir(parents=True)
+    others.write_bytes(bytes(2 * sum(sizes)))
     source = Records(server.url, "train")
     source.keep_open(2)  # the index and a shard
     for sample in (0, 5, 10, 0, 15, 20):  # the first of shards 0, 1, 2, ...
         assert source.fetch(np.array([sample]))[1] == [""]
         there = {int(path.name[6:11]) for path in (tmp_path / "cache").glob("*/train*")}
-        stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*/*"))
+        stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("packed-*/*"))
         assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
-    assert 0 in there and 1 not in there
+    assert 0 in there and 1 not in there and others.exists()
     held = [source._opened(shard) for shard in there]
     remote._WAIT, before = 0.3, remote._WAIT
     fault = source.fetch(np.array([5]))[1][0]

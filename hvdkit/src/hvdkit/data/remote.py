@@ -1,8 +1,8 @@
 """Packed sets on a server: shards are fetched whole, compared, and kept in a folder of the host.
 
-CACHE/KEY/NAME           a file of a set; KEY: of its URL and the checksum in its pack.json
-CACHE/KEY/.NAME.partial  the same while it is fetched, with all its bytes from the start on
-CACHE/KEY/.NAME.lock     locked by who fetches it
+CACHE/packed-KEY/NAME           a file of a set; KEY: of its URL and the checksum in its pack.json
+CACHE/packed-KEY/.NAME.partial  the same while it is fetched, with all its bytes from the start on
+CACHE/packed-KEY/.NAME.lock     locked by who fetches it
 
 Who uses a file has it open and locked (flock, shared). Of the others those not used for the longest
 time go where the bound would be exceeded. Ranks of a host, and several runs, share the cache.
@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from hvdkit.data.source import Source
 from hvdkit.stop import passes
 
+_PREFIX = "packed-"  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
@@ -38,7 +39,7 @@ def limit(folder: str, gigabytes: float) -> None:
 
 def url_of(root: object) -> str:
     """The URL, also one that was made a Path, which takes a slash from it; "" for a folder."""
-    found = re.fullmatch(r"([a-z][a-z0-9+]+):/(/?)(.+)", str(root))
+    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+]+):/(/?)(.+)", str(root))
     if not found or (not found[2] and Path(root).exists()):
         return ""
     return f"{found[1]}://{found[3].rstrip('/')}"
@@ -106,8 +107,9 @@ class Cache:
         key = hashlib.sha256(f"{server.url}\0{checksum}".encode()).hexdigest()[:32]
         self._server, self._bound = server, _bound
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
-        self._own = self._all / key
+        self._own = self._all / f"{_PREFIX}{key}"
         self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
+        self._again: set[str] = set()
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
@@ -119,6 +121,15 @@ class Cache:
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
             return self._there(name, size) or self._fetched(name, size, check)
+
+    def fetch_again(self, name: str) -> bool:
+        """Deletes a file that the disk spoiled; False where it was deleted once before."""
+        with _locked(self._own / f".{name}.lock"):
+            if name in self._again:
+                return False
+            self._again.add(name)
+            (self._own / name).unlink(missing_ok=True)
+        return True
 
     def _there(self, name: str, size: int) -> BinaryIO | None:
         try:
@@ -144,6 +155,7 @@ class Cache:
                     os.pwrite(file.fileno(), data, first)
                 else:
                     if not (fault := check(file)):
+                        os.fsync(file)  # else a power cut may leave zeros under its name
                         partial.rename(self._own / name)
                         return file
             except BaseException:
@@ -175,7 +187,7 @@ class Cache:
     def _free(self, size: int) -> bool:
         """Deletes what is not in use until so many bytes are free; whether they are."""
         found = []
-        for path in self._all.glob("*/*"):
+        for path in self._all.glob(f"{_PREFIX}*/*"):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
                 about = path.stat()
                 found.append((about.st_mtime, about.st_size, path))

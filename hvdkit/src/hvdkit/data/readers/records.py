@@ -111,6 +111,9 @@ class Records(source.ReadAhead):
             self._open.cache_clear()  # a file server may have forgotten an open file
             raise
         if len(data) != length or zlib.crc32(data) != crc:
+            if self._cache and self._cache.fetch_again(self._shards[self._shard(index)][0]):
+                self._open.cache_clear()
+                return self._data(index)
             raise ValueError(f"does not match its checksum; {_AGAIN}")
         return data
 
