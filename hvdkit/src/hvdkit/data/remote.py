@@ -27,6 +27,8 @@ _PREFIX = "packed-"  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
+_PACKAGES |= {"file": "", "memory": ""}
 _CLIENTS = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "gcsfs", "google")
 _folder, _bound = "", 100e9
 
@@ -51,6 +53,10 @@ class Server:
     def __init__(self, url: str) -> None:
         """Raises ValueError: the protocol is unknown, or its package is missing."""
         self.url, protocol = url, url.partition(":")[0]
+        if protocol not in _PACKAGES:
+            raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
+        if protocol.startswith("http") and set("?@") & set(url):
+            raise ValueError("--data_dir: a URL is kept in files of the run: leave out ? and @")
         try:
             import fsspec
 
@@ -62,11 +68,8 @@ class Server:
                 how["client_kwargs"] = {"timeout": timeout}
             self._files = fsspec.filesystem(protocol, **how)
         except ImportError as error:
-            package = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
-            needs = f"fsspec {package.get(protocol, '')}".strip()
+            needs = f"fsspec {_PACKAGES[protocol]}".strip()
             raise ValueError(f"{url} is read by fsspec: pip install {needs} ({error})") from None
-        except ValueError as error:
-            raise ValueError(f"--data_dir={url}: {error}; give s3://, gs:// or https://") from None
 
     def read(self, name: str, first: int, last: int) -> bytes:
         """Bytes from `first` to before `last`, or to the file's end.
