@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import json
 import time
@@ -135,8 +134,6 @@ def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
 
 
 def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
-    if not importlib.util.find_spec("aiohttp"):
-        return  # as test_remote.py, which says so
     root = pictures(world)
     for split in ("train", "val"):
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)

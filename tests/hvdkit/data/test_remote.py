@@ -15,7 +15,6 @@ from hvdkit.data.readers.records import Records
 from hvdkit.stop import passes
 
 SHARDS = 6
-pytest.importorskip("aiohttp", reason="pip install fsspec aiohttp: http is read by them")
 
 
 @pytest.fixture(scope="module")
