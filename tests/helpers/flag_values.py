@@ -138,7 +138,16 @@ KEEPS_ON_ONE_RANK = [
 # These choose a task's model, data and evaluation; Varied has its own. test_task.py has them.
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
-    *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
+    *(
+        "label_map",
+        "colour_range",
+        "mixup",
+        "cutmix",
+        "eval_crop",
+        "eval_window",
+        "eval_scales",
+        "eval_flip",
+    ),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -199,6 +208,7 @@ REFUSED_BY_RUN = {
     "--task=segmentation --model=nothing": "--model=nothing",
     "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
     "--task=classification": "--num_classes=3",
+    "--task=segmentation --model=tiny --mixup=0.2": "does not read it",
     "--task=segmentation --data_dir={run}": "{run}",
     "--resume={run}/nothing": "{run}/nothing",
     "--resume={run} --optimizer=adam": "{run}",

@@ -110,6 +110,17 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 
 
+def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
+    """And says in its card that it mixes."""
+    root = pictures(world)
+    how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}
+    whole = trained(world, root, num_steps=4, run_dir=str(root / "whole"), **how)
+    trained(world, root, num_steps=2, **how)
+    same(whole.weights(), trained(world, root, num_steps=4, **how).weights())
+    file = whole.folder / "checkpoints" / "step-00000004" / "manifest.json"
+    assert json.loads(file.read_text())["card"]["augmentation"]["cutmix"] == 1.0
+
+
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
     root = pictures(world)
     train = root / "data" / "train"

@@ -9,12 +9,27 @@ import dataclasses
 
 import tensorflow as tf
 
-_ORDERS, _KEYS = 1, 2  # uses of the random words
+_ORDERS, _KEYS, _PARTNERS = 1, 2, 2  # uses of the random words; the last of a sample's key
 
 
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
     """First and one-past-last index of `rank`'s part of `total`, split as evenly as possible."""
     return total * rank // size, total * (rank + 1) // size
+
+
+def partner(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
+    """Another of `total` samples, each as likely, that belongs to a sample and its key: int64.
+
+    `index`: int64 scalar; `key`: int32 [2]. Of a single sample, itself.
+    """
+    word = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[],
+        key=tf.bitcast(key, tf.uint64)[None],
+        counter=tf.constant([0, _PARTNERS], tf.uint64),  # what augmentation draws has 0 and 1
+        alg=tf.random.Algorithm.PHILOX.value,
+        dtype=tf.int64,
+    )
+    return (index + 1 + word % max(total - 1, 1)) % total
 
 
 @dataclasses.dataclass(frozen=True)

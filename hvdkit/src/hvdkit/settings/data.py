@@ -89,6 +89,12 @@ class DataSettings(Room):
     colour_range: str = setting(
         "", "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own"
     )
+    mixup: float = setting(
+        0.0, "mix pictures: parameter of the Beta distribution; 0: off", low=0, below=1000
+    )
+    cutmix: float = setting(
+        0.0, "boxes of other pictures: parameter of the Beta; 0: off", low=0, below=1000
+    )
     max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
     max_bad_samples: str = setting("0", "bad samples to replace, a number or a share: 100 or 0.1%")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
