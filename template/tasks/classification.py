@@ -5,7 +5,7 @@ from functools import partial
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data import augment, image_ops, mixing
+from hvdkit.data import augment, image_ops, mixing, rand_augment
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
@@ -44,6 +44,7 @@ class Task:
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
         self.smallest = 0.08 if config.image_size >= LARGE else None
         self.colour = config.colour_limits or (0.0, 0.0, 0.0)
+        self.operations = config.random_operations
         self.mixes = bool(config.mixup or config.cutmix)
 
     def sources(self) -> tuple[Source, Source]:
@@ -51,6 +52,7 @@ class Task:
 
     def augmentation(self) -> dict[str, object]:
         how = {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}
+        how["rand_augment"] = self.operations
         return how | {"mixup": self.config.mixup, "cutmix": self.config.cutmix}
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
@@ -70,6 +72,10 @@ class Task:
             image = augment.shifted(sample, key, **how)
         else:
             image = augment.random_resized(sample, key, smallest=self.smallest, **how)
+        if self.operations:
+            count, magnitude = self.operations
+            own = image_ops.keys(key, 3)[2]
+            image = rand_augment.applied(image, own, count=count, magnitude=magnitude)
         return augment.coloured(image, key, self.colour)
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:

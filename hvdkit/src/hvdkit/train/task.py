@@ -17,7 +17,7 @@ from hvdkit.train.groups import Group
 EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
 _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
-_OF_TASKS += ("label_map", "colour_range", "mixup", "cutmix", *EVALUATION)
+_OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
 _REPLACED = {
     "optimizer": ("optimizer", "momentum", "ema_decay"),
     "schedule": (
