@@ -52,9 +52,7 @@ class Task:
             HEADS, WIDTH // HEADS, use_bias=False, name="heads"
         )
         x = x + attend(y, y, attention_mask=mask, use_causal_mask=True)
-        y = keras.layers.LayerNormalization(name="norm2")(x)
-        y = keras.layers.Dense(4 * WIDTH, activation="gelu", name="mlp1")(y)
-        x = x + keras.layers.Dense(WIDTH, name="mlp2")(y)
+        x = keras.layers.Dense(4 * WIDTH, activation="gelu", name="mlp")(x)
         return keras.Model(inputs, keras.layers.Dense(TOKENS, name="scores", dtype=wide())(x))
 
     def loss(self, outputs, targets):

@@ -13,6 +13,8 @@ from small_runs import USUAL, fit_config, folder, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
+from hvdkit.data import contents
+from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
@@ -108,6 +110,32 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             export(config, world, stop, own=SimpleNamespace(**own | {"out": root, "check": None}))
         for file in (root / CARD, root / "saved_model" / "assets.extra" / CARD):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
+
+
+def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
+    root = pictures(world)
+    file = root / "data" / "train" / "cat" / "2.png"
+
+    def hashed(words: str = "18 files") -> None:
+        assert words in contents.write(ClassFolders(root / "data", "train"), "train")
+
+    def begin():
+        file.write_bytes(file.read_bytes() + b"\0" * 99)
+        hashed()
+
+    def replace():
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(root / "other.png")
+        data = (root / "other.png").read_bytes()
+        file.write_bytes(data + b"\0" * (file.stat().st_size - len(data)))
+
+    changed(world, begin)
+    trained(world, root)
+    changed(world, replace)
+    trained(world, root, num_steps=4)  # names and sizes are as before
+    changed(world, lambda: hashed("1 of 18 files"))
+    words = ("since step-00000004", "18 samples have files of other contents")
+    trained(world, root, *words, code=WRONG_USE, num_steps=6)
+    trained(world, root, num_steps=6, accept_changed_data=True)
 
 
 def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):

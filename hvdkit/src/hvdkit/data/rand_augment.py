@@ -16,8 +16,10 @@ STRONGEST = 30
 _FILL = 128.0  # beside the picture, as in the paper's code
 _LUMA = (19595, 38470, 7471)  # of red, green and blue, over 2**16: Pillow's grey
 _SHIFT = 150 / 331  # of the side: 150 pixels of the paper's 331
+_STAYS_X, _STAYS_Y = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)
 
 Picture = tf.Tensor
+Row = tuple[tf.Tensor | float, ...]  # a, b, c
 Operation = Callable[[Picture, tf.Tensor], Picture]  # of a strength, -1 to 1
 
 
@@ -33,11 +35,11 @@ def applied(image: Picture, key: tf.Tensor, *, count: int, magnitude: float) -> 
     return image
 
 
-def _moved(image: Picture, rows: list[list[tf.Tensor | float]]) -> Picture:
-    """Each pixel from where `rows` (a, b, c of x, and of y, between edges) say: the nearest."""
+def _moved(image: Picture, of_x: Row, of_y: Row) -> Picture:
+    """Each pixel x, y from a * x + b * y + c for both, the nearest; from edge to edge of pixels."""
     numbers = []
-    for a, b, c in rows:  # TensorFlow counts from pixels' centres
-        numbers += [a, b, c + (a + b - 1.0) / 2.0]
+    for a, b, c in (of_x, of_y):
+        numbers += [a, b, c + (a + b - 1.0) / 2.0]  # TensorFlow counts from pixels' centres
     moved = tf.raw_ops.ImageProjectiveTransformV3(
         images=image[None],
         transforms=tf.stack([*map(tf.convert_to_tensor, numbers), 0.0, 0.0])[None],
@@ -49,29 +51,15 @@ def _moved(image: Picture, rows: list[list[tf.Tensor | float]]) -> Picture:
     return moved[0]
 
 
-def _shear_x(image: Picture, strength: tf.Tensor) -> Picture:
-    return _moved(image, [[1.0, 0.3 * strength, 0.0], [0.0, 1.0, 0.0]])
-
-
-def _shear_y(image: Picture, strength: tf.Tensor) -> Picture:
-    return _moved(image, [[1.0, 0.0, 0.0], [0.3 * strength, 1.0, 0.0]])
-
-
-def _shift_x(image: Picture, strength: tf.Tensor) -> Picture:
-    pixels = tf.round(_SHIFT * strength * tf.cast(tf.shape(image)[1], tf.float32))
-    return _moved(image, [[1.0, 0.0, pixels], [0.0, 1.0, 0.0]])
-
-
-def _shift_y(image: Picture, strength: tf.Tensor) -> Picture:
-    pixels = tf.round(_SHIFT * strength * tf.cast(tf.shape(image)[0], tf.float32))
-    return _moved(image, [[1.0, 0.0, 0.0], [0.0, 1.0, pixels]])
+def _side(image: Picture, axis: int) -> tf.Tensor:
+    return tf.cast(tf.shape(image)[axis], tf.float32)
 
 
 def _rotate(image: Picture, strength: tf.Tensor) -> Picture:
     """About the centre, up to 30 degrees, counter-clockwise where the strength is positive."""
     cos, sin = tf.cos(math.pi / 6 * strength), tf.sin(math.pi / 6 * strength)
-    y, x = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32) / 2.0)
-    return _moved(image, [[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y]])
+    y, x = _side(image, 0) / 2.0, _side(image, 1) / 2.0
+    return _moved(image, (cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y))
 
 
 def _from(plain: tf.Tensor, image: Picture, strength: tf.Tensor) -> Picture:
@@ -95,10 +83,10 @@ def _sharpness(image: Picture, strength: tf.Tensor) -> Picture:
     kernel = tf.reshape([1.0, 1, 1, 1, 5, 1, 1, 1, 1], [3, 3, 1, 1]) / 13.0 * tf.eye(3)
     pixels = tf.cast(image, tf.float32)
     smooth = tf.floor(tf.nn.conv2d(pixels[None], kernel, 1, "SAME")[0] + 0.5)
-    rows, columns = tf.unstack(tf.shape(image)[:2])
-    of_rows = (tf.range(rows) > 0) & (tf.range(rows) < rows - 1)
-    of_columns = (tf.range(columns) > 0) & (tf.range(columns) < columns - 1)
-    inside = of_rows[:, None, None] & of_columns[None, :, None]
+    rows, columns = (
+        tf.range(n) % tf.maximum(n - 1, 1) > 0 for n in tf.unstack(tf.shape(image)[:2])
+    )
+    inside = rows[:, None, None] & columns[None, :, None]
     return _from(tf.where(inside, smooth, pixels), image, strength)
 
 
@@ -146,8 +134,12 @@ OPERATIONS: dict[str, Operation] = {
     "contrast": _contrast,
     "brightness": lambda image, strength: _from(tf.zeros([]), image, strength),
     "sharpness": _sharpness,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "shift_x": _shift_x,
-    "shift_y": _shift_y,
+    "shear_x": lambda image, by: _moved(image, (1.0, 0.3 * by, 0.0), _STAYS_Y),
+    "shear_y": lambda image, by: _moved(image, _STAYS_X, (0.3 * by, 1.0, 0.0)),
+    "shift_x": lambda image, by: _moved(
+        image, (1.0, 0.0, tf.round(_SHIFT * by * _side(image, 1))), _STAYS_Y
+    ),
+    "shift_y": lambda image, by: _moved(
+        image, _STAYS_X, (0.0, 1.0, tf.round(_SHIFT * by * _side(image, 0)))
+    ),
 }
