@@ -29,7 +29,5 @@ def test_a_packed_sequence_has_the_scores_that_it_has_alone():
         alone = scores(example.packed([text])._arrays, 0)[: len(text)]
         packed = scores(windows, row)[column : column + len(text)]
         np.testing.assert_allclose(packed, alone[: len(packed)], atol=1e-5)
-    targets = task.evaluation_example(
-        {n: a[0] for n, a in example.packed(texts[:2])._arrays.items()}
-    )
-    assert np.count_nonzero(targets["targets"]["counts"]) == 49 + 2
+    first = {n: a[0] for n, a in example.packed(texts[:2])._arrays.items()}
+    assert np.count_nonzero(task.evaluation_example(first)["targets"]["counts"]) == 49 + 2

@@ -215,6 +215,8 @@ def test_hashes_are_those_of_sha256sum(tmp_path: Path, run, write):
         one = file.parent / file.read_text().splitlines()[0].split("  ")[1]
         one.rename(one.with_name("a\\b\nc" + one.suffix))
         assert "1 of " in run(*how)[1]
+        next(one.parent.iterdir()).unlink()
+        assert " before)\n" in run(*how)[1]
     subprocess.run(
         ["sha256sum", "-c", "--quiet", "--strict", file.name], cwd=file.parent, check=True
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import image_ops, mixing
+from hvdkit.data import mixing
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Arrays
@@ -41,20 +41,6 @@ def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
             assert float(kept) == np.float32(1) - np.float32(pixels) / np.float32(9 * 13)
             lost += float(kept) > share + 0.1
     assert lost > 3
-
-
-def test_mixup_is_rounded_to_whole_shades():
-    first, second = (DRAW.integers(0, 256, (5, 4, 3), np.uint8) for _ in range(2))
-    image = mixing.blended((tf.constant(first), tf.constant(second)), tf.constant(0.3))
-    np.testing.assert_allclose(image, 0.3 * first + 0.7 * second, atol=0.501)
-
-
-def test_of_both_each_is_taken_half_of_the_time():
-    pair = (tf.zeros([8, 8, 3], tf.uint8), tf.fill([8, 8, 3], np.uint8(200)))
-    how = {"mixup": 30.0, "cutmix": 30.0}
-    made = of_keys(400, lambda key: mixing.mixed(pair, key, **how)[0])
-    cuts = [bool(np.isin(image, (0, 200)).all()) for image in made]
-    assert 160 < sum(cuts) < 240
 
 
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.0, 5.0)])
@@ -105,34 +91,11 @@ def test_batches_are_the_same_on_any_ranks_with_accumulation_and_resumed(how):
     assert len({*shares.tolist()}) > 12
 
 
-def test_a_mixed_picture_is_of_its_partner_by_its_share():
-    """A box of a plain picture of its label's shade in one of the other's."""
-    shades = np.repeat(np.arange(3, dtype=np.uint8), 10)
-    images = np.ones((30, 8, 8, 3), np.uint8) * (50 + shades[:, None, None, None])
-    task = classification.Task(Settings(image_size=8, num_classes=3, cutmix=1.0))
-    source = Arrays(image=images, label=shades.astype(np.int64))
-    made = task_checks.reader(task, source, training=True)
-    for number in range(20):
-        example = made.one(number, tf.constant([number, 7]))
-        image, targets = example["inputs"]["image"].numpy()[..., 0], example["targets"]
-        label, other, share = (
-            int(targets["label"]),
-            int(targets["other"]),
-            float(targets["share"]),
-        )
-        inside = image[image > 0].astype(int) - 50  # shifted pictures have black edges
-        assert {*inside} <= {label, other}
-        if label != other and share in (0.0, 1.0):
-            assert {*inside} == {label if share else other}
-
-
 def test_off_costs_nothing_and_an_evaluation_never_mixes():
-    key = image_ops.keys(tf.constant([1, 2]), 1)[0]
-    plain = classification.Task(Settings(image_size=8, num_classes=3))
-    mixing_task = classification.Task(Settings(image_size=8, num_classes=3, mixup=1.0))
-    made = task_checks.reader(plain, SOURCE, training=True)
-    assert made.paired == 0 and made.one(4, key)["targets"] == 1
-    read = {n: task_checks.reader(mixing_task, SOURCE, training=n) for n in (True, False)}
-    assert read[True].paired == 30 and read[False].paired == 0
-    assert read[False].one(4)["targets"] == 1
-    assert mixing_task.augmentation()["mixup"] == 1.0
+    plain, mixes = ({"image_size": 8, "num_classes": 3, "mixup": a} for a in (0.0, 1.0))
+    paired = {}
+    for how, training in ((plain, True), (mixes, True), (mixes, False)):
+        made = task_checks.reader(classification.Task(Settings(**how)), SOURCE, training=training)
+        paired[how["mixup"], training] = made.paired
+    assert paired == {(0.0, True): 0, (1.0, True): 30, (1.0, False): 0}
+    assert made.one(4)["targets"] == 1

@@ -53,7 +53,8 @@ def write(source: Source, split: str) -> str:
     if before and new:
         what = f"{len(new):,} of {len(lines):,} files are new, or changed since the last --hash"
         return f"{what}: {logs.join(new, 3)}"
-    return f"the contents of {len(lines):,} files are in {file}" + ", as before" * bool(before)
+    then = ", as before" if before == {*lines} else f" ({len(before):,} before)" * bool(before)
+    return f"the contents of {len(lines):,} files are in {file}{then}"
 
 
 def _line(name: bytes, sha: str) -> bytes:
