@@ -13,7 +13,7 @@ from small_runs import USUAL, fit_config, folder, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
-from hvdkit.data import pack
+from hvdkit.data import contents, pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
@@ -129,6 +129,37 @@ def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
         ended.append(run.weights())
     same(ended[1], ended[2], 1e-5, 1e-6)
     assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
+
+
+def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
+    root = pictures(world)
+    file = root / "data" / "train" / "cat" / "2.png"
+
+    def hashed(words: str = "18 files") -> None:
+        file.write_bytes(file.read_bytes().ljust(999, b"\0"))
+        assert words in contents.write(ClassFolders(root / "data", "train"), "train")
+
+    def replace():
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file)
+        hashed("1 of 18 files")
+
+    changed(world, hashed)
+    trained(world, root, num_steps=4)
+    changed(world, replace)  # names and sizes are as before
+    words = ("since step-00000004", "18 samples have files of other contents")
+    trained(world, root, *words, code=WRONG_USE, num_steps=6)
+    trained(world, root, num_steps=6, accept_changed_data=True)
+
+
+def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
+    """And says in its card that it mixes."""
+    root = pictures(world)
+    how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}
+    whole = trained(world, root, num_steps=4, run_dir=str(root / "whole"), **how)
+    trained(world, root, num_steps=2, **how)
+    same(whole.weights(), trained(world, root, num_steps=4, **how).weights())
+    file = whole.folder / "checkpoints" / "step-00000004" / "manifest.json"
+    assert json.loads(file.read_text())["card"]["augmentation"]["cutmix"] == 1.0
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
