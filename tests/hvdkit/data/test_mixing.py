@@ -59,6 +59,21 @@ def test_the_loss_of_two_labels_is_that_of_a_target_of_two_classes(weights):
     np.testing.assert_allclose(counts, sum(parts), rtol=1e-6)
 
 
+def test_a_mixed_picture_is_of_each_label_by_its_share():
+    """Blends of 0 and 200, and boxes of one in the other; each half of the time."""
+    pair = (tf.fill([8, 8, 3], np.uint8(200)), tf.zeros([8, 8, 3], tf.uint8))
+    how = {"mixup": 30.0, "cutmix": 30.0}
+
+    def draw(key: tf.Tensor) -> tf.Tensor:
+        image, share = mixing.mixed(pair, key, **how)
+        return tf.concat([tf.cast(tf.reshape(image, [-1]), tf.float32), [share]], 0)
+
+    images, shares = np.split(of_keys(400, draw), [-1], axis=1)
+    np.testing.assert_allclose(images.mean(1) / 200, shares[:, 0], atol=0.0026)
+    cuts = [bool(np.isin(image, (0, 200)).all()) for image in images]
+    assert 160 < sum(cuts) < 240
+
+
 def test_partners_are_any_other_sample():
     found = of_keys(3000, lambda key: partner(tf.constant(2, tf.int64), key, 5))
     counts = np.bincount(found, minlength=5)
