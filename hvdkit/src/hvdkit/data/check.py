@@ -69,6 +69,9 @@ def check(
         source = numbered(source, root / split, names)
     except ValueError as error:
         tell(str(error))
+    if hashes and (reason := contents.why_not(source, split)):
+        tell(reason)
+        hashes = False
     names[:] = names or names_of(source)
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
@@ -96,7 +99,7 @@ def check(
     if hashes:
         try:
             print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
-        except (ValueError, OSError) as error:
+        except OSError as error:
             tell(str(error))
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
