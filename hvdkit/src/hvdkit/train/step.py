@@ -338,7 +338,7 @@ class Step:
         tries = divided and not self.own_losses and not across.used
         if getattr(self._task, "mixes", False) and tries:
             with self._world.fail_together("trying the loss"):
-                tried = [sample(place, draw=place) for place in range(2)]
+                tried = [sample(place, draw=place) for place in range(4)]
                 how = {"state": self._state, "settings": self._settings}
                 objective.check_own(self._at_rest, tried, whose="the task's ", **how)
 
