@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import tensorflow as tf
 from PIL import Image
 from small_runs import USUAL, fit_config, folder, same
 
@@ -47,10 +48,10 @@ def changed(world, change) -> None:
     world.gather_objects(None, "checks_data.changed")
 
 
-def trained(world, root: Path, *words: str, code: int = DONE, **settings):
+def trained(world, root: Path, *words: str, code: int = DONE, task: type = Task, **settings):
     about = USUAL | ABOUT | {"data_dir": str(root / "data"), "run_dir": str(root / "run")}
     config = dataclasses.replace(Settings(), **about | settings)
-    return fit_config(config, world, Task, *words, code=code)
+    return fit_config(config, world, task, *words, code=code)
 
 
 def check_a_resume_on_changed_data_says_what_changed(world):
@@ -160,6 +161,14 @@ def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
     same(whole.weights(), trained(world, root, num_steps=4, **how).weights())
     file = whole.folder / "checkpoints" / "step-00000004" / "manifest.json"
     assert json.loads(file.read_text())["card"]["augmentation"]["cutmix"] == 1.0
+
+    class OneShare(Task):  # of a whole batch: only a loss of mixed targets shows it
+        def loss(self, outputs, targets):
+            if isinstance(targets, dict):
+                targets = targets | {"share": tf.reduce_mean(targets["share"])}
+            return super().loss(outputs, targets)
+
+    trained(world, root, "one by one", task=OneShare, code=WRONG_USE, num_steps=5, **how)
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):

@@ -28,16 +28,23 @@ def known(root: Path, split: str) -> str:
     return shared_listing.found(("contents", str(root), split), find)
 
 
-def write(source: Source, split: str) -> str:
-    """Hashes the source's files; returns what changed since it was last done, in words.
-
-    Raises OSError for a file that cannot be read or written; ValueError: they are not known.
-    """
+def why_not(source: Source, split: str) -> str:
+    """Why `write` cannot work, known before anything is read; "": it can."""
     if not hasattr(source, "files"):
-        raise ValueError(
+        return (
             "--hash is for files that are listed (class folders, pairs); records and CIFAR have "
             "checksums in their fingerprint, a reader of your own needs `files` and `root`"
         )
+    folder = _file(source.root, split).parent
+    writable = os.access(folder, os.W_OK)
+    return "" if writable else f"--hash writes into {folder}, which is read-only for you"
+
+
+def write(source: Source, split: str) -> str:
+    """Hashes the source's files; returns what changed since it was last done, in words.
+
+    Raises OSError for a file that cannot be read or written.
+    """
     file, names, lines = _file(source.root, split), [*source.files()], []
     before = set(whole_files.read(file, _MOST_BYTES).splitlines()) if file.exists() else set()
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -64,4 +71,4 @@ def _line(name: bytes, sha: str) -> bytes:
 
 
 def _file(root: Path, split: str) -> Path:
-    return root / f"{split}.sha256"
+    return root / f"{Path(split)}.sha256"  # of train/ as of train

@@ -270,9 +270,12 @@ class TrainingFeed:
             self._start.assign(self._step)
             self._open()
 
-    def sample(self, place: int) -> Example:
-        """An example by itself, or, with `replaces`, the next one that can be read; ValueError."""
-        size, key = len(self._source), tf.zeros([2], tf.int32)
+    def sample(self, place: int, draw: int = 0) -> Example:
+        """An example by itself, or, with `replaces`, the next one that can be read; ValueError.
+
+        `draw`: of its key.
+        """
+        size, key = len(self._source), tf.constant([draw, 0], tf.int32)
         for number in range(place, place + size):
             try:
                 return read_one(self._reader, self._source, number % size, key)

@@ -72,7 +72,7 @@ class ClassFolders:
 
     def files(self) -> Iterator[bytes]:
         """Each file's path."""
-        return (os.fsencode(self._split) + b"/" + name for name in self.sample_names())
+        return (os.fsencode(Path(self._split) / os.fsdecode(name)) for name in self.sample_names())
 
     def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
