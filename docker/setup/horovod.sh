@@ -37,6 +37,18 @@ build() {
     # shellcheck disable=SC2016
     export LDFLAGS="${LDFLAGS:-}"' -Wl,-rpath,$ORIGIN/../../../.. -Wl,-rpath,$ORIGIN/../../nvidia/nccl/lib'
     export CMAKE_POLICY_VERSION_MINIMUM=3.5 # CMake 4 would refuse Horovod's dependencies
+    # Horovod compiles Gloo twice, once in the C++ of older TensorFlows, and symbols for debuggers:
+    # a third of the time. CMake reads this file beside its command line, and again at its end.
+    cat >"$work/less.cmake" <<CMAKE
+set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -DNDEBUG" CACHE STRING "")
+if(TARGET gloo)
+  set_target_properties(gloo PROPERTIES EXCLUDE_FROM_ALL ON)
+elseif(NOT at_end AND CMAKE_VERSION VERSION_GREATER_EQUAL 3.19)
+  set(at_end ON)
+  cmake_language(DEFER CALL include "$work/less.cmake")
+endif()
+CMAKE
+    export CMAKE_TOOLCHAIN_FILE=$work/less.cmake
     # Without this, Open MPI's compiler puts this environment's absolute path first.
     [ "$mpi" != wheel ] || export OMPI_LDFLAGS="-L${python%/bin/*}/lib"
     if [ "$DEVICE" = gpu ]; then

@@ -5,7 +5,7 @@ from functools import partial
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data import augment
+from hvdkit.data import augment, image_ops, mixing, rand_augment
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
@@ -44,22 +44,39 @@ class Task:
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
         self.smallest = 0.08 if config.image_size >= LARGE else None
         self.colour = config.colour_limits or (0.0, 0.0, 0.0)
+        self.operations = config.random_operations
+        self.mixes = bool(config.mixup or config.cutmix)
 
     def sources(self) -> tuple[Source, Source]:
         return open_sources(self.config, default="digits")
 
     def augmentation(self) -> dict[str, object]:
-        return {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}
+        how = {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}
+        how["rand_augment"] = self.operations
+        return how | {"mixup": self.config.mixup, "cutmix": self.config.cutmix}
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
+        image, label = self._augmented(sample, key), self._label(sample)
+        if not self.mixes:
+            return {"inputs": self._inputs(image, key), "targets": label}
+        other, (own, of_mixing) = sample["partner"], tf.unstack(image_ops.keys(key, 2))
+        how = {"mixup": self.config.mixup, "cutmix": self.config.cutmix}
+        image, share = mixing.mixed((image, self._augmented(other, own)), of_mixing, **how)
+        targets = {"label": label, "other": self._label(other), "share": share}
+        return {"inputs": self._inputs(image, key), "targets": targets}
+
+    def _augmented(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> tf.Tensor:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
         how = {"size": self.config.image_size, "mirror": self.mirror}
         if self.smallest is None:
             image = augment.shifted(sample, key, **how)
         else:
             image = augment.random_resized(sample, key, smallest=self.smallest, **how)
-        image = augment.coloured(image, key, self.colour)
-        return {"inputs": self._inputs(image, key), "targets": self._label(sample)}
+        if self.operations:
+            count, magnitude = self.operations
+            own = image_ops.keys(key, 3)[2]
+            image = rand_augment.applied(image, own, count=count, magnitude=magnitude)
+        return augment.coloured(image, key, self.colour)
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         return self._centre({"image": image})
@@ -82,14 +99,13 @@ class Task:
         config = self.config
         return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
-    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Softmax cross-entropy from logits [B, classes] and labels integer [B]."""
-        return losses.cross_entropy(
-            outputs,
-            targets,
-            smoothing=self.config.label_smoothing,
-            class_weights=self.config.class_weight_list,
-        )
+    def loss(
+        self, outputs: tf.Tensor, targets: tf.Tensor | dict[str, tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Softmax cross-entropy from logits [B, classes] and labels integer [B], or mixed ones."""
+        of = losses.mixed_cross_entropy if isinstance(targets, dict) else losses.cross_entropy
+        smoothing, weights = self.config.label_smoothing, self.config.class_weight_list
+        return of(outputs, targets, smoothing=smoothing, class_weights=weights)
 
     def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
         return softmax(outputs)

@@ -139,6 +139,7 @@ KEEPS_ON_ONE_RANK = [
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
     *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
+    *("rand_augment", "mixup", "cutmix"),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -162,6 +163,10 @@ REFUSED = {
     "--end_lr=0.06": "is greater than",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--colour_range=0,2,0": "--colour_range='0,2,0'",
+    **{
+        f"--rand_augment={value}": f"--rand_augment='{value}'"
+        for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
+    },
     "--label_map=no/such": "--label_map=no/such: No such file",
     **{
         f"--label_map={value}": f"--label_map='{value}'"
@@ -199,6 +204,8 @@ REFUSED_BY_RUN = {
     "--task=segmentation --model=nothing": "--model=nothing",
     "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
     "--task=classification": "--num_classes=3",
+    "--task=segmentation --model=tiny --mixup=0.2": "does not read it",
+    "--task=segmentation --model=tiny --rand_augment=2,9": "does not read it",
     "--task=segmentation --data_dir={run}": "{run}",
     "--resume={run}/nothing": "{run}/nothing",
     "--resume={run} --optimizer=adam": "{run}",

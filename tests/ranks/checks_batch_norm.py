@@ -84,6 +84,9 @@ def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
         near = 2e-2 if "bfloat16" in policy else 1e-4
         for pair in zip(*found):
             np.testing.assert_allclose(*(tf.cast(t, tf.float64) for t in pair), near, near)
+    of_bytes = keras.Sequential([keras.Input((5, 5, 3), dtype="uint8"), bn()])
+    batch_norm.fuse(of_bytes)  # cuDNN has no kernel for them
+    assert not of_bytes(tf.ones([2, 5, 5, 3], tf.uint8), training=True).numpy().any()
 
 
 def moving(world, mode, every_step, steps=6, weight=None):

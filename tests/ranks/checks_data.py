@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import tensorflow as tf
 from file_server import FileServer
 from PIL import Image
 from small_runs import USUAL, fit_config, folder, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
-from hvdkit.data import pack
+from hvdkit.data import contents, pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
@@ -49,10 +50,10 @@ def changed(world, change) -> None:
     world.gather_objects(None, "checks_data.changed")
 
 
-def trained(world, root: Path, *words: str, code: int = DONE, **settings):
+def trained(world, root: Path, *words: str, code: int = DONE, task: type = Task, **settings):
     about = USUAL | ABOUT | {"data_dir": str(root / "data"), "run_dir": str(root / "run")}
     config = dataclasses.replace(Settings(), **about | settings)
-    return fit_config(config, world, Task, *words, code=code)
+    return fit_config(config, world, task, *words, code=code)
 
 
 def check_a_resume_on_changed_data_says_what_changed(world):
@@ -159,6 +160,45 @@ def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world
             assert sum(file.stat().st_size for file in cache.glob("*/*")) <= bound
     for other in ended[1:]:
         assert all((one == its).all() for one, its in zip(ended[0], other))
+
+
+def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
+    root = pictures(world)
+    file = root / "data" / "train" / "cat" / "2.png"
+
+    def hashed(words: str = "18 files") -> None:
+        file.write_bytes(file.read_bytes().ljust(999, b"\0"))
+        assert words in contents.write(ClassFolders(root / "data", "train"), "train")
+
+    def replace():
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file)
+        hashed("1 of 18 files")
+
+    changed(world, hashed)
+    trained(world, root, num_steps=4)
+    changed(world, replace)  # names and sizes are as before
+    words = ("since step-00000004", "18 samples have files of other contents")
+    trained(world, root, *words, code=WRONG_USE, num_steps=6)
+    trained(world, root, num_steps=6, accept_changed_data=True)
+
+
+def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
+    """And says in its card that it mixes."""
+    root = pictures(world)
+    how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}
+    whole = trained(world, root, num_steps=4, run_dir=str(root / "whole"), **how)
+    trained(world, root, num_steps=2, **how)
+    same(whole.weights(), trained(world, root, num_steps=4, **how).weights())
+    file = whole.folder / "checkpoints" / "step-00000004" / "manifest.json"
+    assert json.loads(file.read_text())["card"]["augmentation"]["cutmix"] == 1.0
+
+    class OneShare(Task):  # of a whole batch: only a loss of mixed targets shows it
+        def loss(self, outputs, targets):
+            if isinstance(targets, dict):
+                targets = targets | {"share": tf.reduce_mean(targets["share"])}
+            return super().loss(outputs, targets)
+
+    trained(world, root, "one by one", task=OneShare, code=WRONG_USE, num_steps=5, **how)
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):

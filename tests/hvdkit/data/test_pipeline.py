@@ -167,6 +167,23 @@ def batches_of(source: Torn, steps: range, size: int) -> tuple[list[list[int]], 
     return found, sorted(one for feed in feeds for one in feed.replaced)
 
 
+def test_a_sample_whose_partner_is_bad_is_replaced_alike_on_any_number_of_ranks():
+    found = []
+    for size in (1, 3):
+        source, rows, bad = Torn(17), [], []
+        made = reader(source, lambda s, _: {"x": [s["x"], s["partner"]["x"]]}, True, paired=True)
+        for order in (Sampler(50, 12, 1, 1, rank, size) for rank in range(size)):
+            feed = TrainingFeed(source, order, made, num_steps=9, replaces=True)
+            rows.append([feed.next()["x"][0].numpy() for _ in range(9)])
+            bad += feed.replaced
+            assert feed.error is None
+        found.append((np.concatenate(rows, axis=1).tolist(), sorted(bad)))
+    assert found[0] == found[1]
+    rows, bad = np.array(found[0][0]), found[0][1]
+    assert 17 not in rows and np.all(rows[..., 0] != rows[..., 1])
+    assert len(bad) > 2 and {one.sample for one in bad} == {17}  # counted as one bad sample
+
+
 def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume():
     order, torn = Sampler(50, 12, 1, 1, 0, 1), {3, 17, 44}
     found, replaced = batches_of(TornAndBusy(torn), range(9), 1)

@@ -25,6 +25,7 @@ READ_AS_ANOTHER_NAME = {
     "colour_range": "colour_limits",
     "eval_scales": "eval_scale_list",
     "lr_boundaries": "boundary_steps",
+    "rand_augment": "random_operations",
     "scale_range": "scale_limits",
     "trackers": "tracker_names",
 }

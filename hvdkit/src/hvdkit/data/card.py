@@ -32,6 +32,8 @@ def made(
         part: {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
         for part, (name, source) in splits.items()
     }
+    for part, (_, source) in splits.items():  # where `hvdkit check --hash` found them
+        about[part] |= {"contents": found} if (found := getattr(source, "contents", "")) else {}
     return about | {
         "class_names": classes.of(train),
         "num_classes": config.num_classes,
@@ -61,9 +63,17 @@ def check(
     `accepted`: whether they may differ, else ValueError.
     """
     was, there = before.get("train"), now.get("train")
-    if not was or not there or was["fingerprint"] == there["fingerprint"]:
+    if not was or not there:
         return []
-    what = _changed(_kept(_file(checkpoint.resolve().parent.parent, before)), before, now, source)
+    # Contents are known where `hvdkit check --hash` was called, then and now.
+    contents = was.get("contents"), there.get("contents")
+    if was["fingerprint"] != there["fingerprint"]:
+        old = _kept(_file(checkpoint.resolve().parent.parent, before))
+        what = _changed(old, before, now, source)
+    elif all(contents) and contents[0] != contents[1]:
+        what = f"the same {there['samples']:,} samples have files of other contents, by --hash"
+    else:
+        return []
     if not accepted:
         raise ValueError(
             f"the training data changed since {checkpoint.name} ({what}): put them back, give "

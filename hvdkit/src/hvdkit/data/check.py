@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs
-from hvdkit.data import pipeline, remote
+from hvdkit.data import contents, pipeline, remote
 from hvdkit.data.classes import numbered, relabelled, without_foreground
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
@@ -50,11 +50,13 @@ def check(
     tell: Callable[[str], None],
     names: list[str],
     values: Mapping[int, int | None] | None = None,
+    hashes: bool = False,
 ) -> "Counts":
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     `layout`: a key of READERS; `classes`: their number, 0: as the reader says; `names` of the
-    training split's classes, filled by the first split that is read; `values`: as --label_map.
+    training split's classes, filled by the first split that is read; `values`: as --label_map;
+    `hashes`: whether contents are written (contents.py).
     """
     try:
         source = reader_of(layout)(root, split, 0 if values else classes)
@@ -67,6 +69,9 @@ def check(
         source = numbered(source, root / split, names)
     except ValueError as error:
         tell(str(error))
+    if hashes and (reason := contents.why_not(source, split)):
+        tell(reason)
+        hashes = False
     names[:] = names or names_of(source)
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
@@ -91,8 +96,17 @@ def check(
     for line in counted.lines(names_of(source)):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
+    if hashes:
+        _hash(source, split, tell)
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
+
+
+def _hash(source: Source, split: str, tell: Callable[[str], None]) -> None:
+    try:
+        print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
+    except OSError as error:
+        tell(str(error))
 
 
 class _Sample(NamedTuple):
@@ -217,6 +231,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
     parser.add_argument("--label_map", default="", help="as of train.py: 255:1,0:ignore")
+    parser.add_argument("--hash", action="store_true", help="keep the SHA-256 of each file")
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     pictures.limit(args.max_pixels)
@@ -245,6 +260,7 @@ def main(argv: list[str]) -> int:
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             names = []
         how = {"classes": args.num_classes, "tell": tell, "names": names, "values": values}
+        how["hashes"] = args.hash
         read = check(args.data_dir, split, layout, **how)
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"

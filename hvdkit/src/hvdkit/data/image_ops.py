@@ -24,6 +24,18 @@ def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
     )
 
 
+def keys(key: tf.Tensor, count: int) -> tf.Tensor:
+    """Keys of their own for what is drawn beside `uniform` of this key: int32 [count, 2]."""
+    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[2 * count],
+        key=tf.bitcast(key, tf.uint64)[None],
+        counter=tf.constant([0, 1], tf.uint64),  # `uniform` counts from [0, 0]
+        alg=tf.random.Algorithm.PHILOX.value,
+        dtype=tf.int32,
+    )
+    return tf.reshape(words, [count, 2])
+
+
 def size(sample: dict[str, tf.Tensor]) -> tf.Tensor:
     """Height and width of a sample's image, int32 [2]."""
     return pictures.size(sample["file"]) if "file" in sample else tf.shape(sample["image"])[:2]

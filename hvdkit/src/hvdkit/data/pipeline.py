@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_determinism
 
-from hvdkit.data.sampler import Sampler
+from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Parts, Source, fetched
 from hvdkit.logs import say
 from hvdkit.ranks.messages import heartbeat
@@ -47,6 +47,7 @@ class Reader(NamedTuple):
     parts: frozenset[str]  # of the sample
     ahead: Callable[[tf.Tensor], Parts] | None  # the source's, if it is a ReadAhead
     at_once: int  # samples that it fetches then
+    paired: int = 0  # of so many samples, another one is read beside each
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
         """An example by itself; raises what TensorFlow does where it cannot be read."""
@@ -55,6 +56,11 @@ class Reader(NamedTuple):
             return self.read(place, *key)
         parts = {name: part[0] for name, part in self.ahead(place[None]).items()}
         return self.read(place, parts, *key)
+
+    def reads(self, index: int, *key: tf.Tensor) -> list[int]:
+        """The samples that an example is made of."""
+        place = tf.constant(index, tf.int64)
+        return [index, *([int(partner(place, *key, self.paired))] if self.paired else [])]
 
     def examples(self, samples: tf.data.Dataset, workers: int) -> tf.data.Dataset:
         """Of each index, or index and key; `workers` threads decode, others wait for disks."""
@@ -83,11 +89,14 @@ def reader(
     source: Source,
     transform: Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example],
     keyed: bool,
+    *,
+    paired: bool = False,
 ) -> Reader:
     """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
     The index is an argument of the graph, so that shapes hold for every sample. `keyed`: whether
-    `transform` takes a key, int32 [2], to draw with.
+    `transform` takes a key, int32 [2], to draw with. `paired`: whether another sample, which the
+    key chooses, is read with it, as sample["partner"]; it is not read ahead.
     """
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
@@ -104,17 +113,22 @@ def reader(
                 f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
             )
         parts.update(sample)
+        if paired:
+            sample = {**sample, "partner": source.read(partner(index, *key, len(source)))}
         return transform(sample, *key)
 
     signature = [tf.TensorSpec([], tf.int64), *([owner.form] if ahead else [])]
     signature += [tf.TensorSpec([2], tf.int32)] * keyed
     traced = tf.function(read, input_signature=signature, autograph=False)
     at_once = max(1, min(_FETCHED, int(_FETCHED_BYTES / owner.bytes_each))) if ahead else 0
-    return Reader(traced.get_concrete_function(), frozenset(parts), ahead, at_once)
+    pairs = len(source) if paired else 0
+    return Reader(traced.get_concrete_function(), frozenset(parts), ahead, at_once, pairs)
 
 
 class BadSample(ValueError):
     """A sample cannot be read, whatever the disk does; the message names it."""
+
+    sample = -1  # its index
 
 
 def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Example:
@@ -125,7 +139,10 @@ def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Examp
             return made.one(index, *key)
         except _READ_ERRORS as error:
             if not pause(error, pauses):
-                raise BadSample(explain(source, [index], error)) from None
+                ids = made.reads(index, *key)
+                fault = BadSample(explain(source, ids, error))
+                fault.sample = next(filter(source.explain, ids), index)
+                raise fault from None
 
 
 class Replaced(NamedTuple):
@@ -253,9 +270,12 @@ class TrainingFeed:
             self._start.assign(self._step)
             self._open()
 
-    def sample(self, place: int) -> Example:
-        """An example by itself, or, with `replaces`, the next one that can be read; ValueError."""
-        size, key = len(self._source), tf.zeros([2], tf.int32)
+    def sample(self, place: int, draw: int = 0) -> Example:
+        """An example by itself, or, with `replaces`, the next one that can be read; ValueError.
+
+        `draw`: of its key.
+        """
+        size, key = len(self._source), tf.constant([draw, 0], tf.int32)
         for number in range(place, place + size):
             try:
                 return read_one(self._reader, self._source, number % size, key)
@@ -269,26 +289,26 @@ class TrainingFeed:
 
     def _good(self, index: int, key: tf.Tensor) -> int:
         """This sample, or the one in its place; ValueError where there is none."""
-        if not (why := self._fault(index, key)):
+        if not (fault := self._fault(index, key)):
             return index
         if not self._replaces:
-            raise ValueError(why)
+            raise ValueError(str(fault))
         whole = dataclasses.replace(self._order, rank=0, size=1, virtual_ranks=0)
         batch = whole.local_samples(tf.constant(self._step, tf.int64))[0].numpy().tolist()
         first = int(key[0]) % len(batch)
         for other in batch[first:] + batch[:first]:
             if other != index and not self._fault(other, key):
-                self.replaced.append(Replaced(self._step + 1, index, other, why))
+                self.replaced.append(Replaced(self._step + 1, fault.sample, other, str(fault)))
                 return other
-        raise ValueError(f"no sample of the batch of step {self._step + 1} can be read: {why}")
+        raise ValueError(f"no sample of the batch of step {self._step + 1} can be read: {fault}")
 
-    def _fault(self, index: int, key: tf.Tensor) -> str:
-        """Why a sample cannot be read, or ""; ValueError where the disk fails again and again."""
+    def _fault(self, index: int, key: tf.Tensor) -> BadSample | None:
+        """Why a sample or its partner cannot be read; ValueError: the disk fails time and again."""
         try:
             read_one(self._reader, self._source, index, key)
-            return ""
+            return None
         except BadSample as fault:
-            return str(fault)
+            return fault
 
 
 class EvaluationFeed:

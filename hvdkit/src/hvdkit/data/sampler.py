@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdkit.data.source import Source
 
 _ORDERS, _KEYS, _SHARDS, _WINDOWS = 1, 2, 3, 4  # uses of the random words
+_PARTNERS = 2  # of those of a sample's key
 
 
 class Shards(NamedTuple):
@@ -39,6 +40,21 @@ def shards_of(source: Source, at_once: int) -> Shards | None:
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
     """First and one-past-last index of `rank`'s part of `total`, split as evenly as possible."""
     return total * rank // size, total * (rank + 1) // size
+
+
+def partner(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
+    """Another of `total` samples, each as likely, that belongs to a sample and its key: int64.
+
+    `index`: int64 scalar; `key`: int32 [2]. Of a single sample, itself.
+    """
+    word = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[],
+        key=tf.bitcast(key, tf.uint64)[None],
+        counter=tf.constant([0, _PARTNERS], tf.uint64),  # what augmentation draws has 0 and 1
+        alg=tf.random.Algorithm.PHILOX.value,
+        dtype=tf.int64,
+    )
+    return (index + 1 + word % max(total - 1, 1)) % total
 
 
 @dataclasses.dataclass(frozen=True)

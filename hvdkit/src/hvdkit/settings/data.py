@@ -98,6 +98,15 @@ class DataSettings(Room):
     colour_range: str = setting(
         "", "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own"
     )
+    rand_augment: str = setting(
+        "", "RandAugment's number of operations and magnitude, 0 to 30: 2,9; empty: none"
+    )
+    mixup: float = setting(
+        0.0, "mix pictures: parameter of the Beta distribution; 0: off", low=0, below=1000
+    )
+    cutmix: float = setting(
+        0.0, "boxes of other pictures: parameter of the Beta; 0: off", low=0, below=1000
+    )
     max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
     max_bad_samples: str = setting("0", "bad samples to replace, a number or a share: 100 or 0.1%")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
@@ -107,6 +116,7 @@ class DataSettings(Room):
             if not getattr(self, name):
                 raise ValueError(f"--{name}= is empty: name a split of --data_dir")
         _ = self.scale_limits, self.label_values, self.colour_limits, self.most_bad_samples(0)
+        _ = self.random_operations
 
     @property
     def label_values(self) -> dict[int, int | None]:
@@ -144,6 +154,16 @@ class DataSettings(Room):
             self, "scale_range", what, fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10
         )
         return low, high
+
+    @property
+    def random_operations(self) -> tuple[int, float] | None:
+        """How many operations RandAugment applies, and their magnitude; None: it is off."""
+        if not self.rand_augment:
+            return None
+        what = "a whole number from 1 to 10 and a magnitude from 0 to 30: 2,9"
+        fits = lambda x: len(x) == 2 and x[0] in range(1, 11) and 0 <= x[1] <= 30  # noqa: E731
+        count, magnitude = numbers(self, "rand_augment", what, fits=fits)
+        return int(count), magnitude
 
     def most_bad_samples(self, samples: int) -> int:
         """How many of so many training samples may be bad."""

@@ -20,6 +20,8 @@ from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.train import across
 
+_FUSED = (tf.float16, tf.bfloat16, tf.float32)  # types that cuDNN's kernel takes
+
 
 def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
     """The moving means and the moving variances of every batch norm, in one order."""
@@ -122,7 +124,7 @@ def fuse(model: keras.Model) -> None:
 def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
     """A batch norm's `call`; Keras's where cuDNN has no kernel or none is needed."""
     rank, dtype = len(inputs.shape), inputs.dtype
-    fits = rank == 4 and layer.axis in (-1, 3) and dtype != tf.float64 and mask is None
+    fits = rank == 4 and layer.axis in (-1, 3) and dtype in _FUSED and mask is None
     if not (fits and training and layer.trainable):
         return type(layer).call(layer, inputs, training=training, mask=mask)
     channels = inputs.shape[-1]

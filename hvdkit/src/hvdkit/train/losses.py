@@ -8,7 +8,8 @@ number of ranks and micro-batches.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -73,6 +74,23 @@ def cross_entropy(
     if valid is not None:
         weights = tf.where(valid, weights, tf.zeros_like(weights))
     return losses, weights
+
+
+def mixed_cross_entropy(
+    logits: tf.Tensor, targets: Mapping[str, tf.Tensor], **how: Any
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """`cross_entropy` (with its arguments `how`) of samples mixed of two, as it returns it.
+
+    That of both labels, by share: the same as of a target of two classes. So are their weights.
+
+    `targets`: "label" and "other", integers [...], and "share" of the first, float [...].
+    """
+    first, weights = cross_entropy(logits, targets["label"], **how)
+    second, others = cross_entropy(logits, targets["other"], **how)
+    share = tf.cast(targets["share"], first.dtype)
+    weights, others = share * weights, (1.0 - share) * others
+    total = weights * first + others * second
+    return tf.math.divide_no_nan(total, weights + others), weights + others
 
 
 def _require_logits(logits: tf.Tensor) -> None:

@@ -186,7 +186,12 @@ def gradient(task: Task) -> Callable[[Any, Any], float]:
 
 
 def check_own(
-    forward: Callable[[Any], Any], samples: list[Any], *, state: State, settings: Settings
+    forward: Callable[[Any], Any],
+    samples: list[Any],
+    *,
+    state: State,
+    settings: Settings,
+    whose: str = "run.loss(batch, losses): ",
 ) -> None:
     """`check_sum` of the losses that run.loss was given, and of their gradient by the weights.
 
@@ -218,4 +223,4 @@ def check_own(
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
     random = lambda: graph_checks.draws(graphs[0])  # noqa: E731
-    check_sum("run.loss(batch, losses): ", sums, samples, draws=random, near=nearness(settings))
+    check_sum(whose, sums, samples, draws=random, near=nearness(settings))

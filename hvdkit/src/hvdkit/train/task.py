@@ -17,7 +17,7 @@ from hvdkit.train.groups import Group
 EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
 _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
-_OF_TASKS += ("label_map", "colour_range", *EVALUATION)
+_OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
 _REPLACED = {
     "optimizer": ("optimizer", "momentum", "ema_decay"),
     "schedule": (
@@ -43,6 +43,10 @@ class Task(Protocol):
     # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
     # "loss").
     main_metric: str
+
+    # Whether `training_example` finds another sample of the training set, drawn by the key, as
+    # sample["partner"], to mix with (hvdkit/data/mixing.py). Optional.
+    mixes: bool
 
     def prepare(self) -> None:
         """Runs once on every host before the data is opened: make or unpack it. Optional.

@@ -57,8 +57,9 @@ def _sentence(message: str, most: int = 400) -> str:
 def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     """How a feed gets examples from the source."""
     name = "training_example" if training else "evaluation_example"
+    paired = training and bool(getattr(task, "mixes", False))
     with user_code_errors(name):
-        made = pipeline.reader(source, getattr(task, name), keyed=training)
+        made = pipeline.reader(source, getattr(task, name), keyed=training, paired=paired)
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
         found = sorted(example) if isinstance(example, Mapping) else type(example).__name__

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import shared_listing, source
+from hvdkit.data import contents, shared_listing, source
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
@@ -47,6 +47,7 @@ class ClassFolders:
             self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
             self._start_tensor = tf.constant(self._starts, tf.int64)
         self._sizes = listing.sizes(key, self._looked_at)
+        self.contents = contents.known(self.root, split)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -68,6 +69,10 @@ class ClassFolders:
         """Each picture's path in its split."""
         folders = np.repeat([os.fsencode(name) for name in self.class_names], self.class_counts())
         return (b"%s/%s" % pair for pair in zip(folders.tolist(), self._files))
+
+    def files(self) -> Iterator[bytes]:
+        """Each file's path."""
+        return (os.fsencode(Path(self._split) / os.fsdecode(name)) for name in self.sample_names())
 
     def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""

@@ -4,13 +4,14 @@ A reader lists the files (ImageLabelFolder here, voc.py, cityscapes.py), `Pictur
 explains them.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import tensorflow as tf
 
-from hvdkit.data import shared_listing, source
+from hvdkit.data import contents, shared_listing, source
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
@@ -37,6 +38,7 @@ class PicturePairs:
         self._images, self._labels = (Names(*names) for names in files)
         self._folder = os.fsencode(os.path.join(found, ""))
         self._sizes = listing.sizes(key, self._looked_at)
+        self.contents = contents.known(self.root, split)
 
     @staticmethod
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
@@ -78,6 +80,10 @@ class PicturePairs:
     def sample_names(self) -> Iterator[bytes]:
         """Each picture's path."""
         return iter(self._images)
+
+    def files(self) -> Iterator[bytes]:
+        """Each file's path."""
+        return itertools.chain(self._images, self._labels)
 
     def shared_with(self, other: "PicturePairs") -> int:
         """How many pictures are in both splits."""

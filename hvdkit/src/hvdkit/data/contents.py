@@ -1,0 +1,74 @@
+"""SHA-256 of each file of a split, in ROOT/SPLIT.sha256, which `sha256sum -c` checks too.
+
+`hvdkit check --hash` writes it. A run notes its own SHA-256 in the data card, so that a resume sees
+that files have other contents since, though their names and sizes are the same.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hvdkit import logs, whole_files
+from hvdkit.data import shared_listing
+from hvdkit.data.source import Source
+
+_THREADS, _AT_ONCE = 16, 1_000
+_MOST_BYTES = 2**32
+
+
+def known(root: Path, split: str) -> str:
+    """SHA-256 of ROOT/SPLIT.sha256 as rank 0 sees it; "" where there is none. Raises OSError."""
+
+    def find() -> str:
+        try:
+            return whole_files.sha256(_file(root, split), links=False)
+        except FileNotFoundError:
+            return ""
+
+    return shared_listing.found(("contents", str(root), split), find)
+
+
+def why_not(source: Source, split: str) -> str:
+    """Why `write` cannot work, known before anything is read; "": it can."""
+    if not hasattr(source, "files"):
+        return (
+            "--hash is for files that are listed (class folders, pairs); records and CIFAR have "
+            "checksums in their fingerprint, a reader of your own needs `files` and `root`"
+        )
+    folder = _file(source.root, split).parent
+    writable = os.access(folder, os.W_OK)
+    return "" if writable else f"--hash writes into {folder}, which is read-only for you"
+
+
+def write(source: Source, split: str) -> str:
+    """Hashes the source's files; returns what changed since it was last done, in words.
+
+    Raises OSError for a file that cannot be read or written.
+    """
+    file, names, lines = _file(source.root, split), [*source.files()], []
+    before = set(whole_files.read(file, _MOST_BYTES).splitlines()) if file.exists() else set()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for first in range(0, len(names), _AT_ONCE):
+            part = names[first : first + _AT_ONCE]
+            paths = [source.root / os.fsdecode(name) for name in part]
+            for name, sha in zip(part, pool.map(whole_files.sha256, paths)):
+                lines.append(_line(name, sha))
+                logs.progress("files", len(lines), len(names))
+    with whole_files.written(file) as partial:
+        partial.write_bytes(b"".join(line + b"\n" for line in lines))
+    new = [os.fsdecode(line.split(b"  ", 1)[1]) for line in lines if line not in before]
+    if before and new:
+        what = f"{len(new):,} of {len(lines):,} files are new, or changed since the last --hash"
+        return f"{what}: {logs.join(new, 3)}"
+    then = ", as before" if before == {*lines} else f" ({len(before):,} before)" * bool(before)
+    return f"the contents of {len(lines):,} files are in {file}{then}"
+
+
+def _line(name: bytes, sha: str) -> bytes:
+    """As sha256sum writes it: a name with a line break is escaped, and the line begins with \\."""
+    escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
+    return b"\\" * (escaped != name) + sha.encode() + b"  " + escaped
+
+
+def _file(root: Path, split: str) -> Path:
+    return root / f"{Path(split)}.sha256"  # of train/ as of train
