@@ -337,21 +337,12 @@ class Step:
         # Targets of mixed samples come to the loss in training only; the model is at rest here.
         tries = divided and not self.own_losses and not across.used
         if getattr(self._task, "mixes", False) and tries:
+            rest = lambda x: self._task.loss(model(x["inputs"], training=False), x["targets"])  # noqa: E731
+            forward = partial(self._forward, losses=rest)
             with self._world.fail_together("trying the loss"):
                 tried = [sample(place, draw=place) for place in range(4)]
                 how = {"state": self._state, "settings": self._settings}
-                objective.check_own(self._at_rest, tried, whose="the task's ", **how)
-
-    def _at_rest(self, batch: Example) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """As `_forward`, with the task's loss of what the model gives in evaluation."""
-        outputs = self._state.model(batch["inputs"], training=False)
-        terms = objective.loss(self._task, outputs, batch["targets"])
-        sums, total = [], self._settings.global_batch_size
-        for each, weights in terms.values():
-            sums += [tf.reduce_sum(tf.math.multiply_no_nan(each, weights)), tf.reduce_sum(weights)]
-            sums.append(tf.zeros([], each.dtype))
-        targets = [loss / total for loss in sums[::3]]
-        return targets, tf.stack([tf.cast(x, tf.float64) for x in [*sums, 0.0]])
+                objective.check_own(forward, tried, whose="the task's ", **how)
 
     def _check(self, graph: tf.Graph) -> None:
         graph_checks.check_variables(self._state.model, self._state.variables.values())
