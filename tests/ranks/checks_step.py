@@ -1,6 +1,7 @@
 """Steps and agreement on real ranks against plain references; run by test_reduction.py."""
 
 import dataclasses
+import math
 from unittest import mock
 
 import horovod.tensorflow as hvd
@@ -13,7 +14,7 @@ from small_models import Called
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
 from hvdkit.run import health
-from hvdkit.train import optimizer
+from hvdkit.train import optimizer, reduction
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.state import State
 
@@ -63,11 +64,22 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     do, _ = regression_step(world, PLAIN)
     graph = do.step.graph.as_graph_def(add_shapes=True)
     (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
-    assert f"float64 [{4 + agreement.NUM_VOTES}]" in totals, totals
+    assert f"float32 [2, {4 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
     by_rank = health.losses(world, 0, result)
     assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]
     np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)  # equal shares
+
+
+def check_counts_that_float32_has_not_are_summed_exactly(world):
+    """Beside gradients of float32 a step's totals travel in two parts of float32."""
+    weights = [keras.Variable(np.zeros(1, np.float32))]
+    own = tf.constant([2**24 + 1 + world.rank, 2**34 + 5, -3, 0.25, 1e30, math.inf], tf.float64)
+    for config in (PLAIN, dataclasses.replace(PLAIN, deterministic=True)):
+        found = reduction.totals(own, config, weights, name="exact").numpy()
+        of_ranks = [own.numpy() + [rank - world.rank, 0, 0, 0, 0, 0] for rank in range(world.size)]
+        np.testing.assert_array_equal(found[[0, 1, 2, 3, 5]], np.sum(of_ranks, 0)[[0, 1, 2, 3, 5]])
+        np.testing.assert_allclose(found[4], world.size * 1e30, rtol=1e-6)
 
 
 def check_accumulation_reduces_once_a_step(world):

@@ -20,6 +20,7 @@ from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train.gradients import overwritten
 
+_PART = 2.0**12
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 
 # make_step of the template's train.py.
@@ -127,6 +128,26 @@ def _form(source: str) -> str:
         if isinstance(node, ast.arg):
             node.annotation = None
     return ast.dump(tree)
+
+
+def totals(
+    own: tf.Tensor, config: Settings, variables: Sequence[keras.Variable], *, name: str
+) -> tf.Tensor:
+    """A step's numbers, float64 [n], summed over ranks.
+
+    Horovod sends what has one type in one message. So where gradients are float32, each number
+    travels as two: a multiple of _PART, and the rest. Whole numbers stay exact up to 2**36 in all,
+    on up to 4,096 ranks; others get float32's precision. Not with --deterministic: what arrives
+    first would change the layout of the gradients' message.
+    """
+    how = {"op": hvd.Sum, "name": name, "device_dense": device(config)}
+    if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
+        return hvd.allreduce(own, **how)
+    high = tf.cast(tf.floor(own / _PART), tf.float32)
+    rest = tf.cast(own - _PART * tf.cast(high, tf.float64), tf.float32)
+    rest = tf.where(tf.math.is_finite(high), rest, high)  # not inf - inf
+    parts = tf.cast(hvd.allreduce(tf.stack([high, rest]), **how), tf.float64)
+    return _PART * parts[0] + parts[1]
 
 
 def rank_sums(

@@ -137,7 +137,8 @@ class Step:
         # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         name = ".".join(filter(None, ["step.totals", *step.terms]))
-        totals = totals if alone else hvd.allreduce(totals, op=hvd.Sum, name=name)
+        if not alone:
+            totals = reduction.totals(totals, self._settings, self._variables, name=name)
         totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
         step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
         to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
