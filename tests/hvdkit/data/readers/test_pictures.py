@@ -177,6 +177,16 @@ def test_segments_before_the_exif_are_passed():
     np.testing.assert_array_equal(whole(plain), pictures.decode_image(plain))
 
 
+def test_an_exif_behind_a_pngs_pixels_counts():
+    """As programs write it that add it to a finished file; a PNG without it is not searched."""
+    turned, plain = picture(6, "PNG"), picture(0, "PNG")
+    assert plain[37:41] == b"IDAT" and plain[-8:-4] == b"IEND"
+    start = turned.index(b"eXIf") - 4
+    chunk = turned[start : turned.index(b"IDAT") - 4]
+    behind = plain[:-12] + chunk + plain[-12:]
+    assert [int(pictures.orientation(data)) for data in (plain, turned, behind)] == [1, 6, 6]
+
+
 def write(root: Path, data: bytes, label: np.ndarray, **also) -> pairs.ImageLabelFolder:
     readers.write_pairs(root, {"a": (RAMP, label)})
     (root / "images" / "a.png").write_bytes(data)

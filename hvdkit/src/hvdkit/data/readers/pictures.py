@@ -65,7 +65,7 @@ seldom = functools.partial(
 
 def orientation(data: tf.Tensor) -> tf.Tensor:
     """1 (as stored) to 8 of a file's bytes, int32 scalar."""
-    return tf.cond(_is_bare_jpeg(data), lambda: tf.constant(1), lambda: _searched(data))
+    return tf.cond(_is_bare(data), lambda: tf.constant(1), lambda: _searched(data))
 
 
 def swaps(orientation: tf.Tensor | int) -> tf.Tensor:
@@ -73,14 +73,22 @@ def swaps(orientation: tf.Tensor | int) -> tf.Tensor:
     return tf.gather(_TRANSPOSED, orientation)
 
 
-def _is_bare_jpeg(data: tf.Tensor) -> tf.Tensor:
-    """Whether this is a JPEG whose first table follows its JFIF segment, which leaves no place for
-    an orientation: nearly all pictures of published data sets.
+def _is_bare(data: tf.Tensor) -> tf.Tensor:
+    """Whether this is a JPEG whose first table follows its JFIF segment, or a PNG whose only chunk
+    between header and end is its pixels: there is no place for an orientation, as in nearly all
+    pictures of published data sets.
 
     A shortcut: it takes a tenth of the time of the search.
     """
-    jfif = tf.strings.substr(data, 0, 6) == b"\xff\xd8\xff\xe0\x00\x10"
-    return jfif & (tf.strings.substr(data, 20, 2) == b"\xff\xdb")
+    jpeg = tf.strings.substr(data, 0, 6) == b"\xff\xd8\xff\xe0\x00\x10"
+    jpeg &= tf.strings.substr(data, 20, 2) == b"\xff\xdb"
+    # After the 33 bytes of signature and header: length of the chunk, its name, the pixels, a
+    # checksum, and 12 bytes of IEND.
+    length = tf.io.decode_raw(
+        tf.strings.substr(data, 33, 4), tf.int32, little_endian=False, fixed_length=4
+    )[0]
+    png = (tf.strings.substr(data, 0, 16) == _PNG_START) & (length == tf.strings.length(data) - 57)
+    return jpeg | (png & (tf.strings.substr(data, 37, 4) == b"IDAT"))
 
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
