@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.ranks import agreement
