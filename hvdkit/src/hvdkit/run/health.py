@@ -55,6 +55,7 @@ class Health:
         self.stop_signal = stop_signal
         self.pace = Pace(run.world, run.sampler.micro_batches * run.sampler.local_micro_size)
         self.bad_samples = BadSamples(run.world, run.settings, run.sampler.num_samples)
+        self._run_dir = Path(run.settings.run_dir)
         self._trainable = run.state.trainable_flags()
         self._fault: tuple | None = None  # of this rank at the newest step, an Ending
         self._float16 = run.settings.precision == "float16"
@@ -81,7 +82,7 @@ class Health:
                 optimizers.check_trainable(self._state.optimizer, self._state.model)
             except ValueError as why:
                 return Ending(WRONG_USE, "trainable changed", str(why), save=True)
-        if why := lease.lost(Path(self._config.run_dir)):
+        if why := lease.lost(self._run_dir):
             return Ending(NOT_NOW, "taken over", why, save=False)
         return None
 

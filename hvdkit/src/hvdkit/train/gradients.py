@@ -194,6 +194,10 @@ class LossScale(tf.Module):
             0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"
         )
 
+    def read(self, dtype: tf.DType = tf.float32) -> tf.Tensor:
+        """The scale of this step, scalar; a constant where it never changes."""
+        return tf.cast(self.value, dtype) if self.dynamic else tf.ones([], dtype)
+
     def update(self, finite: tf.Tensor, counted: tf.Tensor) -> None:
         """After a step; without effect where not `counted` (a rank could not read its batch)."""
         in_a_row = tf.where(finite, tf.constant(0, tf.int64), self.skipped_in_a_row + 1)

@@ -141,7 +141,7 @@ class Step:
         totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
         step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
         to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
-        scale = tf.cast(self._state.loss_scale.value, tf.float64)
+        scale = self._state.loss_scale.read(tf.float64)
         if len(targets) == 1:
             step.factor = to_means[0] / scale
             return targets[0]
@@ -167,7 +167,7 @@ class Step:
         settings, state, traced = self._settings, self._state, self._step("run.update")
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
-        scale = tf.cast(state.loss_scale.value, tf.float64)
+        scale = state.loss_scale.read(tf.float64)
         means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(found.sums[0:-1:3])
         self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
@@ -302,7 +302,7 @@ class Step:
             loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
             # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
             per_sample = math.prod(size or 1 for size in each.shape[1:])
-            scale = tf.cast(self._state.loss_scale.value, each.dtype)
+            scale = self._state.loss_scale.read(each.dtype)
             targets.append(loss_sum * scale / (per_sample * settings.global_batch_size))
             sums += [loss_sum, tf.reduce_sum(weights), samples * per_sample]
         if added is not None:

@@ -154,7 +154,7 @@ class Passes:
 
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
         """Two passes more, where the loss gathers rows."""
-        scale, size = self._state.loss_scale.value, {"rows": self._samples, "addends": self._count}
+        scale, size = self._state.loss_scale.read(), {"rows": self._samples, "addends": self._count}
         passes = gathered.Passes(self._in_turn, scale, **size)
         learn, pull = (self._turn(body, batch, start) for body in (passes.learn, passes.pull))
         own = [(tf.constant(v, tf.int64), self._sizes[v]) for v in self._own]
@@ -185,7 +185,7 @@ class Passes:
 
     def _add(self, total: _Sums | None, found: _Sums) -> _Sums:
         # float16's loss scale is taken out first: the grid is that of the true gradients.
-        scale = self._state.loss_scale.value
+        scale = self._state.loss_scale.read()
         grads = [
             fixed_point.add_gradients(known, flat, addends=self._count, scale=scale)
             for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
@@ -206,7 +206,7 @@ class Passes:
         most = [-v if c.rule.kind == "min" else v for v, c in zip(most, self._of(*_LARGEST))]
         size = tf.nest.flatten(part)[0].shape[1]
         rows = [self._placed(c, size) for c in self._of("concatenate")]
-        scale = self._state.loss_scale.value
+        scale = self._state.loss_scale.read()
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
         finite, fits, precise = (tf.reduce_all(part) for part in zip(*judged))
         state_finite, state_fits, _ = fixed_point.judge(
