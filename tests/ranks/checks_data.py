@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import keras
 import numpy as np
 import tensorflow as tf
 from file_server import FileServer
@@ -21,11 +22,22 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, WRONG_USE
+from tasks import classification
 from tasks.classification import Task
 
 NAMES = ("ape", "bee", "cat")
 ABOUT = {"task": "classification", "data_format": "class_folders", "image_size": 8}
+ABOUT |= {"model": "one_layer"}
 ABOUT |= {"eval_every": 0, "checkpoint_every": 2, "num_steps": 2, "lr_policy": "constant"}
+
+
+def one_layer(size: int, classes: int, dropout: float) -> keras.Model:
+    image = keras.Input((size, size, 3), dtype="uint8", name="image")
+    flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
+    return keras.Model({"image": image}, keras.layers.Dense(classes)(flat))
+
+
+classification.MODELS["one_layer"] = one_layer
 
 
 def pictures(world) -> Path:
