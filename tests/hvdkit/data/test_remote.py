@@ -124,6 +124,8 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
         ("http://127.0.0.1:9", r"Remote I/O error: .*Cannot connect"),
         ("nope://bucket", r"--data_dir=nope://bucket.* begins with s3://, gs:// or https://"),
         ("https://me:secret@host/set", r"--data_dir: a URL is kept in files .* leave out"),
+        ("s3://me:secret@bucket/set", r"--data_dir: a URL is kept in files .* leave out"),
+        ("http://", r"http:///train/pack.json cannot be read: InvalidUrl"),
     ],
 )
 def test_what_cannot_be_opened_is_a_sentence(server, url, words):

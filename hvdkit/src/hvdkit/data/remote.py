@@ -55,7 +55,7 @@ class Server:
         self.url, protocol = url, url.partition(":")[0]
         if protocol not in _PACKAGES:
             raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
-        if protocol.startswith("http") and set("?@") & set(url):
+        if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
             raise ValueError("--data_dir: a URL is kept in files of the run: leave out ? and @")
         try:
             import fsspec
@@ -65,7 +65,8 @@ class Server:
                 import aiohttp  # its limit of 5 minutes a file would hold for large ones too
 
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60)
-                how["client_kwargs"] = {"timeout": timeout}
+                headers = {"Accept-Encoding": "identity"}  # what is packed anew has no ranges
+                how["client_kwargs"] = {"timeout": timeout, "headers": headers, "trust_env": True}
             self._files = fsspec.filesystem(protocol, **how)
         except ImportError as error:
             needs = f"fsspec {_PACKAGES[protocol]}".strip()
@@ -87,6 +88,7 @@ class Server:
             ) from None
         except Exception as error:  # each client has its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
             if passes(error) or _of_network(error):
                 failed = os.strerror(errno.EREMOTEIO)
                 raise OSError(f"{failed}: {where}: {text}") from None
@@ -98,7 +100,8 @@ def _of_network(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int):
         return status >= 500 or status in (408, 429)
-    refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    wrong = re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__)
+    refused = isinstance(error, PermissionError) or wrong
     ours = type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
     return ours and not refused
 
