@@ -214,7 +214,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _deleted(path: Path) -> bool:
     """Deletes a file that nobody has open; whether it did."""
     try:
-        with path.open("rb") as file:
+        with path.open("r+b") as file:  # NFS locks only what may be written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
         return True
