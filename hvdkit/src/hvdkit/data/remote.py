@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,25 +117,39 @@ class Cache:
         self._own = self._all / f"{_PREFIX}{key}"
         self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
         self._again: set[str] = set()
+        self._failed: dict[str, tuple[float, str]] = {}  # when, and why, by name
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
 
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
+        asked = time.monotonic()
         self._own.mkdir(parents=True, exist_ok=True)
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
-            return self._there(name, size) or self._fetched(name, size, check)
+            if file := self._there(name, size):
+                return file
+            failed, why = self._failed.get(name, (0, ""))
+            if failed > asked:  # else each that waits here would wait as long again
+                raise OSError(why)
+            try:
+                return self._fetched(name, size, check)
+            except OSError as error:
+                self._failed[name] = time.monotonic(), str(error)
+                raise
 
-    def fetch_again(self, name: str) -> bool:
-        """Deletes a file that the disk spoiled; False where it was deleted once before."""
-        with _locked(self._own / f".{name}.lock"):
-            if name in self._again:
-                return False
-            self._again.add(name)
-            (self._own / name).unlink(missing_ok=True)
+    def fetch_again(self, name: str, spoiled: BinaryIO) -> bool:
+        """Deletes a file that the disk spoiled, unless another took its place since it was opened;
+        False where one was deleted before."""
+        path = self._own / name
+        with _locked(self._own / f".{name}.lock"), contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(spoiled.fileno()), path.stat()):
+                if name in self._again:
+                    return False
+                self._again.add(name)
+                path.unlink()
         return True
 
     def _there(self, name: str, size: int) -> BinaryIO | None:
@@ -158,7 +173,8 @@ class Cache:
                     if len(data) != last - first:
                         fault = f"sends {len(data)} bytes, not the {last - first} asked for"
                         break
-                    os.pwrite(file.fileno(), data, first)
+                    if os.pwrite(file.fileno(), data, first) < len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
                 else:
                     if not (fault := check(file)):
                         os.fsync(file)  # else a power cut may leave zeros under its name
@@ -183,21 +199,24 @@ class Cache:
                 if self._free(size):
                     file = partial.open("x+b")
                     fcntl.flock(file, fcntl.LOCK_SH)
-                    file.truncate(size)
+                    if size:
+                        os.posix_fallocate(file.fileno(), 0, size)
                     return file, partial
             if time.monotonic() > until:
                 full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
-                raise OSError(f"{full}{self._all} is in use: raise it")
+                raise OSError(f"{full}{self._all}, or of its disk, is in use: raise it")
             time.sleep(0.2)
 
     def _free(self, size: int) -> bool:
-        """Deletes what is not in use until so many bytes are free; whether they are."""
+        """Deletes what is not in use until so many bytes are free, on the disk too; whether they
+        are."""
         found = []
         for path in self._all.glob(f"{_PREFIX}*/*"):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
                 about = path.stat()
                 found.append((about.st_mtime, about.st_size, path))
         excess = sum(each for _, each, _ in found) + size - self._bound
+        excess = max(excess, size - shutil.disk_usage(self._all).free)
         for _, each, path in sorted(found):
             if excess > 0 and each and _deleted(path):
                 excess -= each
