@@ -152,6 +152,7 @@ class Records(source.ReadAhead):
         return f"{self.folder}/{name}" if self.is_remote else self.folder / name
 
     def _fault_of_index(self, file: BinaryIO) -> str:
+        file.seek(0)  # it may have been read before
         same = hashlib.file_digest(file, "sha256").hexdigest() == self._index_sha256
         return "" if same else f"does not match its checksum in {META}"
 
