@@ -93,6 +93,9 @@ def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path,
     with pytest.raises(SystemExit):
         command(*flags, f"--out={tmp_path}", "--as=d", "--shuffle=-1")
     assert "--shuffle=-1: give a seed" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(*flags, "--out=s3://some/set")
+    assert "--out=s3://some/set is a URL" in capsys.readouterr().err
 
 
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):

@@ -1,8 +1,12 @@
 """Packed sets on a real HTTP server, and one of S3's protocol."""
 
+import os
+import shutil
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,7 +87,11 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil):
     assert everything(source)[1] == [""] * 30
     (kept,) = (tmp_path / "cache").rglob(bad.name)
     kept.write_bytes(bytes(len(data)))  # by this host's disk
-    assert source.fetch(np.arange(10, 11))[1] == [""] and kept.read_bytes() == data
+    assert everything(source)[1] == [""] * 30 and kept.read_bytes() == data
+    (index,) = (tmp_path / "cache").rglob("index.bin")
+    places = index.read_bytes()
+    index.write_bytes(places[16:32] + places[:16] + places[32:])
+    assert everything(Records(server.url, "train")) == everything(Records(root, "train"))
 
 
 def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_path):
@@ -109,12 +117,33 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
         assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
     assert 0 in there and 1 not in there and others.exists()
     held = [source._opened(shard) for shard in there]
-    remote._WAIT, before = 0.3, remote._WAIT
-    fault = source.fetch(np.array([5]))[1][0]
+    remote._WAIT, before, since = 0.3, remote._WAIT, time.monotonic()
+    fault, *others = source.fetch(np.arange(5, 10))[1]
     remote._WAIT = before
     assert "No space left on device: all of --cache_gb" in fault and passes(fault)
+    assert all(map(passes, others)) and time.monotonic() - since < 1.2  # each waited once
     del held
     assert source.fetch(np.array([5]))[1] == [""]
+
+
+def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):
+    monkeypatch.setattr(
+        os, "pwrite", lambda file, data, first, p=os.pwrite: p(file, data[:9], first)
+    )
+    fault = Records(server.url, "train").fetch(np.array([0]))[1][0]
+    assert "No space left on device" in fault and passes(fault)
+
+
+def test_a_full_disk_loses_what_is_not_in_use(root, server, monkeypatch, tmp_path):
+    size, cache = max(Records(root, "train").shard_bytes), tmp_path / "cache"
+    free = lambda _: SimpleNamespace(  # noqa: E731
+        free=3 * size - sum(path.stat().st_size for path in cache.glob("packed-*/*"))
+    )
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    source = Records(server.url, "train")
+    source.keep_open(2)
+    for sample in range(0, 30, 5):
+        assert source.fetch(np.array([sample]))[1] == [""] and free(0).free >= 0
 
 
 @pytest.mark.parametrize(
@@ -124,6 +153,8 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
         ("http://127.0.0.1:9", r"Remote I/O error: .*Cannot connect"),
         ("nope://bucket", r"--data_dir=nope://bucket.* begins with s3://, gs:// or https://"),
         ("https://me:secret@host/set", r"--data_dir: a URL is kept in files .* leave out"),
+        ("s3://me:secret@bucket/set", r"--data_dir: a URL is kept in files .* leave out"),
+        ("http://", r"http:///train/pack.json cannot be read: InvalidUrl"),
     ],
 )
 def test_what_cannot_be_opened_is_a_sentence(server, url, words):

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
-from hvdkit.data import image_ops, pipeline
+from hvdkit.data import image_ops, pipeline, remote
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import pictures, records
@@ -333,6 +333,8 @@ def main(argv: list[str]) -> int:
     pictures.limit(args.max_pixels)
     if args.quality is not None and args.short_side is None:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
+    if url := remote.url_of(args.out):
+        parser.error(f"--out={url} is a URL: pack into a folder, then copy that to the server")
     sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     name = args.split if args.name is None else args.name
     try:

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ class Server:
         self.url, protocol = url, url.partition(":")[0]
         if protocol not in _PACKAGES:
             raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
-        if protocol.startswith("http") and set("?@") & set(url):
+        if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
             raise ValueError("--data_dir: a URL is kept in files of the run: leave out ? and @")
         try:
             import fsspec
@@ -65,7 +66,8 @@ class Server:
                 import aiohttp  # its limit of 5 minutes a file would hold for large ones too
 
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60)
-                how["client_kwargs"] = {"timeout": timeout}
+                headers = {"Accept-Encoding": "identity"}  # what is packed anew has no ranges
+                how["client_kwargs"] = {"timeout": timeout, "headers": headers, "trust_env": True}
             self._files = fsspec.filesystem(protocol, **how)
         except ImportError as error:
             needs = f"fsspec {_PACKAGES[protocol]}".strip()
@@ -87,6 +89,7 @@ class Server:
             ) from None
         except Exception as error:  # each client has its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
             if passes(error) or _of_network(error):
                 failed = os.strerror(errno.EREMOTEIO)
                 raise OSError(f"{failed}: {where}: {text}") from None
@@ -98,7 +101,8 @@ def _of_network(error: Exception) -> bool:
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int):
         return status >= 500 or status in (408, 429)
-    refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    wrong = re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__)
+    refused = isinstance(error, PermissionError) or wrong
     ours = type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
     return ours and not refused
 
@@ -113,25 +117,39 @@ class Cache:
         self._own = self._all / f"{_PREFIX}{key}"
         self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
         self._again: set[str] = set()
+        self._failed: dict[str, tuple[float, str]] = {}  # when, and why, by name
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
 
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
+        asked = time.monotonic()
         self._own.mkdir(parents=True, exist_ok=True)
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
-            return self._there(name, size) or self._fetched(name, size, check)
+            if file := self._there(name, size):
+                return file
+            failed, why = self._failed.get(name, (0, ""))
+            if failed > asked:  # else each that waits here would wait as long again
+                raise OSError(why)
+            try:
+                return self._fetched(name, size, check)
+            except OSError as error:
+                self._failed[name] = time.monotonic(), str(error)
+                raise
 
-    def fetch_again(self, name: str) -> bool:
-        """Deletes a file that the disk spoiled; False where it was deleted once before."""
-        with _locked(self._own / f".{name}.lock"):
-            if name in self._again:
-                return False
-            self._again.add(name)
-            (self._own / name).unlink(missing_ok=True)
+    def fetch_again(self, name: str, spoiled: BinaryIO) -> bool:
+        """Deletes a file that the disk spoiled, unless another took its place since it was opened;
+        False where one was deleted before."""
+        path = self._own / name
+        with _locked(self._own / f".{name}.lock"), contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(spoiled.fileno()), path.stat()):
+                if name in self._again:
+                    return False
+                self._again.add(name)
+                path.unlink()
         return True
 
     def _there(self, name: str, size: int) -> BinaryIO | None:
@@ -155,7 +173,8 @@ class Cache:
                     if len(data) != last - first:
                         fault = f"sends {len(data)} bytes, not the {last - first} asked for"
                         break
-                    os.pwrite(file.fileno(), data, first)
+                    if os.pwrite(file.fileno(), data, first) < len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
                 else:
                     if not (fault := check(file)):
                         os.fsync(file)  # else a power cut may leave zeros under its name
@@ -180,21 +199,24 @@ class Cache:
                 if self._free(size):
                     file = partial.open("x+b")
                     fcntl.flock(file, fcntl.LOCK_SH)
-                    file.truncate(size)
+                    if size:
+                        os.posix_fallocate(file.fileno(), 0, size)
                     return file, partial
             if time.monotonic() > until:
                 full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
-                raise OSError(f"{full}{self._all} is in use: raise it")
+                raise OSError(f"{full}{self._all}, or of its disk, is in use: raise it")
             time.sleep(0.2)
 
     def _free(self, size: int) -> bool:
-        """Deletes what is not in use until so many bytes are free; whether they are."""
+        """Deletes what is not in use until so many bytes are free, on the disk too; whether they
+        are."""
         found = []
         for path in self._all.glob(f"{_PREFIX}*/*"):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
                 about = path.stat()
                 found.append((about.st_mtime, about.st_size, path))
         excess = sum(each for _, each, _ in found) + size - self._bound
+        excess = max(excess, size - shutil.disk_usage(self._all).free)
         for _, each, path in sorted(found):
             if excess > 0 and each and _deleted(path):
                 excess -= each
@@ -211,7 +233,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _deleted(path: Path) -> bool:
     """Deletes a file that nobody has open; whether it did."""
     try:
-        with path.open("rb") as file:
+        with path.open("r+b") as file:  # NFS locks only what may be written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
         return True

@@ -53,8 +53,8 @@ class Records(source.ReadAhead):
     the index's size, and at most 1,000 shards; each rank the checksums of the records that it
     reads, so a shard of another pack is noticed then, if its size fits.
 
-    `root` may be a URL (remote.py): then each host reads pack.json and the index, and compares the
-    checksums of all records of a shard when it fetches it.
+    `root` may be a URL (remote.py): then each host fetches the index, whose checksum each rank
+    compares, and compares the checksums of all records of a shard when it fetches it.
     """
 
     def __init__(self, root: Path | str, split: str, _: int = 0):
@@ -77,6 +77,7 @@ class Records(source.ReadAhead):
         self.index_bytes = PLACE.itemsize * len(self)
         self.bytes_each = sum(self.shard_bytes) / len(self)
         self._cache = remote.Cache(self._server, meta["checksum"]) if url else None
+        self._index_is_sound = False  # on this host's disk, when it was opened first
         self.keep_open(_OPEN)
 
     def keep_open(self, files: int) -> None:
@@ -111,7 +112,8 @@ class Records(source.ReadAhead):
             self._open.cache_clear()  # a file server may have forgotten an open file
             raise
         if len(data) != length or zlib.crc32(data) != crc:
-            if self._cache and self._cache.fetch_again(self._shards[self._shard(index)][0]):
+            name = self._shards[self._shard(index)][0]
+            if self._cache and self._cache.fetch_again(name, file):
                 self._open.cache_clear()
                 return self._data(index)
             raise ValueError(f"does not match its checksum; {_AGAIN}")
@@ -134,7 +136,15 @@ class Records(source.ReadAhead):
         if not self._cache:
             return self._path(name).open("rb")
         if shard == _INDEX:
-            return self._cache.open(name, self.index_bytes, self._fault_of_index)
+            opened = functools.partial(
+                self._cache.open, name, self.index_bytes, self._fault_of_index
+            )
+            file = opened()
+            if not self._index_is_sound:  # a record tells of its bytes, nothing of the index's
+                if self._fault_of_index(file) and self._cache.fetch_again(name, file):
+                    file = opened()
+                self._index_is_sound = True
+            return file
         fault = functools.partial(self._fault_of_shard, shard)
         return self._cache.open(name, self.shard_bytes[shard], fault)
 
@@ -142,6 +152,7 @@ class Records(source.ReadAhead):
         return f"{self.folder}/{name}" if self.is_remote else self.folder / name
 
     def _fault_of_index(self, file: BinaryIO) -> str:
+        file.seek(0)  # it may have been read before
         same = hashlib.file_digest(file, "sha256").hexdigest() == self._index_sha256
         return "" if same else f"does not match its checksum in {META}"
 
