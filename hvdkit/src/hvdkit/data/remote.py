@@ -242,7 +242,7 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
         )
         raise ValueError(f"--cache_gb={_bound / 1e9:g} is less than the remote sets: {why}")
     for source in sources:
-        source.keep_open(1 + min(_OPEN, shuffled if source is train else 1))  # 1: the index
+        source.keep_open(min(_OPEN, shuffled if source is train else 1))
 
 
 @contextlib.contextmanager
