@@ -11,8 +11,11 @@ it PyTorch's column is left out.
 
 Batches have 32 samples. "template" is this project's pipeline, "tf.data" the plain one of
 TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
-DataLoader with torchvision. With --slow each open of a file of the set takes 20 ms more and each
-read 5 ms, as on a far file server, but for "packed, near", which is "packed" without that.
+DataLoader with torchvision, "webdataset" (photos; where PYTHON has it) one that reads 4 tars. With
+--slow each open of a file of the set takes 20 ms more and each read 5 ms, as on a far file server,
+but for "packed, near", which is "packed" without that. FFCV is not run; its own figure for photos,
+512 pixels, JPEG in memory: 31,278 a second on the 96 virtual CPUs of a p3dn.24xlarge
+(https://docs.ffcv.io/benchmarks.html).
 
     python benchmarks/input.py --remote --sets=photos --cores=1    # needs requirements-remote.txt
 
@@ -37,6 +40,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -97,6 +101,8 @@ def main() -> None:
     far.add_argument("--remote", action="store_true", help="packed sets on a server of S3's")
     args = parser.parse_args()
     others = ["tf.data"] + ["torch"] * bool(args.torch) + ["packed, near"] * args.slow
+    if args.torch and not subprocess.run([args.torch, "-c", "import webdataset"]).returncode:
+        others.append("webdataset")
     names = REMOTE if args.remote else ["template", "packed", *others]
     pairs = [(ours, name) for name in others for ours in ("template", "packed")]
     if args.remote:
@@ -118,7 +124,9 @@ def main() -> None:
                     for name in names * args.rounds:
                         if name == "filling":
                             shutil.rmtree(f"{folder}/.cache", ignore_errors=True)
-                        python = args.torch if name == "torch" else sys.executable
+                        if name == "webdataset" and kind != "photos":
+                            continue
+                        python = args.torch if name in ("torch", "webdataset") else sys.executable
                         where = {"local": f"{data}-packed", "filling": URL, "full": URL}
                         words = [python, __file__, "--worker", name.split(",")[0], kind]
                         words += [where.get(name, data), args.seconds]
@@ -128,8 +136,11 @@ def main() -> None:
 
 
 def row(rates: dict[str, list[float]], pairs: list[tuple[str, str]]) -> str:
-    cells = [f"{statistics.median(found):.0f}" for found in rates.values()]
+    cells = [f"{statistics.median(found):.0f}" if found else "" for found in rates.values()]
     for ours, other in pairs:
+        if not rates[other]:
+            cells.append("")
+            continue
         ratios = [a / b for a, b in zip(rates[ours], rates[other])]
         middle = statistics.median(rates[ours]) / statistics.median(rates[other])
         cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
@@ -229,6 +240,11 @@ def _photos(root: Path) -> None:
             path = root / split / f"class{number % 4}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_jpeg(rng))
+            with tarfile.open(root.with_name(f"{split}{number // 4 % 4}.tar"), "a") as tar:
+                tar.add(path, f"{number}.jpg")
+                label = tarfile.TarInfo(f"{number}.cls")
+                label.size = 1
+                tar.addfile(label, io.BytesIO(b"%d" % (number % 4)))
 
 
 def _pairs(root: Path) -> None:
@@ -378,6 +394,21 @@ def torch_loader(kind: str, folder: Path, workers: int) -> Iterator[object]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
+def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
+    """WebDataset's: tars one after the other, mixed in a buffer of 1,000, then as in "torch"."""
+    import torch
+    import webdataset
+    from torchvision.transforms import v2
+
+    torch.set_num_threads(1)
+    turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    tars = [str(folder.with_name(f"train{number}.tar")) for number in range(4)]
+    data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
+    data = data.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(turns), int)
+    loader = torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
+    return iter(loader)
+
+
 class _Pairs:
     """Image and label, as torchvision's reference script for segmentation augments them."""
 
@@ -410,7 +441,9 @@ class _Pairs:
 
 
 PIPELINES = {"template": template, "packed": packed, "tf.data": plain, "torch": torch_loader}
-PIPELINES |= dict.fromkeys(REMOTE, functools.partial(template, layout="records", window=WINDOW))
+PIPELINES |= {"webdataset": web_tars} | dict.fromkeys(
+    REMOTE, functools.partial(template, layout="records", window=WINDOW)
+)
 
 
 def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:
