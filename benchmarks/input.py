@@ -101,12 +101,13 @@ def main() -> None:
     far.add_argument("--remote", action="store_true", help="packed sets on a server of S3's")
     args = parser.parse_args()
     others = ["tf.data"] + ["torch"] * bool(args.torch) + ["packed, near"] * args.slow
-    if args.torch and not subprocess.run([args.torch, "-c", "import webdataset"]).returncode:
+    words = [args.torch or "false", "-c", "import webdataset"]
+    if not subprocess.run(words, stderr=subprocess.DEVNULL).returncode:
         others.append("webdataset")
-    names = REMOTE if args.remote else ["template", "packed", *others]
-    pairs = [(ours, name) for name in others for ours in ("template", "packed")]
+    names = ["template", "packed", *others]
+    pairs = [(ours, name) for name in others for ours in names[:2]]
     if args.remote:
-        pairs, args.seconds = [("filling", "local"), ("full", "local")], np.inf
+        names, pairs, args.seconds = REMOTE, [(name, "local") for name in REMOTE[1:]], np.inf
     head = ["set", "cores", *names, *map(" / ".join, pairs)]
     print(f"| {' | '.join(head)} |\n" + "| --- " * len(head) + "|")
     with tempfile.TemporaryDirectory() as folder:
@@ -138,12 +139,9 @@ def main() -> None:
 def row(rates: dict[str, list[float]], pairs: list[tuple[str, str]]) -> str:
     cells = [f"{statistics.median(found):.0f}" if found else "" for found in rates.values()]
     for ours, other in pairs:
-        if not rates[other]:
-            cells.append("")
-            continue
-        ratios = [a / b for a, b in zip(rates[ours], rates[other])]
-        middle = statistics.median(rates[ours]) / statistics.median(rates[other])
-        cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        if ratios := [a / b for a, b in zip(rates[ours], rates[other])]:
+            middle = statistics.median(rates[ours]) / statistics.median(rates[other])
+        cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "")
     return " | ".join(cells)
 
 
@@ -275,10 +273,7 @@ def _jpeg(rng: np.random.Generator) -> bytes:
 def template(
     kind: str, folder: Path, workers: int, *, layout: str = "", window: int = 0
 ) -> Iterator[object]:
-    """This project's: stateless order and draws, threads as a run with --cpu_threads has them.
-
-    With a window (--shuffle_shards) the first thing is None, once all is traced; then an epoch.
-    """
+    """This project's, as a run has it; with a `window` (--shuffle_shards) None, then an epoch."""
     import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
