@@ -13,18 +13,16 @@ Batches have 32 samples. "template" is this project's pipeline, "tf.data" the pl
 TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
 DataLoader with torchvision, "webdataset" (photos; where PYTHON has it) one that reads 4 tars. With
 --slow each open of a file of the set takes 20 ms more and each read 5 ms, as on a far file server,
-but for "packed, near", which is "packed" without that. FFCV is not run; its own figure for photos,
-512 pixels, JPEG in memory: 31,278 a second on the 96 virtual CPUs of a p3dn.24xlarge
-(https://docs.ffcv.io/benchmarks.html).
+but for "packed, near", which is "packed" without that. FFCV's own figure, not run here, for JPEGs
+of 512 pixels in memory: 31,278/s on a p3dn.24xlarge (https://docs.ffcv.io/benchmarks.html).
 
     python benchmarks/input.py --remote --sets=photos --cores=1    # needs requirements-remote.txt
 
 compares a packed set on a server of S3's protocol (moto, on the last core) with the same one on the
-disk: 60 shards (photos: 192 samples and 6 MB each), by --shuffle_shards=6 in 10 windows. Each GET
-waits 20 ms; each 20th gets a 503, each 33rd is cut off in its middle. A process reads the first
-epoch, timed from its request for the first batch, for which it has the index but no shard yet, to
-the last batch: "local"; "filling": with an empty cache, which then gets each shard; "full": with
-all of them in it.
+disk: 60 shards (photos: 192 samples, 6 MB), by --shuffle_shards=6 in 10 windows. Each GET waits
+20 ms; each 20th gets a 503, each 33rd is cut off in its middle. A process reads the first epoch,
+timed from its request for the first batch, for which "filling" has no shard yet, to the last one:
+then all are in the cache. "full" begins with that.
 """
 
 import argparse
@@ -239,10 +237,7 @@ def _photos(root: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_jpeg(rng))
             with tarfile.open(root.with_name(f"{split}{number // 4 % 4}.tar"), "a") as tar:
-                tar.add(path, f"{number}.jpg")
-                label = tarfile.TarInfo(f"{number}.cls")
-                label.size = 1
-                tar.addfile(label, io.BytesIO(b"%d" % (number % 4)))
+                tar.add(path, f"{number % 4}-{number}.jpg")
 
 
 def _pairs(root: Path) -> None:
@@ -399,7 +394,8 @@ def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
     turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     tars = [str(folder.with_name(f"train{number}.tar")) for number in range(4)]
     data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
-    data = data.decode("pil").to_tuple("jpg", "cls").map_tuple(v2.Compose(turns), int)
+    data = data.decode("pil").to_tuple("jpg", "__key__")
+    data = data.map_tuple(v2.Compose(turns), lambda name: int(name[0]))
     loader = torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
     return iter(loader)
 
@@ -436,9 +432,8 @@ class _Pairs:
 
 
 PIPELINES = {"template": template, "packed": packed, "tf.data": plain, "torch": torch_loader}
-PIPELINES |= {"webdataset": web_tars} | dict.fromkeys(
-    REMOTE, functools.partial(template, layout="records", window=WINDOW)
-)
+WINDOWS = functools.partial(template, layout="records", window=WINDOW)
+PIPELINES |= {"webdataset": web_tars, **dict.fromkeys(REMOTE, WINDOWS)}
 
 
 def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:

@@ -25,7 +25,10 @@ from hvdkit.stop import passes
 
 _PREFIX = "packed-"  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
-_AHEAD, _PAUSE = 2, 0.2  # threads that fetch ahead; seconds until they look again what is next
+_AHEAD, _PAUSE = (
+    2,
+    0.2,
+)  # threads that fetch ahead, for one may be trying again; seconds between looks
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
@@ -164,6 +167,7 @@ class Cache:
                         return file
             except BaseException:
                 partial.unlink(missing_ok=True)
+                file.close()
                 raise
             partial.unlink(missing_ok=True)
             file.close()
@@ -249,8 +253,7 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
 def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Inside, threads fetch the shards that `coming()` lists, the first ones first; []: all.
 
-    Listed shards are used anew time and again, so that others go before them. While a request is
-    tried again, another thread goes on.
+    Listed shards are used anew time and again, so that others go before them.
     """
     ended = threading.Event()
 
