@@ -11,8 +11,18 @@ it PyTorch's column is left out.
 
 Batches have 32 samples. "template" is this project's pipeline, "tf.data" the plain one of
 TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
-DataLoader with torchvision. With --slow each open of a file of the set takes 20 ms more and each
-read 5 ms, as on a far file server, but for "packed, near", which is "packed" without that.
+DataLoader with torchvision, "webdataset" (photos; where PYTHON has it) one that reads 4 tars. With
+--slow each open of a file of the set takes 20 ms more and each read 5 ms, as on a far file server,
+but for "packed, near", which is "packed" without that. FFCV's own figure, not run here, for JPEGs
+of 512 pixels in memory: 31,278/s on a p3dn.24xlarge (https://docs.ffcv.io/benchmarks.html).
+
+    python benchmarks/input.py --remote --sets=photos --cores=1    # needs requirements-remote.txt
+
+compares a packed set on a server of S3's protocol (moto, on the last core) with the same one on the
+disk: 60 shards (photos: 192 samples, 6 MB), by --shuffle_shards=6 in 10 windows. Each GET waits
+20 ms; each 20th gets a 503, each 33rd is cut off in its middle. A process reads the first epoch,
+timed from its request for the first batch, for which "filling" has no shard yet, to the last one:
+then all are in the cache. "full" begins with that.
 """
 
 import argparse
@@ -20,14 +30,19 @@ import contextlib
 import functools
 import io
 import itertools
+import json
+import logging
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +53,8 @@ sys.path.insert(0, str(ROOT / "template"))
 PICTURES, WIDTH, HEIGHT = 192, 500, 375
 SHORT_SIDE, QUALITY = 256, 90  # of the packed set
 BATCH, WARM_UP = 32, 3  # samples; batches before the clock starts
+REMOTE = ["local", "filling", "full"]
+SHARDS, WINDOW, URL = 60, 6, "s3://bucket/set"  # for these
 SIZES = {"photos": 224, "pairs": 512, "demo": 64}  # pixels a side of what comes out
 SLOW_DISK = """
 #define _GNU_SOURCE
@@ -77,11 +94,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
     parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
-    parser.add_argument("--slow", action="store_true", help="opens and reads take long; needs cc")
+    far = parser.add_mutually_exclusive_group()
+    far.add_argument("--slow", action="store_true", help="opens and reads take long; needs cc")
+    far.add_argument("--remote", action="store_true", help="packed sets on a server of S3's")
     args = parser.parse_args()
     others = ["tf.data"] + ["torch"] * bool(args.torch) + ["packed, near"] * args.slow
-    ratios = [f"{ours} / {name}" for name in others for ours in ("template", "packed")]
-    head = ["set", "cores", "template", "packed", *others, *ratios]
+    words = [args.torch or "false", "-c", "import webdataset"]
+    if not subprocess.run(words, stderr=subprocess.DEVNULL).returncode:
+        others.append("webdataset")
+    names = ["template", "packed", *others]
+    pairs = [(ours, name) for name in others for ours in names[:2]]
+    if args.remote:
+        names, pairs, args.seconds = REMOTE, [(name, "local") for name in REMOTE[1:]], np.inf
+    head = ["set", "cores", *names, *map(" / ".join, pairs)]
     print(f"| {' | '.join(head)} |\n" + "| --- " * len(head) + "|")
     with tempfile.TemporaryDirectory() as folder:
         slow = {}
@@ -91,26 +116,85 @@ def main() -> None:
             slow = {"LD_PRELOAD": f"{folder}/slow.so", "SLOW_DISK": folder}
         for kind in args.sets.split(","):
             data = Path(folder) / kind
-            make(kind, data)
-            for cores in map(int, args.cores.split(",")):
-                rates: dict[str, list[float]] = {n: [] for n in ("template", "packed", *others)}
-                for _ in range(args.rounds):
-                    for name, found in rates.items():
-                        python = args.torch if name == "torch" else sys.executable
-                        words = [python, __file__, "--worker", name.split(",")[0], kind, data]
-                        env = {} if "near" in name else slow
-                        found.append(rate([*words, args.seconds], cores, env))
-                print(f"| {kind} | {cores} | {row(rates, others)} |", flush=True)
+            make(kind, data, 1 if args.remote else 4)
+            with served(data) if args.remote else contextlib.nullcontext(slow) as usual:
+                for cores in map(int, args.cores.split(",")):
+                    rates: dict[str, list[float]] = {name: [] for name in names}
+                    for name in names * args.rounds:
+                        if name == "filling":
+                            shutil.rmtree(f"{folder}/.cache", ignore_errors=True)
+                        if name == "webdataset" and kind != "photos":
+                            continue
+                        python = args.torch if name in ("torch", "webdataset") else sys.executable
+                        where = {"local": f"{data}-packed", "filling": URL, "full": URL}
+                        words = [python, __file__, "--worker", name.split(",")[0], kind]
+                        words += [where.get(name, data), args.seconds]
+                        env = {} if "near" in name else usual
+                        rates[name].append(rate(words, cores, env))
+                    print(f"| {kind} | {cores} | {row(rates, pairs)} |", flush=True)
 
 
-def row(rates: dict[str, list[float]], others: list[str]) -> str:
-    cells = [f"{statistics.median(found):.0f}" for found in rates.values()]
-    for other in others:
-        for ours in ("template", "packed"):
-            ratios = [a / b for a, b in zip(rates[ours], rates[other])]
+def row(rates: dict[str, list[float]], pairs: list[tuple[str, str]]) -> str:
+    cells = [f"{statistics.median(found):.0f}" if found else "" for found in rates.values()]
+    for ours, other in pairs:
+        if ratios := [a / b for a, b in zip(rates[ours], rates[other])]:
             middle = statistics.median(rates[ours]) / statistics.median(rates[other])
-            cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "")
     return " | ".join(cells)
+
+
+@contextlib.contextmanager
+def served(data: Path) -> Iterator[dict[str, str]]:
+    """Serves the packed set, its shard SHARDS times; the environment of who reads it."""
+    from hvdkit.data.readers import records
+
+    train = data.with_name(f"{data.name}-packed") / "train"
+    meta, index = json.loads((train / records.META).read_text()), train / records.INDEX
+    (shard,) = meta["shards"]
+    meta["shards"] = [shard | {"name": f"{number}.tfrecord"} for number in range(SHARDS)]
+    for copy in meta["shards"]:
+        (train / copy["name"]).hardlink_to(train / shard["name"])
+    records.write_meta(train, meta, np.tile(np.fromfile(index, records.PLACE), SHARDS))
+
+    words, last = [sys.executable, __file__, "--serve", train.parent], max(os.sched_getaffinity(0))
+    place = {"preexec_fn": lambda: os.sched_setaffinity(0, [last])}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **place) as server:
+        try:
+            if not (url := server.stdout.readline().strip()):
+                raise SystemExit("pip install -r benchmarks/requirements-remote.txt")
+            keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "some")
+            yield keys | {"AWS_ENDPOINT_URL": url, "HOME": str(data.parent)}  # HOME: the cache
+        finally:
+            server.kill()
+
+
+def serve(folder: str) -> None:
+    """A server of S3's protocol that holds the folder as bucket/set, then prints its URL."""
+    import s3fs
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    app, gets = DomainDispatcherApplication(create_backend_app), itertools.count(1)
+
+    def far(asked: dict[str, object], answer: Callable[..., object]) -> list[bytes]:
+        if asked["REQUEST_METHOD"] != "GET":
+            return app(asked, answer)
+        number = next(gets)
+        time.sleep(0.02)
+        if number % 20 == 0:
+            answer("503 Slow Down", [("Content-Length", "0")])
+            return []
+        data = b"".join(app(asked, answer))
+        return [data[: len(data) // 2] if number % 33 == 0 else data]
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
+    server = make_server("127.0.0.1", 0, far, threaded=True)
+    threading.Thread(target=server.serve_forever).start()
+    url = f"http://127.0.0.1:{server.port}"
+    files = s3fs.S3FileSystem(key="some", secret="some", endpoint_url=url)
+    files.mkdir("bucket")
+    files.put(folder, "bucket/set", recursive=True)
+    print(url, flush=True)
 
 
 def rate(words: list[object], cores: int, env: dict[str, str]) -> float:
@@ -125,7 +209,7 @@ def rate(words: list[object], cores: int, env: dict[str, str]) -> float:
     return float(ended.stdout.split()[-1])
 
 
-def make(kind: str, root: Path) -> None:
+def make(kind: str, root: Path, shards: int) -> None:
     """The set's files in `root`, and the set packed beside it."""
     from hvdkit.data import pack, scenes
     from hvdkit.data.open import reader_of
@@ -142,7 +226,7 @@ def make(kind: str, root: Path) -> None:
             source = reader_of(layout)(root, split, 0)
             if kind == "photos":
                 source = Smaller(source, SHORT_SIDE, QUALITY)
-            pack.pack(source, out, split, shards=4, packed_from=kind)
+            pack.pack(source, out, split, shards=shards, packed_from=kind)
 
 
 def _photos(root: Path) -> None:
@@ -152,6 +236,8 @@ def _photos(root: Path) -> None:
             path = root / split / f"class{number % 4}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_jpeg(rng))
+            with tarfile.open(root.with_name(f"{split}{number // 4 % 4}.tar"), "a") as tar:
+                tar.add(path, f"{number % 4}-{number}.jpg")
 
 
 def _pairs(root: Path) -> None:
@@ -179,15 +265,18 @@ def _jpeg(rng: np.random.Generator) -> bytes:
 
 
 # Pipelines: (set, its folder, threads or processes) -> batches.
-def template(kind: str, folder: Path, workers: int, *, layout: str = "") -> Iterator[object]:
-    """This project's: stateless order and draws, threads as a run with --cpu_threads has them."""
+def template(
+    kind: str, folder: Path, workers: int, *, layout: str = "", window: int = 0
+) -> Iterator[object]:
+    """This project's, as a run has it; with a `window` (--shuffle_shards) None, then an epoch."""
     import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
     import tensorflow as tf
 
+    from hvdkit.data import remote
     from hvdkit.data.pipeline import TrainingFeed, reader
-    from hvdkit.data.sampler import Sampler
+    from hvdkit.data.sampler import Sampler, shards_of
     from hvdkit.settings import Settings
     from tasks import classification, segmentation
 
@@ -196,14 +285,20 @@ def template(kind: str, folder: Path, workers: int, *, layout: str = "") -> Iter
     data = {"data_dir": str(folder), "data_format": layout, "image_size": SIZES[kind]}
     task = task_class.Task(Settings(num_classes=4 if kind == "photos" else 21, **data))
     source, _ = task.sources()
-    order = Sampler(len(source), BATCH, 1, seed=1, rank=0, size=1)
+    order = Sampler(len(source), BATCH, 1, 1, 0, 1, shards=shards_of(source, window))
     read = reader(source, task.training_example, keyed=True)
-    steps = tf.int64.max // BATCH
+    steps, step, ahead = tf.int64.max // BATCH, 0, contextlib.nullcontext()
+    if getattr(source, "is_remote", False):
+        ahead = remote.fetched_ahead(source, lambda: order.coming_shards(step))
     with TrainingFeed(source, order, read, num_steps=steps, workers=workers) as feed:
-        while True:
-            yield feed.next()
-            if feed.error:
-                raise SystemExit(feed.error)
+        if window:
+            yield None
+            steps = len(source) // BATCH
+        with ahead:
+            for step in range(steps):
+                yield feed.next()
+                if feed.error:
+                    raise SystemExit(f"batch {step}: {feed.error}")
 
 
 def packed(kind: str, folder: Path, workers: int) -> Iterator[object]:
@@ -289,6 +384,22 @@ def torch_loader(kind: str, folder: Path, workers: int) -> Iterator[object]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
+def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
+    """WebDataset's: tars one after the other, mixed in a buffer of 1,000, then as in "torch"."""
+    import torch
+    import webdataset
+    from torchvision.transforms import v2
+
+    torch.set_num_threads(1)
+    turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    tars = [str(folder.with_name(f"train{number}.tar")) for number in range(4)]
+    data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
+    data = data.decode("pil").to_tuple("jpg", "__key__")
+    data = data.map_tuple(v2.Compose(turns), lambda name: int(name[0]))
+    loader = torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
+    return iter(loader)
+
+
 class _Pairs:
     """Image and label, as torchvision's reference script for segmentation augments them."""
 
@@ -321,18 +432,21 @@ class _Pairs:
 
 
 PIPELINES = {"template": template, "packed": packed, "tf.data": plain, "torch": torch_loader}
+WINDOWS = functools.partial(template, layout="records", window=WINDOW)
+PIPELINES |= {"webdataset": web_tars, **dict.fromkeys(REMOTE, WINDOWS)}
 
 
 def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:
     """Reads batches for some seconds, on the cores that this process has; prints their rate."""
     workers = len(os.sched_getaffinity(0))
     batches, done = iter(PIPELINES[pipeline](kind, Path(folder), workers)), 0
-    for _ in range(WARM_UP):
+    for _ in range(1 if pipeline in REMOTE else WARM_UP):
         next(batches)
     start = time.perf_counter()
-    while (taken := time.perf_counter() - start) < float(seconds):
-        next(batches)
+    for _ in batches:
         done += BATCH
+        if (taken := time.perf_counter() - start) > float(seconds):
+            break
     if hasattr(batches, "close"):
         batches.close()
     print(f"samples/s: {done / taken:.1f}")
@@ -341,5 +455,7 @@ def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--serve"]:
+        serve(*sys.argv[2:])
     else:
         main()

@@ -129,7 +129,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
 
 def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     root = pictures(world)
-    trained(world, root, "--shuffle_shards=2", "hvdkit pack", code=WRONG_USE, shuffle_shards=2)
+    assert not trained(world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2).model
 
     for split in ("train", "val"):  # all ranks share the work
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)

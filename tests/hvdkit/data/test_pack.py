@@ -212,13 +212,16 @@ def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(demo, tmp_path
 
 
 def test_ranks_share_the_work(tmp_path: Path):
-    """Three shards by two ranks; by itself, one: a shard takes about 256 MB."""
+    """Three shards by two ranks, one late; by itself, one: a shard takes about 256 MB."""
     readers.write_classes(tmp_path / "raw")
     tool = Path(sys.executable).with_name("mpirun")
-    words = [tool, "-np", "2", "--oversubscribe", sys.executable, "-m", "hvdkit", "pack"]
+    words = [tool, "-np", "2", "--oversubscribe", "sh", "-c"]
+    words += ['sleep $((4 * OMPI_COMM_WORLD_RANK)); exec "$@"', "late"]
+    words += [sys.executable, "-m", "hvdkit", "pack"]
     words += ["--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train"]
     ended = run([*words, f"--out={tmp_path}", "--as=three", "--shards=3"], 120)
     assert ended.code == 0 and ended.output.count("found the same") == 1, ended.output
+    assert ended.output.count("waits for other ranks' shards 00001\n") == 1, ended.output
     command(*words[-3:], f"--out={tmp_path}", "--as=one")
     source = ClassFolders(tmp_path / "raw", "train")
     for name, shards in (("one", 1), ("three", 3)):

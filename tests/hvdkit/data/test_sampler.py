@@ -211,23 +211,28 @@ def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
         assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
 
 
-@pytest.mark.parametrize("n", [12_345, 65_536])
-def test_by_shards_orders_are_as_random_as_ten_windows_let_them_be(n):
-    shards, kept = in_shards(n, 120, 12), []
-    orders = [order(n, 1, epoch, shards=shards) for epoch in range(120)]
-    shard = np.repeat(np.arange(120), shards.sizes[:-1])
-    others = [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1]
-    for a, b in itertools.combinations([*orders[:8], *others], 2):
-        places = [np.argsort(ids) / n for ids in (a, b)]
-        means = [np.bincount(shard, place) / shards.sizes[:-1] for place in places]
+@pytest.mark.parametrize("n", [12_345, 65_536, 10**7])
+@pytest.mark.parametrize("shuffle", [None, 12], ids=["plain", "by shards"])
+def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
+    parts, few, kept = in_shards(n, 120, 12), n > 10**6, []
+    shards = parts if shuffle else None
+    orders = [order(n, 1, epoch, shards=shards) for epoch in range(2 if few else 8)]
+    orders += [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1 and not few]
+    shard, sizes = np.repeat(np.arange(120), parts.sizes[:-1]), parts.sizes[:-1]
+    for a, b in itertools.combinations(orders, 2):
+        places = np.empty([2, n])
+        for place, ids in zip(places, (a, b)):
+            place[ids] = np.arange(n) / n
+        means = [np.bincount(shard, place) / sizes for place in places]
         assert abs(correlation(*means)) < SIGMAS
         assert abs(correlation(*(p - m[shard] for p, m in zip(places, means)))) < SIGMAS
-        pairs = [np.minimum(o[1:], o[:-1]) * n + np.maximum(o[1:], o[:-1]) for o in (a, b)]
-        kept.append(len(np.intersect1d(*pairs)))
+        kept.append((np.abs(np.diff(places[1][a])) < 1.5 / n).sum())
     # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
-    chance = 2 * 10 * (1 / 12 + 11 / 12 * 11 / 119) * len(kept)
+    chance = 2 * (10 * (1 / 12 + 11 / 12 * 11 / 119) if shards else 1) * len(kept)
     assert abs(sum(kept) - chance) < SIGMAS * np.sqrt(chance)
-    for tenths in (np.argsort(orders, axis=1)[:, :: n // 7] * 10 // n).T:  # each of a sample
+    places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))  # in 120 epochs
+    ids = Sampler(n, 1, 1, 1, 0, 1, shards=shards).order(tf.constant(places.ravel())).numpy()
+    for tenths in (ids.reshape(places.shape) * 10 // n).T:  # the sample's, each at a place
         counts = np.bincount(tenths, minlength=10)
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
 

@@ -113,7 +113,11 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
     """WORK/whole of all shards; if it is cut off, the next try goes on."""
     folder = work / "whole"
     parts = [work / f"{number:05d}" for number in range(shards)]
-    while not all(part.exists() for part in parts):  # other ranks'
+    said = 0
+    while missing := [part.name for part in parts if not part.exists()]:
+        if len(missing) != said:
+            print(f"waits for other ranks' shards {logs.join(missing)}", file=sys.stderr)
+        said = len(missing)
         time.sleep(0.2)
     folder.mkdir(exist_ok=True)
     metas = [json.loads((part / records.META).read_text()) for part in parts]

@@ -26,6 +26,10 @@ from hvdkit.stop import passes
 
 _PREFIX = "packed-"  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
+_AHEAD, _PAUSE = (
+    2,
+    0.2,
+)  # threads that fetch ahead, for one may be trying again; seconds between looks
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
@@ -182,6 +186,7 @@ class Cache:
                         return file
             except BaseException:
                 partial.unlink(missing_ok=True)
+                file.close()
                 raise
             partial.unlink(missing_ok=True)
             file.close()
@@ -263,32 +268,34 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
         )
         raise ValueError(f"--cache_gb={_bound / 1e9:g} is less than the remote sets: {why}")
     for source in sources:
-        source.keep_open(1 + min(_OPEN, shuffled if source is train else 1))  # 1: the index
+        source.keep_open(min(_OPEN, shuffled if source is train else 1))
 
 
 @contextlib.contextmanager
 def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
-    """Inside, a thread fetches the shards that `coming()` lists, the first ones first; []: all.
+    """Inside, threads fetch the shards that `coming()` lists, the first ones first; []: all.
 
     Listed shards are used anew time and again, so that others go before them.
     """
     ended = threading.Event()
 
-    def fetch() -> None:
-        while not ended.wait(1):
+    def fetch(first: int) -> None:
+        while not ended.wait(_PAUSE):
             with contextlib.suppress(ValueError, OSError):  # who reads it tells; this tries again
                 listed = coming()
-                for shard in listed or range(len(source.shard_sizes)):
+                for shard in (listed or range(len(source.shard_sizes)))[first::_AHEAD]:
                     if ended.is_set():
                         return
                     source.fetch_shard(shard)
                 if not listed:
                     return  # all are there
 
-    thread = threading.Thread(target=fetch, daemon=True, name="shards")
-    thread.start()
+    threads = [threading.Thread(target=fetch, args=(n,), daemon=True) for n in range(_AHEAD)]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(5)
+        for thread in threads:
+            thread.join(5)

@@ -14,6 +14,7 @@ from hvdkit.data import card as cards
 from hvdkit.data import classes, shared_listing
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.pipeline import Reader
+from hvdkit.data.sampler import shards_of
 from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.ranks import agreement
@@ -64,6 +65,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     with classes.known(_classes(config, world, start)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
+        shards_of(train_source, config.shuffle_shards)  # or it is refused, before the model
         config = tasks.counted(task, config, len(train_source))
     with world.fail_together("building the model"):
         with task_checks.user_code_errors("build_model"):

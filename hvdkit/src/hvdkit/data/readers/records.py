@@ -38,7 +38,7 @@ BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
 _THREADS = 32  # that wait for the disk
 _OPEN = 512  # shards at a time: a process may have 1,024 files
-_INDEX = -1  # stands for the index among the open shards
+_INDEX = -1  # stands for the index among the shards
 _AGAIN = "copy it again, or pack again"
 
 
@@ -81,8 +81,8 @@ class Records(source.ReadAhead):
         self.keep_open(_OPEN)
 
     def keep_open(self, files: int) -> None:
-        """How many shards are open at a time, at most."""
-        self._open = functools.lru_cache(files)(self._opened)
+        """How many shards are open at a time, at most; the index is too."""
+        self._open, self._index = (functools.lru_cache(n)(self._opened) for n in (files, 1))
 
     def fetch_shard(self, shard: int) -> None:
         """Of a remote set: has a shard on this host's disk, used just now."""
@@ -110,6 +110,7 @@ class Records(source.ReadAhead):
             data = os.pread(file.fileno(), length, offset)
         except OSError:
             self._open.cache_clear()  # a file server may have forgotten an open file
+            self._index.cache_clear()
             raise
         if len(data) != length or zlib.crc32(data) != crc:
             name = self._shards[self._shard(index)][0]
@@ -121,7 +122,7 @@ class Records(source.ReadAhead):
 
     def _place(self, index: int) -> tuple[int, int, int]:
         """PLACE of a record; read, not mapped: a mapped file that is cut ends the process."""
-        file = self._open(_INDEX)  # held, or it may be closed before it is read
+        file = self._index(_INDEX)  # held, or it may be closed before it is read
         place = os.pread(file.fileno(), PLACE.itemsize, PLACE.itemsize * index)
         if len(place) < PLACE.itemsize:
             raise ValueError(f"is not in {self._path(INDEX)}, which was cut; {_AGAIN}")
