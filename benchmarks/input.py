@@ -283,6 +283,7 @@ def template(
     task_class = classification if kind == "photos" else segmentation
     layout = layout or ("class_folders" if kind == "photos" else "folders")
     data = {"data_dir": str(folder), "data_format": layout, "image_size": SIZES[kind]}
+    data["colour_range"] = "0,0,0"  # as the others
     task = task_class.Task(Settings(num_classes=4 if kind == "photos" else 21, **data))
     source, _ = task.sources()
     order = Sampler(len(source), BATCH, 1, 1, 0, 1, shards=shards_of(source, window))

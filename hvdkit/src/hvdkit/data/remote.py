@@ -26,10 +26,8 @@ from hvdkit.stop import passes
 
 _PREFIX = "packed-"  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
-_AHEAD, _PAUSE = (
-    2,
-    0.2,
-)  # threads that fetch ahead, for one may be trying again; seconds between looks
+_AHEAD = 2  # threads that fetch ahead: one may be trying again
+_PAUSE = 0.2  # seconds between their looks
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
@@ -58,6 +56,7 @@ class Server:
     def __init__(self, url: str) -> None:
         """Raises ValueError: the protocol is unknown, or its package is missing."""
         self.url, protocol = url, url.partition(":")[0]
+        self._allowed = False  # once: credentials that end in mid-run spoil no sample
         if protocol not in _PACKAGES:
             raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
         if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
@@ -69,7 +68,7 @@ class Server:
             if protocol in ("http", "https"):
                 import aiohttp  # its limit of 5 minutes a file would hold for large ones too
 
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=60)
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15)
                 headers = {"Accept-Encoding": "identity"}  # what is packed anew has no ranges
                 how["client_kwargs"] = {"timeout": timeout, "headers": headers, "trust_env": True}
             self._files = fsspec.filesystem(protocol, **how)
@@ -85,7 +84,9 @@ class Server:
         """
         where = f"{self.url}/{name}"
         try:
-            return self._files.cat_file(where, start=first, end=last)
+            data = self._files.cat_file(where, start=first, end=last)
+            self._allowed = True
+            return data
         except FileNotFoundError:
             raise ValueError(
                 f"{where} is missing: is that what hvdkit pack wrote, and --data_dir its folder "
@@ -94,10 +95,14 @@ class Server:
         except Exception as error:  # each client has its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
             text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
-            if passes(error) or _of_network(error):
+            if passes(error) or _of_network(error) or (self._allowed and _forbidden(error)):
                 failed = os.strerror(errno.EREMOTEIO)
                 raise OSError(f"{failed}: {where}: {text}") from None
             raise ValueError(f"{where} cannot be read: {text}") from None
+
+
+def _forbidden(error: Exception) -> bool:
+    return isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403)
 
 
 def _of_network(error: Exception) -> bool:
@@ -119,6 +124,10 @@ class Cache:
         self._server, self._bound = server, _bound
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
         self._own = self._all / f"{_PREFIX}{key}"
+        try:
+            self._own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--cache_dir={self._all}: {error.strerror}") from None
         self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
         self._again: set[str] = set()
         self._failed: dict[str, tuple[float, str]] = {}  # when, and why, by name
@@ -129,7 +138,6 @@ class Cache:
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
         asked = time.monotonic()
-        self._own.mkdir(parents=True, exist_ok=True)
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
@@ -163,7 +171,8 @@ class Cache:
             return None
         fcntl.flock(file, fcntl.LOCK_SH)
         if (about := os.fstat(file.fileno())).st_nlink and about.st_size == size:
-            os.utime(self._own / name)
+            with contextlib.suppress(PermissionError):  # another user's
+                os.utime(self._own / name)
             return file
         return None  # deleted, or cut, meanwhile
 
@@ -176,6 +185,7 @@ class Cache:
                     data = self._server.read(name, first, last)
                     if len(data) != last - first:
                         fault = f"sends {len(data)} bytes, not the {last - first} asked for"
+                        fault += " (it must know Range)" * (len(data) > last - first)
                         break
                     if os.pwrite(file.fileno(), data, first) < len(data):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
@@ -190,7 +200,9 @@ class Cache:
                 raise
             partial.unlink(missing_ok=True)
             file.close()
-        self._damaged[name] = f"{self._server.url}/{name} {fault}; copy it again, or pack again"
+        self._damaged[name] = (
+            f"{self._server.url}/{name} {fault}; if the set was packed anew, start again; else copy it again, or pack again"
+        )
         raise ValueError(self._damaged[name])
 
     def _reserved(self, name: str, size: int) -> tuple[BinaryIO, Path]:
