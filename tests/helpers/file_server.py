@@ -12,11 +12,12 @@ from pathlib import Path
 
 
 class FileServer:
-    """`asked`: requests for the first byte, by name of file; `latency`: seconds each waits."""
+    """`asked`: requests for the first byte, by name of file; `latency`: seconds each waits;
+    `status`: what each is answered, 0: the file."""
 
     def __init__(self, root: Path, latency: float = 0.0) -> None:
         self.root, self.latency, self.asked, self.port = root, latency, Counter(), 0
-        self._leaves = False
+        self._leaves, self.status = False, 0
 
     @property
     def url(self) -> str:
@@ -56,8 +57,8 @@ class FileServer:
             self._leaves = False
             self._server.shutdown()
             return
-        if not path.is_file():
-            request.send_error(404)
+        if self.status or not path.is_file():
+            request.send_error(self.status or 404)
             return
         data = path.read_bytes()
         first, last = 0, len(data)

@@ -126,6 +126,14 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
     assert source.fetch(np.array([5]))[1] == [""]
 
 
+def test_credentials_that_end_in_mid_run_spoil_no_sample(server):
+    source, server.status = Records(server.url, "train"), 403
+    fault = source.fetch(np.array([0]))[1][0]
+    assert "403" in fault and passes(fault)
+    with pytest.raises(ValueError, match=r"pack.json cannot be read: .* 403"):
+        Records(server.url, "train")
+
+
 def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):
     monkeypatch.setattr(
         os, "pwrite", lambda file, data, first, p=os.pwrite: p(file, data[:9], first)
@@ -141,7 +149,7 @@ def test_a_full_disk_loses_what_is_not_in_use(root, server, monkeypatch, tmp_pat
     )
     monkeypatch.setattr(shutil, "disk_usage", free)
     source = Records(server.url, "train")
-    source.keep_open(2)
+    source.keep_open(1)
     for sample in range(0, 30, 5):
         assert source.fetch(np.array([sample]))[1] == [""] and free(0).free >= 0
 

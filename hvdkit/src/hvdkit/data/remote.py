@@ -200,9 +200,8 @@ class Cache:
                 raise
             partial.unlink(missing_ok=True)
             file.close()
-        self._damaged[name] = (
-            f"{self._server.url}/{name} {fault}; if the set was packed anew, start again; else copy it again, or pack again"
-        )
+        again = "copy it again, or pack again; start again, if this was done meanwhile"
+        self._damaged[name] = f"{self._server.url}/{name} {fault}; {again}"
         raise ValueError(self._damaged[name])
 
     def _reserved(self, name: str, size: int) -> tuple[BinaryIO, Path]:
