@@ -3,7 +3,7 @@
 train.py writes the step with its own tape (reduction.TEMPLATE_STEP); `Step` has its parts.
 
 The run's loss is sum(losses * weights) / sum(weights), both sums over the global batch. The ranks
-add up the second sum once the backward pass is done. So each number is divided where it is known:
+add up the second sum while the backward pass runs. So each number is divided where it is known:
 
   backward pass, on each rank:  gradient of  loss_sum * scale / positions
   reduction:                    sum over ranks
@@ -69,8 +69,8 @@ class _Traced:
     before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
     terms: tuple[str, ...] = ()  # names of the loss's terms, once they are known
     adds_losses: bool = False  # whether the model adds any to them
-    own: Reduced | None = None  # of this rank, once its loss is known: all but the gradients
-    known: Reduced | None = None  # the same of all ranks
+    known: Reduced | None = None  # once the loss is: all but the gradients
+    factor: tf.Tensor | None = None  # from summed gradients to those of the mean
     updated: list[Result] = dataclasses.field(default_factory=list)  # what `update` returned
 
 
@@ -123,7 +123,7 @@ class Step:
             called in training.
         """
         step = self._step("run.loss")
-        if step.own is not None:
+        if step.known is not None:
             raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
         self._losses[losses] = None
         forward = partial(self._forward, losses=losses)
@@ -132,26 +132,22 @@ class Step:
         # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
         ready = tf.zeros([], tf.float64) if alone else own_part(sums)
-        step.own = Reduced(sums, step.votes, losses=own_loss, ready=ready)
+        # One collective for both: constant size on any number of ranks. Its name holds those of the
+        # terms, so that ranks with other terms are told.
+        totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
+        name = ".".join(filter(None, ["step.totals", *step.terms]))
+        if not alone:
+            totals = reduction.totals(totals, self._settings, self._variables, name=name)
+        totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
+        step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
+        to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
+        scale = self._state.loss_scale.read(tf.float64)
         if len(targets) == 1:
+            step.factor = to_means[0] / scale
             return targets[0]
-        step.known = self._over_ranks(step)
-        to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(step.known.sums)))
+        step.factor = 1 / scale
         means = [target * tf.cast(to, target.dtype) for target, to in zip(targets, to_means)]
         return tf.add_n([*means, *targets[len(means) :]])
-
-    def _over_ranks(self, step: _Traced) -> Reduced:
-        """This rank's sums and votes added up in one collective, of constant size.
-
-        Its name holds those of the loss's terms, so that ranks with other terms are told.
-        """
-        own = step.own
-        totals = tf.stop_gradient(tf.concat([own.sums, own.votes], 0))
-        name = ".".join(filter(None, ["step.totals", *step.terms]))
-        if self._world.size > 1:
-            totals = reduction.totals(totals, self._settings, self._variables, name=name)
-        sums, votes = tf.split(totals, [own.sums.shape[0], agreement.NUM_VOTES])
-        return own._replace(sums=sums, votes=votes)
 
     def update(self, gradients: list[tf.Tensor | tf.IndexedSlices | None]) -> Result:
         """Applies gradients of `loss`, summed over ranks; call it once a step, return its result.
@@ -160,17 +156,10 @@ class Step:
         the schedule, apply; alike on every rank. A step that is not finite leaves no trace.
         """
         step = self._step("run.update")
-        if step.own is None:
-            raise ValueError("run.update comes after run.loss(batch), in the same step")
-        factor = 1 / self._state.loss_scale.read(tf.float64)
         if step.known is None:
-            # After this rank's gradients: what is ready together travels in one message.
-            reduced = tf.nest.flatten([g for g in gradients if g is not None], True)
-            with tf.control_dependencies([own for g in reduced for own in g.op.inputs]):
-                step.known = self._over_ranks(step)
-            factor *= gradients_lib.to_means(step.known.sums)[0]
+            raise ValueError("run.update comes after run.loss(batch), in the same step")
         self._combiner.over_ranks(step.before)
-        grads = gradients_lib.unscale(gradients, factor, self._variables)
+        grads = gradients_lib.unscale(gradients, step.factor, self._variables)
         return self.apply(step.known._replace(grads=grads))
 
     def apply(self, found: Reduced) -> Result:
