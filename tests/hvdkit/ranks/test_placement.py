@@ -65,7 +65,8 @@ def test_dgx_h100(machine):
     ("size", "ranks", "shown", "threads"),
     [
         ((2, 4, 2), 4, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"], 4),  # no GPU
-        ((1, 4, 1), 3, ["0", "1", "2"], 1),
+        ((1, 7, 1), 3, ["0-1", "2-3", "4-5"], 2),
+        ((1, 4, 1), 3, ["", "", ""], 1),  # on one CPU Horovod's thread would wait for the step's
         ((1, 1, 1), 1, [""], 1),
         ((1, 1, 2), 2, ["", ""], 1),  # as many hyperthreads as ranks, not as many cores
         ((2, 4, 1), 1, [""], 8),  # alone, it keeps all cores
@@ -92,9 +93,9 @@ def test_what_slurm_has_bound_is_kept_and_its_gpu_is_near(machine, layout):
     assert len({cpu % 112 for p in found for cpu in p.cpus}) == 112
 
 
-def test_ranks_that_a_launcher_gave_the_hyperthreads_of_one_core_stay_there(machine):
+def test_ranks_on_the_hyperthreads_of_one_core_have_a_thread_each(machine):
     found = machine(1, 2, 2).places(2, cpus=[{0}, {2}])
-    assert [p.cpus for p in found] == [[0], []] and [p.threads for p in found] == [1, 1]
+    assert [p.cpus for p in found] == [[], []] and [p.threads for p in found] == [1, 1]
 
 
 def test_one_gpu_a_task(machine):

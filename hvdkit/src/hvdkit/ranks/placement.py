@@ -159,7 +159,7 @@ def report(world: World, own: Place) -> None:
 def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
     """CPUs of each rank: whole physical cores, as many for each that may use the same ones.
 
-    None where it is alone, or there are fewer cores than ranks.
+    None where it is alone, or would get one CPU: Horovod's thread would wait for the step's.
     """
     # By CPU, the hyperthreads of its physical core, itself included.
     file = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -173,7 +173,8 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
         free = [core for core in cores if core not in taken]
         own = sorted(free, key=lambda core: sum(core in other for other in usable))[:share]
         taken.update(own)
-        found[rank] = sorted(cpu for cpu in usable[rank] if min(siblings[cpu]) in own)
+        cpus = sorted(cpu for cpu in usable[rank] if min(siblings[cpu]) in own)
+        found[rank] = cpus if len(cpus) > 1 else []
     return found
 
 
