@@ -208,7 +208,8 @@ def test_the_lock_and_its_groups_have_the_versions_of_requirements():
 # Names of packages where those of their modules are others.
 _OF = {"pil": "pillow", "yaml": "pyyaml", "absl": "absl-py", "pynvml": "nvidia-ml-py"}
 _OF |= {"google": "protobuf", "mpl_toolkits": "matplotlib", "sklearn": "scikit-learn"}
-_ELSEWHERE = {"torch", "torchvision"}  # what benchmarks compare with, in an environment of its own
+# What benchmarks compare with, or serve data with.
+_ELSEWHERE = {"torch", "torchvision", "webdataset", "moto", "s3fs", "werkzeug"}
 _ELSEWHERE |= {"wandb", "mlflow"}  # a user's own
 
 
