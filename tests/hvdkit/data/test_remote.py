@@ -1,5 +1,6 @@
 """Packed sets on a real HTTP server, and one of S3's protocol."""
 
+import fcntl
 import os
 import shutil
 import sys
@@ -132,6 +133,18 @@ def test_credentials_that_end_in_mid_run_spoil_no_sample(server):
     assert "403" in fault and passes(fault)
     with pytest.raises(ValueError, match=r"pack.json cannot be read: .* 403"):
         Records(server.url, "train")
+
+
+def test_a_suspended_run_that_fetches_is_not_waited_for_for_ever(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(remote, "_LOCKED", 0.3)
+    source = Records(server.url, "train")
+    source.fetch(np.array([0]))
+    (folder,) = (tmp_path / "cache").glob("packed-*")
+    with (folder / ".train-00001-of-00006.tfrecord.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        fault = source.fetch(np.array([5]))[1][0]
+    assert "Device or resource busy" in fault and passes(fault)
+    assert source.fetch(np.array([5]))[1] == [""]
 
 
 def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):

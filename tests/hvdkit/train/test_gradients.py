@@ -67,5 +67,5 @@ def test_loss_scale_doubles_after_a_thousand_sound_steps_and_stays_between_its_e
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 def test_only_float16_is_scaled(precision):
     scale = LossScale(precision)
-    assert scale_after(scale, False) == (1.0, 0, 1)
-    assert scale_after(scale, True) == (1.0, 0, 0)
+    assert scale_after(scale, False) == (2.0**15, 0, 1)  # as float16 begins with, if it resumes
+    assert scale_after(scale, True) == (2.0**15, 0, 0) and scale.read() == 1.0

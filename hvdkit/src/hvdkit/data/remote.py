@@ -29,6 +29,7 @@ _CHUNK = 2**23  # bytes of a request
 _AHEAD = 2  # threads that fetch ahead: one may be trying again
 _PAUSE = 0.2  # seconds between their looks
 _OPEN = 8  # files at a time where not all fit: what is open cannot go
+_LOCKED = 150  # seconds, at most, for another who fetches a file and makes no progress
 _WAIT = 60  # seconds, at most, for others to close files where there is no space
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
 _PACKAGES |= {"file": "", "memory": ""}
@@ -56,7 +57,7 @@ class Server:
     def __init__(self, url: str) -> None:
         """Raises ValueError: the protocol is unknown, or its package is missing."""
         self.url, protocol = url, url.partition(":")[0]
-        self._allowed = False  # once: credentials that end in mid-run spoil no sample
+        self.allowed = False  # once: credentials that end in mid-run spoil no sample
         if protocol not in _PACKAGES:
             raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
         if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
@@ -85,7 +86,7 @@ class Server:
         where = f"{self.url}/{name}"
         try:
             data = self._files.cat_file(where, start=first, end=last)
-            self._allowed = True
+            self.allowed = True
             return data
         except FileNotFoundError:
             raise ValueError(
@@ -95,20 +96,24 @@ class Server:
         except Exception as error:  # each client has its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
             text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
-            if passes(error) or _of_network(error) or (self._allowed and _forbidden(error)):
+            if passes(error) or _of_network(error) or (self.allowed and _forbidden(error)):
                 failed = os.strerror(errno.EREMOTEIO)
                 raise OSError(f"{failed}: {where}: {text}") from None
             raise ValueError(f"{where} cannot be read: {text}") from None
 
 
 def _forbidden(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403)
+    refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    return refused or _status(error) in (401, 403)
+
+
+def _status(error: Exception) -> Any:
+    return getattr(error, "status", None) or getattr(error, "code", None)
 
 
 def _of_network(error: Exception) -> bool:
     """Whether a server or the way to it failed, not the request."""
-    status = getattr(error, "status", None) or getattr(error, "code", None)
-    if isinstance(status, int):
+    if isinstance(status := _status(error), int):
         return status >= 500 or status in (408, 429)
     wrong = re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__)
     refused = isinstance(error, PermissionError) or wrong
@@ -138,6 +143,7 @@ class Cache:
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
         asked = time.monotonic()
+        self._own.mkdir(parents=True, exist_ok=True)  # anew, if somebody cleaned up
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
@@ -215,9 +221,13 @@ class Cache:
                 if self._free(size):
                     file = partial.open("x+b")
                     fcntl.flock(file, fcntl.LOCK_SH)
-                    if size:
-                        os.posix_fallocate(file.fileno(), 0, size)
-                    return file, partial
+                    try:
+                        if size:
+                            os.posix_fallocate(file.fileno(), 0, size)
+                        return file, partial
+                    except OSError:
+                        partial.unlink()
+                        raise
             if time.monotonic() > until:
                 full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
                 raise OSError(f"{full}{self._all}, or of its disk, is in use: raise it")
@@ -241,8 +251,21 @@ class Cache:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Raises OSError where who has it makes no progress for long, as a suspended process."""
+    since, partial = time.monotonic(), path.with_suffix(".partial")
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - since
+                with contextlib.suppress(FileNotFoundError):
+                    waited = min(waited, time.time() - partial.stat().st_mtime)
+                if waited > _LOCKED:
+                    busy = f"{os.strerror(errno.EBUSY)}: who has {path} locked, a process or thread"
+                    raise OSError(f"{busy}, made no progress for {_LOCKED} s") from None
+                time.sleep(min(0.5, (time.monotonic() - since) / 8 + 0.01))
         yield
 
 
@@ -292,14 +315,17 @@ def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterat
 
     def fetch(first: int) -> None:
         while not ended.wait(_PAUSE):
-            with contextlib.suppress(ValueError, OSError):  # who reads it tells; this tries again
-                listed = coming()
-                for shard in (listed or range(len(source.shard_sizes)))[first::_AHEAD]:
-                    if ended.is_set():
-                        return
+            listed, failed = coming(), False
+            for shard in (listed or range(len(source.shard_sizes)))[first::_AHEAD]:
+                if ended.is_set():
+                    return
+                try:
                     source.fetch_shard(shard)
-                if not listed:
-                    return  # all are there
+                except (ValueError, OSError):  # who reads it tells; this tries again
+                    failed = True
+            if not listed and not failed:
+                return  # all are there
+            ended.wait(2 * failed)
 
     threads = [threading.Thread(target=fetch, args=(n,), daemon=True) for n in range(_AHEAD)]
     for thread in threads:
@@ -308,5 +334,6 @@ def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterat
         yield
     finally:
         ended.set()
+        until = time.monotonic() + 5
         for thread in threads:
-            thread.join(5)
+            thread.join(max(0.0, until - time.monotonic()))

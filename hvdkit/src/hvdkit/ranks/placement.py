@@ -93,10 +93,12 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
         )
     addresses = [one["gpus"][gpu][1] if gpu >= 0 else "" for one, gpu in zip(seen, gpus)]
     nodes = [_node_of(address) for address in addresses]
-    cpus = _share_out([(may & _cpus_of(node)) or may for may, node in zip(allowed, nodes)])[rank]
-    own = seen[rank]
+    usable = [(may & _cpus_of(node)) or may for may, node in zip(allowed, nodes)]
+    cpus, own = _share_out(usable)[rank], seen[rank]
     beside = sum(bool(may & allowed[rank]) for may in allowed)
     threads = len(cpus) or len(allowed[rank]) // beside
+    if not cpus and len(seen) > 1 and usable[rank] < allowed[rank]:
+        cpus = sorted(usable[rank])  # near its GPU, with others
     in_group = sum(one["group"] == own["group"] for one in seen)
     threads = max(1, min(threads, math.floor(min(own["quota"] / in_group, threads))))
     return Place(gpus[rank], addresses[rank], nodes[rank], cpus, threads)
@@ -139,7 +141,9 @@ def report(world: World, own: Place) -> None:
     far = own.node >= 0 and not _cpus_of(own.node) & os.sched_getaffinity(0)
     if world.size <= _MOST_ROWS:
         node = f"{own.node}, far" if far else str(own.node) if own.node >= 0 else "-"
-        cores = _ranges(own.cpus) or f"not bound, {own.threads} thread(s)"
+        here = os.sched_getaffinity(0)
+        cores = _ranges(own.cpus or (here if len(here) == 1 else ()))
+        cores = cores or f"not bound, {own.threads} thread(s)"
         rows = world.gather_objects(
             [os.uname().nodename, own.address or "-", node, cores], "places"
         )

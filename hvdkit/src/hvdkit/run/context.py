@@ -65,7 +65,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     with classes.known(_classes(config, world, start)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
-        shards_of(train_source, config.shuffle_shards)  # or it is refused, before the model
+        if start is None:  # of a run that trains
+            shards_of(train_source, config.shuffle_shards)  # or it is refused, before the model
         config = tasks.counted(task, config, len(train_source))
     with world.fail_together("building the model"):
         with task_checks.user_code_errors("build_model"):

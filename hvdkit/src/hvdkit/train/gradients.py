@@ -188,7 +188,8 @@ class LossScale(tf.Module):
     def __init__(self, precision: str) -> None:
         super().__init__(name="loss_scale")
         self.dynamic = precision == "float16"
-        self.value = tf.Variable(2.0**15 if self.dynamic else 1.0, trainable=False, name="value")
+        # Also where it is not used: a run in float16 may go on from this one's checkpoint.
+        self.value = tf.Variable(2.0**15, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
         self.skipped_in_a_row = tf.Variable(
             0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"

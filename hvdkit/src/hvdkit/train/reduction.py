@@ -135,15 +135,15 @@ def totals(
 ) -> tf.Tensor:
     """A step's numbers, float64 [n], summed over ranks.
 
-    Horovod sends what has one type in one message. So where gradients are float32, each number
-    travels as two: a multiple of _PART, and the rest. Whole numbers stay exact up to 2**36 in all,
-    on up to 4,096 ranks; others get float32's precision. Not with --deterministic: what arrives
-    first would change the layout of the gradients' message.
+    Horovod sends what is ready at one time and has one type in one message. So where gradients are
+    float32, each number travels as two: a multiple of _PART, and the rest. Whole numbers stay exact
+    up to 2**36 in all, on up to 4,096 ranks; others get float32's precision. Not with
+    --deterministic: what arrives first would change the layout of the gradients' message.
     """
     how = {"op": hvd.Sum, "name": name, "device_dense": device(config)}
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
         return hvd.allreduce(own, **how)
-    high = tf.cast(tf.floor(own / _PART), tf.float32)
+    high = tf.cast(tf.round(own / _PART), tf.float32)  # floor: -0.1 would become -4096 + 4095.9
     rest = tf.cast(own - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # not inf - inf
     parts = tf.cast(hvd.allreduce(tf.stack([high, rest]), **how), tf.float64)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import operator
 import os
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,7 @@ class Records(source.ReadAhead):
         self.bytes_each = sum(self.shard_bytes) / len(self)
         self._cache = remote.Cache(self._server, meta["checksum"]) if url else None
         self._index_is_sound = False  # on this host's disk, when it was opened first
+        self._opens_index = threading.Lock()  # many threads ask for it at once
         self.keep_open(_OPEN)
 
     def keep_open(self, files: int) -> None:
@@ -137,17 +139,18 @@ class Records(source.ReadAhead):
         if not self._cache:
             return self._path(name).open("rb")
         if shard == _INDEX:
-            opened = functools.partial(
-                self._cache.open, name, self.index_bytes, self._fault_of_index
-            )
-            file = opened()
-            if not self._index_is_sound:  # a record tells of its bytes, nothing of the index's
-                if self._fault_of_index(file) and self._cache.fetch_again(name, file):
-                    file = opened()
-                self._index_is_sound = True
-            return file
+            with self._opens_index:
+                return self._opened_index(name)
         fault = functools.partial(self._fault_of_shard, shard)
         return self._cache.open(name, self.shard_bytes[shard], fault)
+
+    def _opened_index(self, name: str) -> BinaryIO:
+        file = self._cache.open(name, self.index_bytes, self._fault_of_index)
+        if not self._index_is_sound:  # a record tells of its bytes, nothing of the index's
+            if self._fault_of_index(file) and self._cache.fetch_again(name, file):
+                file = self._cache.open(name, self.index_bytes, self._fault_of_index)
+            self._index_is_sound = self._server.allowed = True
+        return file
 
     def _path(self, name: str) -> Path | str:
         return f"{self.folder}/{name}" if self.is_remote else self.folder / name
