@@ -62,7 +62,7 @@ lint: setup ## Python, shell, spelling, links, imports between rooms
 	@$(IN_VENV) lint-imports --no-cache
 	@$(IN_VENV) python tests/helpers/links.py
 
-bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 36 minutes
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 40 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
 # PyTorch, which nothing here runs on, stays out of .venv.
