@@ -20,7 +20,7 @@ from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train.gradients import overwritten
 
-_PART = 2.0**12
+_PART = 2.0**12  # see `totals`
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 
 # make_step of the template's train.py.
