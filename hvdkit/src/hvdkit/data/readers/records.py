@@ -146,10 +146,12 @@ class Records(source.ReadAhead):
 
     def _opened_index(self, name: str) -> BinaryIO:
         file = self._cache.open(name, self.index_bytes, self._fault_of_index)
-        if not self._index_is_sound:  # a record tells of its bytes, nothing of the index's
-            if self._fault_of_index(file) and self._cache.fetch_again(name, file):
-                file = self._cache.open(name, self.index_bytes, self._fault_of_index)
-            self._index_is_sound = self._server.allowed = True
+        # A record tells of its bytes, nothing of the index's.
+        if not self._index_is_sound and (fault := self._fault_of_index(file)):
+            if not self._cache.fetch_again(name, file):
+                raise ValueError(f"{self._path(name)} {fault}; the disk of this host spoils it")
+            return self._opened_index(name)
+        self._server.allowed = True
         return file
 
     def _path(self, name: str) -> Path | str:
@@ -157,8 +159,9 @@ class Records(source.ReadAhead):
 
     def _fault_of_index(self, file: BinaryIO) -> str:
         file.seek(0)  # it may have been read before
-        same = hashlib.file_digest(file, "sha256").hexdigest() == self._index_sha256
-        return "" if same else f"does not match its checksum in {META}"
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+        self._index_is_sound = sha == self._index_sha256
+        return "" if self._index_is_sound else f"does not match its checksum in {META}"
 
     def _fault_of_shard(self, shard: int, file: BinaryIO) -> str:
         end = int(self._ends[shard])
