@@ -21,11 +21,10 @@ _NOISE = re.compile(
 
 
 def _import_tensorflow() -> None:
-    # Keras imports scikit-learn where it is installed, a third of these seconds, for wrappers that
-    # no run uses. None means "not installed" while it looks.
-    hidden = "sklearn" not in sys.modules
-    if hidden:
-        sys.modules["sklearn"] = None  # type: ignore[assignment]
+    # Keras imports these where they are installed, a third of these seconds, for wrappers and
+    # galleries that no run uses. None means "not installed" while it looks.
+    hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]
+    sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
     # What is made here stays: to look through it for what might go takes a fifth of them.
     gc.disable()
     sys.stderr.flush()
@@ -37,8 +36,8 @@ def _import_tensorflow() -> None:
         finally:
             gc.enable()
             gc.freeze()
-            if hidden:
-                del sys.modules["sklearn"]
+            for name in hidden:
+                del sys.modules[name]
             os.dup2(shown, 2)
             os.close(shown)
             held.seek(0)
