@@ -252,7 +252,9 @@ def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words)
     data = tmp_path / "set"
     data.mkdir()
     [file.rename(data / file.name) for file in tmp_path.glob("*.npy")]
-    assert start.main(["hvdkit start", str(data), "--yes", "--quick"]) == 2
+    command = ["hvdkit start", str(data), "--yes", "--quick"]
+    assert start.main([*command, "--label=y"]) == 2 and "without one" in capfd.readouterr().err
+    assert start.main(command) == 2
     printed = capfd.readouterr()
     assert words in printed.err and printed.err.count("error: ") == 1, printed
     assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("set*")]
@@ -299,13 +301,15 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
 
 
 @pytest.mark.parametrize("layout", ["voc", "classes"])
-def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, layout):
+def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, capfd, layout):
     getattr(readers, f"write_{layout}")(tmp_path / "set")
     for name in ("sizes.csv", "sources.csv"):  # notes beside it
         (tmp_path / "set" / name).write_text("a,b\n1,2")
     words: list[str] = []
     monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
-    assert start.main(["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]) == 0
+    command = ["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]
+    assert start.main([*command, "--label=a"]) == 2 and "without one" in capfd.readouterr().err
+    assert start.main(command) == 0
     assert words[-2:] == ["train", "ARGS=--flagfile=configs/set.cfg"]
     assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()
     assert not (fork / "datasets").exists()

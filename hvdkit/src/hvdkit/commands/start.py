@@ -51,6 +51,8 @@ def _understood(root: Path, links: Path, label: str) -> Data:
         if items[0].mask or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
+    else:
+        _needs_no(label, root)
     faults: list[str] = []
     how = {"classes": 0, "tell": faults.append, "names": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
@@ -84,6 +86,12 @@ def _check_masks(root: Path, of: np.ndarray) -> None:
         )
 
 
+def _needs_no(label: str, root: Path) -> None:
+    if label:
+        what = f"--label={label} is a column of a table, and {root} is read without one"
+        raise ValueError(f"{what}: leave it out, or give the table")
+
+
 def _recognized(
     root: Path, layout: str, label: str, *, links: Path
 ) -> tuple[list[arrangement.Item], start_tables.Table]:
@@ -94,6 +102,7 @@ def _recognized(
             found = arrangement.recognized(root)
             if beside := start_arrays.files(root):
                 print(logs.printable(f"  not read: {logs.join(beside)}"))
+            _needs_no(label, root)
             return found, {}
         if kind not in kinds:
             raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
@@ -101,11 +110,14 @@ def _recognized(
         table = None if layout else start_tables.of(root)
         if table and (beside := start_arrays.files(root)):
             raise ValueError(f"{root} holds {table.name} and {beside[0].name}: give one") from None
+        if not table:
+            _needs_no(label, root)
         arrays = ([], {}) if layout or table else start_arrays.understood(root, links)
         if not (table or arrays[0]):
             raise
         return start_tables.understood(table, label) if table else arrays
     if kind in start_arrays.SUFFIXES:
+        _needs_no(label, root)
         return start_arrays.understood(root, links)
     return start_tables.understood(root, label)
 
