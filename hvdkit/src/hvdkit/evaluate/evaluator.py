@@ -128,7 +128,7 @@ class Evaluator:
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         zeros, empty = metrics.zeros(self._step)
         total, kept = metrics.Sums(self._world, zeros, exact=self._exact), metrics.Rows(empty)
-        drawn, error = [], None
+        drawn, words = [], None
         batches, ballot = iter(self._feed), Ballot()
         for place in range(self._feed.rounds):  # as many as the rank that has most batches
             batch = None
@@ -145,14 +145,15 @@ class Evaluator:
                         except Exception as fault:  # training continues
                             why = f"{type(fault).__name__}: {fault}"
                             self._say_once(f"no pictures: draw failed: {why}")
-            except ValueError as caught:
-                error, batches = error or caught, iter(())
+            except ValueError as error:
+                # Its words only: it holds what reads ahead, which must have ended when this ends.
+                words, batches = str(error), iter(())
             heartbeat.beat()
             if ballot.any(stop_asked()):
                 return None
         with self._world.fail_together("evaluating the validation data"):
-            if error:
-                raise error
+            if words is not None:
+                raise ValueError(words)
         sums, rows = total.over_ranks(), kept.of_all_ranks()
         with self._world.fail_together("computing the figures"):
             for name in ("weight" + loss.removeprefix("loss") for loss in _losses(sums)):
