@@ -146,7 +146,7 @@ class Evaluator:
                             why = f"{type(fault).__name__}: {fault}"
                             self._say_once(f"no pictures: draw failed: {why}")
             except ValueError as error:
-                # Its words only: it holds what reads ahead, which must have ended when this ends.
+                # Only its words: it holds the pipeline, which would read on until it is collected.
                 words, batches = str(error), iter(())
             heartbeat.beat()
             if ballot.any(stop_asked()):
