@@ -8,7 +8,6 @@ to its numbers by the names of their classes.
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,7 +16,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.data.readers.listing import composed
-from hvdkit.data.source import Source, digest
+from hvdkit.data.source import Source, Wrapper, digest
 from hvdkit.logs import join
 
 _known: list[str] = []  # names of the model's classes, by number
@@ -85,7 +84,7 @@ def without_foreground(values: np.ndarray) -> str:
     )
 
 
-class Mapped:
+class Mapped(Wrapper):
     """Another source's samples, their labels looked up in a table.
 
     `table`: the new label of each, integer [labels]; of label pictures, of the values 0 to 255.
@@ -95,7 +94,8 @@ class Mapped:
     def __init__(
         self, source: Source, table: np.ndarray, classes: int, *, class_names: Sequence[str] = ()
     ) -> None:
-        self._source, self.num_classes, self.class_names = source, classes, list(class_names)
+        super().__init__(source)
+        self.num_classes, self.class_names = classes, list(class_names)
         if getattr(source, "kind", "class") == "map" and len(table) < 256:
             table = np.r_[table, np.arange(len(table), 256)]  # IGNORE stays; others are no class
         self._table = table
@@ -103,14 +103,6 @@ class Mapped:
             self.class_counts = lambda: np.bincount(
                 self._table, weights=source.class_counts(), minlength=classes
             )
-
-    def __getattr__(self, name: str) -> Any:  # kind, where, picture_file, is_demo, shared_with
-        if name == "_source":  # while a copy of it is made
-            raise AttributeError(name)
-        return getattr(self._source, name)
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = self._source.read(index)

@@ -30,7 +30,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.sampler import permuted, share
-from hvdkit.data.source import Source, digest, sampled
+from hvdkit.data.source import Source, Wrapper, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.stop import launch_rank, launched_ranks
@@ -208,7 +208,7 @@ class _Encoder:
             raise ValueError(why) from None
 
 
-class Smaller:
+class Smaller(Wrapper):
     """Another source's samples, with the shorter side of pictures at most `short_side` pixels.
 
     Larger pictures are scaled with antialiasing and stored as JPEG of `quality` (1 to 100); labels
@@ -222,13 +222,8 @@ class Smaller:
                 f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
                 "quality of 1 to 100"
             )
-        self._source, self._side, self._quality = larger, short_side, quality
-
-    def __getattr__(self, name: str) -> Any:  # explain, class_names, is_demo
-        return getattr(self._source, name)
-
-    def __len__(self) -> int:
-        return len(self._source)
+        super().__init__(larger)
+        self._side, self._quality = short_side, quality
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = self._source.read(index)
@@ -254,7 +249,7 @@ class Smaller:
         return digest([(self._source.fingerprint(), self._side), ("", self._quality)])
 
 
-class Shuffled:
+class Shuffled(Wrapper):
     """Another source's samples in an order drawn by `seed`, in [0, 2**64): for --shuffle_shards."""
 
     is_shuffled = True
@@ -262,13 +257,8 @@ class Shuffled:
     def __init__(self, ordered: Source, seed: int) -> None:
         if not 0 <= seed < 2**64:
             raise ValueError(f"--shuffle={seed}: give a seed of 0 to 2**64 - 1")
-        self._source, self._seed = ordered, seed
-
-    def __getattr__(self, name: str) -> Any:  # class_names, is_demo
-        return getattr(self._source, name)
-
-    def __len__(self) -> int:
-        return len(self._source)
+        super().__init__(ordered)
+        self._seed = seed
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         return self._source.read(permuted(index, len(self), self._seed))

@@ -23,6 +23,12 @@ class Shards(NamedTuple):
     sizes: tuple[int, ...]  # samples of each
     at_once: int  # shards of a window, at most
 
+    @property
+    def windows(self) -> list[slice]:
+        """Of an epoch's order of shards: windows of nearly as many each."""
+        count = -(-len(self.sizes) // self.at_once)
+        return [slice(*share(len(self.sizes), number, count)) for number in range(count)]
+
 
 def shards_of(source: Source, at_once: int) -> Shards | None:
     """For --shuffle_shards=`at_once`; None where it is 0. ValueError: the source has no shards."""
@@ -160,12 +166,11 @@ class Sampler:
         Each epoch puts the shards in an order, cuts it into windows of nearly as many shards each,
         and puts the samples of each window in an order. All ends below are positions.
         """
-        sizes, total = np.array(self.shards.sizes, np.int64), len(self.shards.sizes)
-        windows = -(-total // self.shards.at_once)
+        sizes, windows = np.array(self.shards.sizes, np.int64), len(self.shards.windows)
         shards = self._shard_order(first, count)
-        ends = tf.reshape(tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1])), [-1, total])
-        last = [share(total, window, windows)[1] - 1 for window in range(windows)]
-        window_ends = tf.reshape(tf.gather(ends, last, axis=1), [-1])
+        ends = tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1]))
+        last = [part.stop - 1 for part in self.shards.windows]
+        window_ends = tf.reshape(tf.gather(tf.reshape(ends, [-1, len(sizes)]), last, axis=1), [-1])
         starts = tf.concat([[0], window_ends], 0)
 
         window = tf.searchsorted(window_ends, positions, "right", out_type=tf.int64)
@@ -173,12 +178,10 @@ class Sampler:
         keys = self._draw(_WINDOWS, first * windows, count * windows, dtype=tf.uint32)[:, :3]
         places = start + _permute(positions - start, tf.gather(keys, window), total_in)
 
-        shards, ends = tf.reshape(shards, [-1]), tf.reshape(ends, [-1])
         found = tf.searchsorted(ends, places, "right", out_type=tf.int64)
         # Samples before the end of a shard, in the order of ids.
-        return (
-            tf.gather(np.cumsum(sizes), tf.gather(shards, found)) - tf.gather(ends, found) + places
-        )
+        ids_before = tf.gather(np.cumsum(sizes), tf.gather(tf.reshape(shards, [-1]), found))
+        return ids_before - tf.gather(ends, found) + places
 
     def _shard_order(self, first: tf.Tensor, count: tf.Tensor | int) -> tf.Tensor:
         """The shards in the order of each of `count` epochs: [count, shards]."""
@@ -191,14 +194,12 @@ class Sampler:
         """The shards of the window at `step`, then those of the next; [] without shards: all."""
         if not self.shards:
             return []
-        total = len(self.shards.sizes)
-        windows = -(-total // self.shards.at_once)
         epoch, offset = divmod((step + self.passed_over) * self.global_batch_size, self.num_samples)
         order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()
         ends = np.cumsum(np.array(self.shards.sizes)[order[0]])
-        parts = [share(total, number, windows) for number in range(windows)]
-        now = next(n for n, (_, last) in enumerate(parts) if offset < ends[last - 1])
-        both = [order[(now + n) // windows][slice(*parts[(now + n) % windows])] for n in (0, 1)]
+        parts = [(row, part) for row in order for part in self.shards.windows]
+        now = next(n for n, (_, part) in enumerate(parts) if offset < ends[part.stop - 1])
+        both = [row[part] for row, part in parts[now : now + 2]]
         return [*dict.fromkeys(np.concatenate(both).tolist())]
 
     def _draw(

@@ -51,6 +51,21 @@ class Source(Protocol):
         """SHA-256 (64 hex digits) of the listing; ranks compare it: all must see the same data."""
 
 
+class Wrapper:
+    """Base of a Source that changes another's samples, and has all else from it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_source":  # while a copy of it is made
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
 def digest(listing: Iterable[tuple[str, int]]) -> str:
     """SHA-256 (64 hex digits) of (name relative to the root, size in bytes) pairs, in order."""
     sha = hashlib.sha256()
