@@ -30,7 +30,6 @@ def check_a_failing_evaluation_loses_no_training(world):
     # A pipeline that reads on is collected by any thread: by one that it waits for, both hang.
     reading = [each for each in gc.get_objects() if type(each).__name__ == "OwnedIterator"]
     gc.enable()
-    assert not reading
 
     class Fails(Small):
         def sums(self, outputs, targets):  # the last batch is of 4 samples
@@ -45,6 +44,7 @@ def check_a_failing_evaluation_loses_no_training(world):
     if world.is_chief:
         trained = [r["step"] for r in again.records if "loss" in r]
         assert again.evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], again.records
+    assert not reading  # here, as the other ranks go on
 
 
 def slow_check_a_kill_between_log_and_score_loses_no_evaluation(world):
