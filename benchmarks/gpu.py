@@ -357,7 +357,7 @@ def worker(kind: str, *words: str) -> int:
     elif kind == "photos":
         import input as input_benchmark
 
-        input_benchmark.make("photos", Path(*words))
+        input_benchmark.make("photos", Path(*words), shards=1)
     elif kind == "bare":
         bare(list(words))
     else:

@@ -72,7 +72,10 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     (project / "runs" / "other").symlink_to(project / "runs" / "mine")
     for line in block("After training").splitlines():
         ending = " || [ $? -le 2 ]" if line.startswith("hvdkit compare") else ""
-        shell(f"PATH={clone}/.venv/bin:$PATH\n{line.split('  #')[0]}{ending}", project)
+        serves = line.startswith("hvdkit serve")  # until Ctrl-C
+        line = "timeout --preserve-status -s INT 60 " * serves + line.split("  #")[0]
+        printed = shell(f"PATH={clone}/.venv/bin:$PATH\n{line}{ending}", project)
+        assert not serves or "http://127.0.0.1:" in printed, printed
     assert (project / "predicted/overlays/photo.jpg.png").exists()
     assert (project / "predicted/overlays/one.webp.png").exists()
     assert (project / "compared.html").exists()

@@ -204,8 +204,6 @@ REFUSED_BY_RUN = {
     "--task=segmentation --model=nothing": "--model=nothing",
     "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
     "--task=classification": "--num_classes=3",
-    "--task=segmentation --model=tiny --mixup=0.2": "does not read it",
-    "--task=segmentation --model=tiny --rand_augment=2,9": "does not read it",
     "--task=segmentation --data_dir={run}": "{run}",
     "--resume={run}/nothing": "{run}/nothing",
     "--resume={run} --optimizer=adam": "{run}",

@@ -31,7 +31,8 @@ def notes(world, task=Small, **settings) -> str:
     return fit(world, task, **settings).printed
 
 
-OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ")  # notes of the launch, of a busy machine
+# Notes of the launch, of a busy machine, of batch norm and dropout by rank.
+OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ", "the number of ranks")
 
 
 def judge(world, found: dict[str, str], good: str) -> None:
