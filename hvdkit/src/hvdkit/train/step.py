@@ -175,7 +175,7 @@ class Step:
         sound = tf.reduce_all(tf.math.is_finite(tf.stack([loss_sum, rate]))) & (rate >= 0)
         readable = found.votes[agreement.DATA_FAILED] == 0
         known = [g for g in found.grads if g is not None]
-        norm, finite = self._end(known)(known, rate, sound, readable)
+        norm, finite = self._end(updating.Offered(known, rate, sound, readable))
         state.advance(finite, readable)
         result = {
             "step": state.step.read_value(),
@@ -198,12 +198,12 @@ class Step:
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
-    def _end(self, grads: list[tf.Tensor]) -> updating.End:
+    def _end(self, offered: updating.Offered) -> tuple[tf.Tensor, tf.Tensor]:
         undo = list(zip(self._untrained, self._step("run.update").before))
         if not world_lib.gpu():
-            return updating.by_branch(self._judged, undo)
+            return updating.by_branch(self._judged, undo, offered)
         trained = [raw(v) for v in [*self._variables, *self._state.optimizer.variables]]
-        return updating.by_choice(self._judged, undo, trained, grads)
+        return updating.by_choice(self._judged, undo, offered, trained=trained)
 
     def _judged(
         self, grads: list[tf.Tensor], rate: tf.Tensor, sound: tf.Tensor
