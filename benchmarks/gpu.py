@@ -362,7 +362,9 @@ def worker(kind: str, *words: str) -> int:
         bare(list(words))
     else:
         if kind == "same-batch":
-            hvdkit.run.loop.TrainingFeed = same_batch(hvdkit.run.loop.TrainingFeed)
+            import peers
+
+            peers.watch_feed(lambda: None, same_batch=True)
         return hvdkit.main(train.train, train.Settings, ["train.py", *words])
     return 0
 
@@ -387,21 +389,6 @@ def devices_and_versions() -> dict[str, Any]:
         "fault": fault,
         "versions": f"TensorFlow {tf.__version__}{cuda}, Keras {keras.__version__}, Horovod {nccl}",
     }
-
-
-def same_batch(feed: type) -> type:
-    """A feed that gives its first batch at every step, on the device: no input."""
-    import tensorflow as tf
-
-    class SameBatch(feed):
-        batch: Any = None
-
-        def next(self) -> Any:
-            if self.batch is None:
-                self.batch = tf.nest.map_structure(tf.identity, super().next())
-            return self.batch
-
-    return SameBatch
 
 
 def bare(flags: list[str]) -> None:

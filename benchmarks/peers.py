@@ -192,22 +192,33 @@ def template(clock: Clock, kind: str, run_dir: str) -> None:
     import hvdkit
     import train
 
-    class Feed(hvdkit.run.loop.TrainingFeed):
-        batch = None
-
-        def next(self):
-            clock.tick()
-            if kind == "input":
-                return super().next()
-            self.batch = super().next() if self.batch is None else self.batch
-            return self.batch
-
-    hvdkit.run.loop.TrainingFeed = Feed
+    watch_feed(clock.tick, same_batch=kind != "input")
     words = ["train.py", *_flags(clock, kind), f"--run_dir={run_dir}"]
     if code := hvdkit.main(train.train, train.Settings, words):
         sys.exit(code)
     if int(os.environ["HOROVOD_RANK"]) == 0:
         clock.show()
+
+
+def watch_feed(tick, *, same_batch: bool = False) -> None:
+    """train.py's feed calls `tick` when a step begins; `same_batch`: it gives its first batch at
+    every step, on the device: no input."""
+    import tensorflow as tf
+
+    from hvdkit.run import loop
+
+    class Feed(loop.TrainingFeed):
+        batch = None
+
+        def next(self):
+            tick()
+            if not same_batch:
+                return super().next()
+            if self.batch is None:
+                self.batch = tf.nest.map_structure(tf.identity, super().next())
+            return self.batch
+
+    loop.TrainingFeed = Feed
 
 
 def _rank_and_size() -> list[int]:

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -22,10 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
+import peers
 from ranks import PROJECT, last_lines, launch
 
 TIMEOUT = 900
-MARK = "seconds a step: "
 RESNET = ["--task=classification", "--model=resnet50", "--num_classes=1000", "--image_size=64"]
 RESNET += ["--global_batch_size=16", "--synthetic_data", "--cpu_threads=1", "--base_lr=0.01"]
 # Flags, and the steps between saves.
@@ -55,12 +54,11 @@ def row(name: str, ranks: int, saves: int) -> None:
         flags += [f"--checkpoint_every={every}", "--eval_every=0", "--log_every=1000000"]
         command = [Path(__file__), "--worker", "train.py", *flags]
         ended = launch(ranks, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
-        found = re.search(rf"{MARK}(\[[^]]*\])", ended.output)
-        if ended.code or not found:
+        if ended.code or not (seconds := peers.shown(ended.output)):
             raise SystemExit(f"{name}: exit code {ended.code}\n{last_lines(ended.output)}")
         files = list(Path(folder).glob("run/checkpoints/step-*/*"))
         size = sum(file.stat().st_size for file in files) / len({f.parent for f in files})
-    step, save, error = cost(json.loads(found[1]), every)
+    step, save, error = cost(seconds, every)
     times = f"{step * 1e3:.1f} | {save * 1e3:.0f} ({error * 1e3:.0f})"
     print(
         f"| {name} | {ranks} | {size / 1e6:.1f} | {times} | {save / (100 * step):.2%} |", flush=True
@@ -91,16 +89,10 @@ def worker(words: list[str]) -> None:
     import train
 
     begun: list[float] = []
-
-    class Feed(hvdkit.run.loop.TrainingFeed):
-        def next(self):
-            begun.append(time.perf_counter())
-            return super().next()
-
-    hvdkit.run.loop.TrainingFeed = Feed
+    peers.watch_feed(lambda: begun.append(time.perf_counter()))
     code = hvdkit.main(train.train, train.Settings, words)
     if not code and hvdkit.stop.launch_rank() == 0:
-        print(MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
+        print(peers.MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
     sys.exit(code)
 
 
