@@ -1,16 +1,19 @@
 """Steps whose loss is no number: skipped, then once gone back before; on real ranks."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import tensorflow as tf
 from checks_runs import PLAIN_SGD, batch_ids, plain_sgd
-from small_runs import Small, fit, numbers, same
+from small_runs import Small, classifier, fit, numbers, same
 
 from hvdkit.checkpoint import files
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED
+from hvdkit.train import updating
 
 SAMPLES, BATCH = 600, 12
 SETTINGS = PLAIN_SGD | {"checkpoint_every": 2, "keep": 9}
@@ -60,6 +63,23 @@ def check_a_bad_step_is_skipped_and_named(world):
         one, two = ended.state(3), ended.state(4)
         same(*([s[n] for n in s if n.startswith("model/")] for s in (one, two)))
         as_plain(ended, 4, [4, 5])
+
+
+def check_a_step_ends_on_a_gpu_as_on_a_cpu(world):
+    """By XLA, here on CPUs too; a bad step gives back moving statistics and seeds."""
+    parts = keras.layers.Dense, keras.layers.BatchNormalization, keras.layers.Dropout
+    model = lambda task: classifier(*(kind(n) for kind, n in zip(parts, (5, -1, 0.3))))  # noqa: E731
+    task, ended = type("Normed", (bad(of_batch(2)),), {"build_model": model}), []
+    for device, branch in ("", updating.by_branch), ("/CPU:0", None):  # which must not be called
+        with (
+            mock.patch.object(world_lib, "gpu", lambda device=device: device),
+            mock.patch.object(updating, "by_branch", branch),
+        ):
+            ended.append(trained(world, task, num_steps=5))
+    same(*(one.weights() for one in ended), 1e-12, 1e-15)
+    if world.is_chief:
+        same(*([x or 0 for x in one.losses] for one in ended), 1e-12)  # None: no number
+        assert [one.summary["skipped_steps"] for one in ended] == [1, 1]
 
 
 def check_a_loss_of_nan_is_named_with_float16_too(world):
