@@ -46,17 +46,20 @@ def judge(world, found: dict[str, str], good: str) -> None:
 
 
 def check_what_is_seen_before_the_first_step_is_said(world):
+    said = (
+        "inputs are ",
+        "samples from all over the data have the same targets",
+        "the last layer has 3 units and the data have 2 classes",
+        "classes Cat, cat differ by case",
+        "the last layer gives bfloat16",
+    )
     x = numbers(1, 60)._arrays["x"]
-    cases = {
-        "inputs are ": {"change": {"x": x * 200}},
-        "samples from all over the data have the same targets": {
-            "change": {"y": np.zeros(60, np.int32)}
-        },
-        "the last layer has 3 units and the data have 2 classes": {"names": ("cat", "dog")},
-        "classes Cat, cat differ by case": {"names": ("Cat", "cat", "dog")},
-        "the last layer gives bfloat16": {"head": {"dtype": "mixed_bfloat16"}},
+    all_wrong = {
+        "change": {"x": x * 200, "y": np.zeros(60, np.int32)},
+        "names": ("Cat", "cat"),
+        "head": {"dtype": "mixed_bfloat16"},
     }
-    found = {said: notes(world, type("Bad", (Changed,), how)) for said, how in cases.items()}
+    found = dict.fromkeys(said, notes(world, type("Bad", (Changed,), all_wrong)))
     good = notes(world, type("Good", (Changed,), {"names": ("a", "b", "c")}))
     judge(world, found, good)
 
@@ -64,18 +67,14 @@ def check_what_is_seen_before_the_first_step_is_said(world):
 def check_what_the_first_steps_show_is_said(world):
     wide = keras.initializers.RandomNormal(stddev=300.0, seed=1)
     dead = {"units": 5, "activation": "relu", "bias_initializer": keras.initializers.Constant(-99)}
-    cases = {
-        "the loss begins at ": ({"head": {"kernel_initializer": wide}}, {}),
-        "did not change in 20 steps: the gradient is 0": (
-            {"layers": (keras.layers.Dense, dead)},
-            {"num_steps": 20},
-        ),
-        "the loss did not fall in 100 steps": ({}, {"num_steps": 100, "base_lr": 1e-6}),
-    }
-    usual = {"global_batch_size": 60, "lr_policy": "constant", "num_steps": 1}
+    usual = {"global_batch_size": 60, "lr_policy": "constant"}
+    large = type("Large", (Changed,), {"head": {"kernel_initializer": wide}})
+    still = type("Still", (Changed,), {"layers": (keras.layers.Dense, dead)})
+    slow = notes(world, still, **usual, num_steps=100, base_lr=1e-6)
     found = {
-        said: notes(world, type("Bad", (Changed,), how), **usual | settings)
-        for said, (how, settings) in cases.items()
+        "the loss begins at ": notes(world, large, **usual, num_steps=1),
+        "did not change in 20 steps: the gradient is 0": slow,
+        "the loss did not fall in 100 steps": slow,
     }
     judge(world, found, notes(world, num_steps=120))
 
@@ -86,7 +85,7 @@ def check_a_dry_run_learns_one_batch_by_heart(world):
     slow = notes(world, dry_run=True, num_steps=60, base_lr=1e-6, virtual_ranks=4)
     if world.is_chief:
         assert "learning by heart: in 50 steps the loss of one batch went from " in good
-        assert said not in good and said in slow
+        assert said not in good and said in slow and "the median layer" not in good
 
 
 def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
@@ -101,29 +100,14 @@ def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
             return keras.Model(x, keras.layers.Dense(3, name="last")(y))
 
     how, found = {"dry_run": True, "num_steps": 60, "weight_decay": 1e-3}, []
-    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9), (1.0, 1.0)):
+    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9)):
         found.append(notes(world, type("Weak", (Weak,), {"factors": factors}), **how))
     if world.is_chief:
         assert "gradient of layer1/kernel is over 1e+05 times as small as" in found[0], found[0]
         assert "gradient of last/kernel is over 1e+05 times as large as" in found[1], found[1]
-        assert "the median layer" not in found[2]
 
 
 L, SCALE = keras.layers, keras.initializers.Constant(1e-6)
-
-
-def _convolutional(x):
-    """MobileNet's block: depthwise, ReLU6."""
-    x = L.ReLU(6.0)(L.BatchNormalization()(L.Conv2D(16, 3, 2, "same", use_bias=False)(x)))
-    x = L.ReLU(6.0)(L.BatchNormalization()(L.DepthwiseConv2D(3, padding="same")(x)))
-    return L.GlobalAveragePooling2D()(L.Conv2D(32, 1)(x))
-
-
-def _grouped(x):
-    x = L.Conv2D(16, 3, padding="same")(x)
-    for _ in range(3):
-        x = x + L.Conv2D(16, 3, padding="same")(L.GroupNormalization(4)(L.Activation("relu")(x)))
-    return L.GlobalAveragePooling2D()(x)
 
 
 def _convnext(x):
@@ -144,15 +128,6 @@ class LayerScale(keras.layers.Layer):
         return self.gamma * keras.ops.ones_like(x)
 
 
-def _squeezed(x):
-    """DenseNet's concatenations and a squeeze-and-excitation block."""
-    for _ in range(3):
-        y = L.Conv2D(8, 3, padding="same")(L.Activation("swish")(L.BatchNormalization()(x)))
-        x = L.Concatenate()([x, y])
-    gate = L.Dense(x.shape[-1], "sigmoid")(L.Dense(4, "relu")(L.GlobalAveragePooling2D()(x)))
-    return L.GlobalAveragePooling2D()(x * gate[:, None, None])
-
-
 def _vit(x):
     x = L.Reshape((16, 32))(L.Conv2D(32, 4, 4)(x))
     for _ in range(2):
@@ -162,15 +137,6 @@ def _vit(x):
     return L.GlobalAveragePooling1D()(L.LayerNormalization()(x))
 
 
-def _mixer(x):
-    x = L.Reshape((16, 32))(L.Conv2D(32, 4, 4)(x))
-    for _ in range(2):
-        y = L.Permute((2, 1))(L.LayerNormalization()(x))
-        x = x + L.Permute((2, 1))(L.Dense(16)(L.Dense(32, "gelu")(y)))
-        x = x + L.Dense(32)(L.Dense(64, "gelu")(L.LayerNormalization()(x)))
-    return L.GlobalAveragePooling1D()(x)
-
-
 def _vgg(x):
     """No normalization, dropout before the head."""
     for width in (8, 16):
@@ -178,23 +144,11 @@ def _vgg(x):
     return L.Dropout(0.5)(L.Dense(64, "relu")(L.Flatten()(x)))
 
 
-def _selu(x):
-    x = L.Flatten()(x)
-    for _ in range(4):
-        x = L.Dense(32, "selu", kernel_initializer="lecun_normal")(x)
-    return L.AlphaDropout(0.1)(x)
-
-
 def _recurrent(x):
     return L.LSTM(32)(L.Reshape((16, 48))(x))
 
 
-def _both_ways(x):
-    return L.Bidirectional(L.GRU(16))(L.Dropout(0.1)(L.Reshape((48, 16))(x)))
-
-
-SOUND = (_convolutional, _grouped, _convnext, _squeezed, _vit, _mixer, _vgg, _selu)
-SOUND += (_recurrent, _both_ways)
+SOUND = (_convnext, _vit, _vgg, _recurrent)
 
 
 class Pictures(Small):
@@ -214,7 +168,7 @@ class Pictures(Small):
 
 
 def slow_check_sound_models_have_no_note(world):
-    """The ten of SOUND: in a dry run, which learns a batch by heart, and in 120 steps."""
+    """Those of SOUND: in a dry run, which learns a batch by heart, and in 120 steps."""
     noted = {}
     for body in SOUND:
         task = type("Sound", (Pictures,), {"body": staticmethod(body)})
