@@ -102,21 +102,10 @@ def shared():
     return keras.Model([left, right], layers.Concatenate()([twice(left), twice(right)]))
 
 
-def two_inputs(structure):
-    left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
-    y = layers.Dense(2)(layers.Concatenate()([dense()(left), dense()(right)]))
-    return keras.Model(structure(left, right), y)
-
-
 def outputs(structure):
     x = keras.Input((6,))
     y = bn()(dense()(x))
     return keras.Model(x, structure(layers.Dense(2)(y), layers.Dense(3)(y)))
-
-
-def auxiliary(model, x, training):
-    y = model.body(x)
-    return (model.head(y), model.more(y)) if training else model.head(y)
 
 
 def made_in_call(model, x, training):
@@ -149,25 +138,10 @@ def frozen_inside():
     return functional(inner, dense(), bn(), layers.Dense(2), shape=(6,))
 
 
-def regularized():
-    l2 = keras.regularizers.L2(0.05)
-    wide = dense(kernel_regularizer=l2, bias_regularizer=l2, activity_regularizer=l2)
-    # Moved by its regularizer alone.
-    own = Step(lambda s, x, t: x, weight("own", (3,), initializer="ones", regularizer=l2))
-    return functional(wide, bn(gamma_regularizer=l2), own, layers.Dense(2), shape=(6,))
-
-
 def adds_loss(model, x, training):
     y = model.body(x)
     model.add_loss(0.1 * tf.reduce_mean(tf.square(model.aside(y))))  # alone trains `aside`
     return model.head(y)
-
-
-def transformer(**named):
-    x = keras.Input((4, 4))
-    y = layers.MultiHeadAttention(2, 3, **named)(x, x)
-    y = layers.LayerNormalization()(layers.Add()([x, y]))
-    return keras.Model(x, layers.Dense(2)(layers.Add()([y, layers.Dense(4)(dense()(y))])))
 
 
 def sample_dropout():

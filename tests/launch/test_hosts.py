@@ -67,13 +67,6 @@ def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
     assert not [host.name for host in hosts if running(host, "train.py")]
 
 
-def test_an_idle_docker0_on_every_host_is_not_waited_for(hosts: Hosts):
-    allreduce = "from mpi4py import MPI; print(f'sum {MPI.COMM_WORLD.allreduce(1)}')"
-    ended = hosts[1].run(HOSTS_SH, *OVER_SSH, sys.executable, "-c", allreduce, timeout=40)
-    assert ended.code == 0 and ended.output.count("sum 3") == 3, ended.output
-    assert "WARNING" not in ended.output
-
-
 @pytest.mark.timeout(150)
 def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     """Two runs lose node3, one a rank of it and one its launcher: the others' ranks save."""

@@ -186,26 +186,3 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     assert [ended.code for ended in ends] == [code if starts == 1 else 0] * 2, ends
     assert ends[0].output.count("start\n") == starts
     assert "start\n" not in ends[1].output, "a pod made anew ran again what had ended for good"
-
-
-_WORKER = "spec/mpiReplicaSpecs/Worker"
-_POD = f"{_WORKER}/template/spec"
-
-
-@pytest.mark.parametrize(
-    "path, value, said",
-    [
-        ("spec/slotsPerWorker", "8", "slotsPerWorker"),
-        ("spec/mpiReplicaSpecs/Launcher/replicas", 2, "1 was expected"),
-        ("metadata/name", "x" * 60, "name x"),
-        (f"{_POD}/containers/0/volumeMount", [], "volumeMount"),
-        (f"{_POD}/volumes", [], "no volume"),
-    ],
-)
-def test_a_broken_field_is_caught(path: str, value: object, said: str):
-    place = job = load()
-    *folders, last = path.split("/")
-    for name in folders:
-        place = place[int(name)] if isinstance(place, list) else place[name]
-    place[last] = value
-    assert any(said in fault for fault in faults(job)), faults(job)

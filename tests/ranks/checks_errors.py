@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from small_runs import fit_config, folder
+from small_runs import Small, fit, fit_config, folder
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
@@ -104,6 +104,13 @@ def check_ranks_that_see_different_data_are_named(world):
         (other / "splits" / "train.txt").write_text("\n".join(names(other, "train")[1:]))
         flags = [f"--data_dir={other}"]
     fit_config(config(root, *flags), world, Task, "data files on rank 1", code=BUG)
+
+
+def check_ranks_with_different_settings_are_named_and_leave_nothing(world):
+    """As where hosts hold different versions of a flagfile; of a mode that has another folder."""
+    words = ("--dry_run (True; False)", "give every rank the same flags")
+    ended = fit(world, Small, *words, code=WRONG_USE, dry_run=world.is_chief)
+    assert not ended.folder.exists()
 
 
 def check_rank_0_alone_lists(world):

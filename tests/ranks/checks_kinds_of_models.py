@@ -32,7 +32,7 @@ SETTINGS = {n: v for n, v in USUAL.items() if n != "task"} | {
 }
 
 # A restored checkpoint is evaluated on 1 rank for every kind, on 2 ranks for these.
-RESTORED_ON_ALL = ("subclassed", "embedding mixed", "spectral norm", "dropout, subclassed")
+RESTORED_ON_ALL = ("subclassed", "spectral norm", "dropout, subclassed")
 
 
 def task_of(kind: Kind, first: dict[str, np.ndarray]) -> type:

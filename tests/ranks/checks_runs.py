@@ -81,27 +81,10 @@ def check_losses_that_the_model_adds_count_once(world):
 class Normalized(Small):
     """Batch norm and Keras's dropout: a forward pass moves statistics and a seed."""
 
-    activation = "tanh"
-
     def build_model(self):
-        body = keras.layers.Dense(5, activation=self.activation)
+        body = keras.layers.Dense(5, activation="tanh")
         norm, drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
         return classifier(body, norm, drop, dtype="float32")
-
-
-def huge(step: int, factor: float, base: type = Small) -> type:
-    """A task in which the first sample of a step, counted from 0, is so many times as large."""
-
-    huge = batch_ids(step)[0]
-
-    class Huge(base):
-        activation = None
-
-        def training_example(self, sample, key):
-            factors = tf.where(sample["id"] == huge, factor, 1.0)
-            return super().training_example(sample | {"x": sample["x"] * factors}, key)
-
-    return Huge
 
 
 def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
@@ -124,20 +107,6 @@ def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
         same(saved.values(), good.state(3).values())
     # What the model holds is what was saved: nothing moved in the step that was not applied.
     same([saved[n] for n in saved if n.startswith("model/")], ended.weights())
-
-
-def check_a_gradient_that_is_not_finite_leaves_no_trace(world):
-    beyond = huge(1, 1e5, Normalized)  # float16
-    ended = fit(world, beyond, num_steps=5, precision="float16", base_lr=0.01)
-    assert all(np.isfinite(w).all() for w in ended.weights())
-    if world.is_chief:
-        assert ended.summary["skipped_steps"] >= 1
-        one, two = (r for r in ended.records if r["step"] in (1, 2))
-        assert two["skipped"] == one["skipped"] + 1
-    # In float32 such steps end the run; statistics stay those of the step before.
-    settings = {"code": DIVERGED, "num_steps": 2, "max_bad_steps": 1}
-    ended = fit(world, huge(1, np.inf, Normalized), "diverged at step 2", **settings)
-    assert all(np.isfinite(w).all() for w in ended.weights())
 
 
 def slow_check_float16_that_only_skips_ends_as_diverged(world):
@@ -182,7 +151,7 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
 
 
 def check_moving_statistics_are_alike_after_a_run_unless_they_are_not_synced(world):
-    for mode, alike in (("none", world.size == 1), ("mean", True), ("moments", True)):
+    for mode, alike in (("none", world.size == 1), ("moments", True)):
         ended = fit(world, Normalized, bn_sync=mode)
         everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
         assert (len({*everyone}) == 1) == alike, mode
@@ -380,7 +349,6 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
         (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
-        (loop_of(own_result(lambda loss, result: {"loss": loss}), usual), {}, "'step'"),
         (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
