@@ -156,30 +156,6 @@ def slow_check_a_score_of_another_measure_counts_as_none(world):
         assert ended.records[-1]["eval_accuracy"] > scores[5]
 
 
-def slow_check_small_weights_and_counts_beyond_float32_are_exact(world):
-    """A count that a task keeps in float32 stops growing at 2 ** 24; totals are float64."""
-
-    class Light(Small):
-        def loss(self, outputs, targets):
-            losses, weights = super().loss(outputs, targets)
-            return losses, weights * 1e-3
-
-        def sums(self, outputs, targets):
-            big = tf.constant(2.0**24, tf.float32)
-            one = tf.cast(tf.size(targets) > 0, tf.float32)
-            return {"hits": big, "samples": one}
-
-        def metrics(self, sums):
-            return {"accuracy": 0.5, "total": float(sums["hits"] + sums["samples"])}
-
-    plain, light = fit(world), fit(world, Light)
-    if world.is_chief:
-        np.testing.assert_allclose(light.losses, plain.losses, rtol=1e-5)
-        losses = [outcome.summary["eval_loss"] for outcome in (light, plain)]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
-        assert light.summary["eval_total"] == 3 * (2**24 + 1)
-
-
 def check_a_validation_set_in_which_nothing_counts_is_refused(world):
     class Weightless(Small):
         def loss(self, outputs, targets):

@@ -219,39 +219,6 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
 
 
-def contrast(outputs, gather, places):
-    """Each sample's first half against all samples' second halves, and the labels of all."""
-    first, second = tf.split(outputs[:, :4], 2, -1)
-    logits = first @ tf.transpose(gather(second)) * 3.0
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places(first), logits)
-    everyone = gather(second)
-    # Its gradient comes as rows.
-    hardest = tf.reduce_max(tf.gather(everyone, tf.range(tf.shape(everyone)[0])))
-    return {
-        "contrast": (losses, 1 + tf.square(tf.stop_gradient(first[:, 0]))),
-        "hardest": (tf.square(hardest - second[:, 0]), tf.ones_like(losses), 0.5),
-    }
-
-
-class Contrastive(Terms):
-    def loss(self, outputs, targets):
-        return contrast(outputs, across.gather, across.places)
-
-
-def slow_check_gathered_rows_give_the_gradient_of_the_global_loss(world):
-    alone = Terms(None)
-    alone.loss = lambda outputs, targets: contrast(outputs, tf.identity, lambda x: tf.range(len(x)))
-    model, steps, last = reference(world, alone, sgd)
-    ended = fit(world, Contrastive, eval_batch_size=SAMPLES, **EXACT)
-    same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
-    if world.is_chief:
-        same(ended.losses, [sum(means.values()) for means in steps], 1e-12)
-        same([ended.records[-1]["eval_loss"]], [sum(last.values())], 1e-12)
-    # 5 virtual ranks, on fewer: sums are of whole numbers.
-    virtual = fit(world, Contrastive, virtual_ranks=5, **EXACT)
-    same(virtual.weights(), ended.weights(), 1e-6)
-
-
 def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     if world.size != 2:
         return
@@ -274,8 +241,12 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     fit(world, type("Counts", (Terms,), {"loss": counted}), virtual_ranks=5, **EXACT)
     for loss, settings, words in (
         (calls(in_a_tape), {"virtual_ranks": 5}, ("no gradient of its own", "leave out")),
-        (Contrastive.loss, {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
-        (Contrastive.loss, {"accumulation_steps": 5}, ("--accumulation_steps=5", "leave it out")),
+        (calls(across.gather), {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
+        (
+            calls(across.gather),
+            {"accumulation_steps": 5},
+            ("--accumulation_steps=5", "leave it out"),
+        ),
         (calls(lambda x: across.gather(x[:1])), {}, ("a row for each",)),
         (calls(twice), {"virtual_ranks": 5}, ("comes from gathered rows", "leave out")),
         (calls(lambda x: tf.map_fn(across.gather, x[None])), {}, ("branch or a loop",)),

@@ -1,15 +1,10 @@
 """Run on real ranks by test_small_runs.py: models that are wrong, told before the first step."""
 
-import h5py
 import keras
-import numpy as np
 import tensorflow as tf
 from checks_tasks import refused
-from keras.src.legacy.saving import legacy_h5_format
 from small_models import Step
-from small_runs import FEATURES, Small, classifier, fit, folder, same, task_with
-
-from hvdkit.train import preprocessing
+from small_runs import FEATURES, Small, classifier, fit, task_with
 
 
 def own_state(layer):
@@ -85,44 +80,3 @@ def slow_check_what_xla_cannot_compile_is_told(world):
             return change(losses), weights
 
         refused(world, task_with(loss=loss), "--jit", *words, jit=True)
-
-
-def slow_check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
-    """Its pictures' mode too. A resume does not read it again."""
-
-    class Pictures(Small):
-        def build_model(self):
-            model = classifier(
-                keras.layers.Reshape((FEATURES // 3, 1, 3)),
-                preprocessing.Preprocess(name="preprocess"),
-                keras.layers.Conv2D(4, 1, name="conv1_conv"),
-                keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9),
-                keras.layers.Flatten(),
-                name="logits",
-            )
-            model.backbone = "conv1_bn"
-            return model
-
-    def begins(model):
-        norm = model.get_layer("conv1_bn").get_weights()
-        return [model.get_layer("conv1_conv").get_weights()[0], norm[2], norm[3]]
-
-    file = folder(world) / "backbone.h5"
-    there = Pictures(None).build_model()
-    there.set_weights([np.full(w.shape, 0.5 + i) for i, w in enumerate(there.get_weights())])
-    if world.is_chief:
-        body = keras.Model(there.get_layer("conv1_conv").input, there.get_layer("conv1_bn").output)
-        with h5py.File(file, "w") as content:
-            legacy_h5_format.save_weights_to_hdf5_group(content, body)
-    # Others do not look at it: there is none.
-    path = file if world.is_chief else file.with_name("nothing")
-    how = {"precision": "bfloat16", "ema_decay": 0.5, "base_lr": 1e-30, "eval_every": 1}
-    how |= {"backbone_preprocessing": "caffe", "run_dir": str(folder(world) / "run")}
-    for steps, weights in ((2, path), (3, f"{file}.gone")):
-        run = fit(world, Pictures, num_steps=steps, backbone_weights=str(weights), **how)
-        assert int(run.model.get_layer("preprocess").mode) == 1
-        same(begins(run.model), begins(there), 1e-3)
-    if world.is_chief:
-        state = run.state(3)
-        name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
-        np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

@@ -1,46 +1,18 @@
-"""Tasks are complete, or say what they lack; and each that needs no download trains on real ranks.
-
-A task of your own is tested like those that are here as soon as it has a flagfile in configs/.
-"""
+"""Tasks are complete, or say what they lack."""
 
 import ast
 import dataclasses
 import importlib.util
-import re
 import sys
 import types
-from pathlib import Path
 
-import numpy as np
 import pytest
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from hvdkit.checkpoint import files
 from hvdkit.ranks import fingerprint
 from hvdkit.settings import Settings, project
 from hvdkit.train import task as base
-from ranks import PROJECT, json_lines, launch_well
-
-
-def flagfiles() -> list:
-    """Every flagfile that names a task; one whose data are not there is skipped, and says so."""
-    found = []
-    for path in sorted((PROJECT / "configs").glob("*.cfg")):
-        text = path.read_text()
-        if not re.search(r"^--task=", text, re.MULTILINE):
-            continue
-        folder = Path(settings_lib.parse(["", f"--flagfile={path}"]).data_dir)
-        needs = re.search(r"^--data_dir=", text, re.MULTILINE)
-        missing = needs and not (PROJECT / folder).is_dir()
-        why = f"configs/{path.name}: its data are not in {folder}"
-        marks = [pytest.mark.skip(reason=why)] if missing else []
-        marks += [pytest.mark.slow] * (path.stem == "digits")  # test_commands.py trains it too
-        found.append(pytest.param(path.name, marks=marks))
-    return found
-
-
-FLAGFILES = flagfiles()
 
 COMPLETE = """
 class Task:
@@ -161,19 +133,6 @@ def test_the_engine_names_no_task():
         words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         words |= {n.id for n in nodes if isinstance(n, ast.Name)}
         assert words.isdisjoint(names), (path, words & names)
-
-
-@pytest.mark.parametrize("flagfile", FLAGFILES)
-def test_loss_falls_on_two_ranks(flagfile, tmp_path):
-    flags = ["--eval_every=0", "--checkpoint_every=0", "--warmup_steps=0", "--num_steps=20"]
-    flags += ["--log_every=1", f"--run_dir={tmp_path}"]
-    launch_well(2, ["train.py", f"--flagfile=configs/{flagfile}", *flags])
-    records = json_lines(tmp_path / "metrics.jsonl")
-    losses = [r["loss"] for r in records if "loss" in r]
-    assert len(losses) == 20 and np.mean(losses[-5:]) < np.mean(losses[:5])
-    task = base.load(settings_lib.parse(["", f"--flagfile={PROJECT}/configs/{flagfile}"]))
-    assert 0 < records[-1][f"eval_{task.main_metric}"] <= 1
-    assert files.verify(tmp_path / "checkpoints" / "step-00000020")
 
 
 def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():

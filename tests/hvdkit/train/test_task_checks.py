@@ -18,8 +18,8 @@ class Base(Small):
         self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
 
 
-def tried(methods: dict) -> None:
-    """Calls the task's functions as a run does before its first step."""
+def tried(methods: dict) -> dict[str, tf.Tensor]:
+    """Calls the task's functions as a run does before its first step; its sums, symbolic."""
     task = type("Task", (Base,), methods)(Settings())
     train, val = task.sources()
     reader, model = task_checks.reader(task, train, True), task.build_model()
@@ -30,8 +30,9 @@ def tried(methods: dict) -> None:
     objective.loss(task, outputs, targets, samples=1)
     specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in (outputs, targets)]
     sums = tf.function(lambda *batch: task_checks.sums(task, *batch), autograph=False)
-    sums.get_concrete_function(*specs)
+    found = sums.get_concrete_function(*specs).structured_outputs
     task_checks.metrics(task, {"hits": np.int64(1), "samples": np.int64(1)})
+    return found
 
 
 def mean(task, outputs, targets):
@@ -163,8 +164,11 @@ MISTAKES = [
 ]
 
 
-def test_a_task_without_a_mistake_is_not_refused():
-    tried({})
+def test_sums_are_of_types_that_hold_totals():
+    """A count in float32 stops growing at 2 ** 24."""
+    found = tried(sums("more", lambda outputs: tf.reduce_sum(outputs)))
+    types = {"hits": tf.int64, "samples": tf.int64, "more": tf.float64}
+    assert {name: value.dtype for name, value in found.items()} == types
 
 
 @pytest.mark.parametrize(("methods", "words"), [(made, words) for made, *words in MISTAKES])
