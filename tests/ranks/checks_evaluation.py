@@ -246,6 +246,12 @@ def check_a_stop_saves_the_step_it_names(world):
             assert [r["step"] for r in ended.records] == [2]
 
 
+def check_a_dry_run_that_is_stopped_does_not_claim_to_have_saved(world):
+    stops = {"stop_signal": StopsAt(world, 3), "code": PREEMPTED}  # two steps, then the evaluation
+    ended = fit(world, Small, "stop signal received", dry_run=True, num_steps=9, **stops)
+    assert "saved" not in ended.message and not ended.folder.exists()
+
+
 def check_a_stop_in_the_step_before_a_divergence_does_not_hide_it(world):
     bad = batch_ids(1)[0]
 

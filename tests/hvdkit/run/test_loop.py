@@ -3,7 +3,6 @@
 import fcntl
 import json
 import re
-import shutil
 
 import pytest
 from PIL import Image
@@ -94,16 +93,6 @@ def test_a_killed_and_then_stopped_run_ends_with_the_weights_of_an_uninterrupted
     ended = run(2, [*tiny, *STEADY], backend="horovodrun")
     check_records(folder, ended, backend="horovodrun", ranks=2)
     assert sha256(folder) == sha256(whole)
-
-
-def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
-    """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
-    folder = tmp_path / "run"
-    run(3, [*tiny, "--deterministic"])
-    shutil.copytree(tiny_data, tmp_path / "staged")
-    again = [f"--flagfile={folder}/config.cfg", f"--data_dir={tmp_path}/staged"]
-    run(3, [*again, f"--run_dir={tmp_path}/again"])
-    assert sha256(folder) == sha256(tmp_path / "again")
 
 
 def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):

@@ -12,7 +12,7 @@ from hvdkit.ranks.world import World
 from hvdkit.run import dry_run, find_lr
 from hvdkit.settings import Settings
 from hvdkit.stop import Stop
-from ranks import last_lines, launch, launch_well
+from ranks import launch_well
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]
 
@@ -66,27 +66,6 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     with throwaway(tmp_path / "run" / "..") as tried:
         assert Path(tried.run_dir).name == tmp_path.name
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
-
-
-STOPPED = """
-import os, signal, sys
-import hvdkit, train
-score = hvdkit.run.actions.Evaluate.__call__
-def stopped(self, step, result=None):
-    os.kill(os.getpid(), signal.SIGTERM)
-    while not self._stop_signal.asked: pass
-    return score(self, step, result)
-hvdkit.run.actions.Evaluate.__call__ = stopped
-sys.exit(hvdkit.main(train.train, train.Settings, sys.argv))
-"""
-
-
-def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
-    ended = launch(1, ["-c", STOPPED, *FLAGS, f"--run_dir={tmp_path}/run"])
-    assert ended.code == 75, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "stop signal received" in error and "saved" not in error
-    assert not list(tmp_path.iterdir())
 
 
 FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]
