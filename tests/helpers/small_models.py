@@ -15,9 +15,6 @@ class Block(layers.Layer):
         self.dense.build(shape)
         self.bn.build((*shape[:-1], 4))
 
-    def compute_output_shape(self, shape):
-        return (*shape[:-1], 4)
-
     def call(self, x, training=False):
         return tf.tanh(self.bn(self.dense(x), training=training))
 

@@ -101,13 +101,10 @@ def repeated(world):
 
 GROUPINGS = (
     {},
-    {"gradient_groups": 1},
     {"gradient_groups": 3},
     {"gradient_groups": 100},
-    {"pack_bytes": 1000, "pack_count": 1},
     {"pack_bytes": 1000, "pack_count": 2},
     {"pack_bytes": 20, "pack_count": 100},
-    {"pack_bytes": 1},
     {"deterministic": True},
     {"compression": "bf16"},
 )

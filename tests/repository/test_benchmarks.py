@@ -1,15 +1,12 @@
 """Benchmarks: the file of `make bench`, the table of gpu.py, the short form of scale.py."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 from hosts import ROOT
-
-from ranks import ENVIRONMENT
 
 FOLDER = ROOT / "benchmarks"
 
@@ -35,19 +32,6 @@ def test_benchmarks_have_the_flags_that_make_bench_gives():
         assert not {flag.partition("=")[0] for flag in flags} - {*re.findall(r"--\w+", shown)}, file
 
 
-@pytest.mark.slow
-def test_the_bare_loop_and_train_py_take_the_same_steps():
-    command = [FOLDER / "peers.py", "--rounds=1", "--windows=1", "bare", "template"]
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    rows = [line.split(" | ") for line in ended.stdout.splitlines()[2:]]
-    names = ["| this project, constant batch", "| bare Horovod loop, constant batch"]
-    assert [row[0] for row in rows] == names
-    for row in rows:
-        milliseconds, rate = float(row[1]), float(row[2])
-        assert rate == pytest.approx(16e3 / milliseconds, rel=0.02)
-    assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
-
-
 def record(rate, **more):
     found = {"mean": rate, "interval_95": [rate - 2, rate + 2], "median": rate, "jitter": 1.0}
     return {"samples_per_second": found} | more
@@ -67,22 +51,6 @@ def test_a_line_of_gpus_table():
     ]
     failed = gpu.cells({"same-batch": {}}, row, over={}, alone={})
     assert failed[2] == "failed" and not any(failed[3:])
-
-
-@pytest.mark.slow
-def test_the_small_form_of_gpu_runs():
-    command = [sys.executable, "benchmarks/gpu.py", "--ranks=1,2", "float32", "bfloat16, input"]
-    env = os.environ | ENVIRONMENT
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=800)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.startswith("No GPU here: the small form on CPUs")
-    lines = [line.split(" | ") for line in ended.stdout.splitlines() if re.match(r"\| \d", line)]
-    names = ["float32", "bfloat16, input on"] * 2 + ["float32, --virtual_ranks"]
-    assert [line[1] for line in lines] == names
-    for line in lines:
-        assert re.match(r"[\d.e+]+ ± [\d.e+]+$", line[4]), line
-        assert bool(line[5]) == (line[1] == "float32")  # over the bare loop
-        assert bool(line[10]) == (line[0] == "| 2")  # the reduction
 
 
 @pytest.mark.slow
