@@ -41,7 +41,6 @@ def halves(x, key):
 MICRO = {"accumulation_steps": 2, "global_batch_size": 14}
 micro = functools.partial(Kind, settings=MICRO)
 refused = functools.partial(Kind, end=REFUSED)
-SCALE = weight("scale", initializer="ones")
 CALLS = weight("calls", dtype="int64", trainable=False, initializer="zeros")
 
 KINDS = {
@@ -57,7 +56,6 @@ KINDS = {
     ),
     "outputs a dict": micro(lambda: models.outputs(lambda a, b: {"one": a, "two": b})),
     "embedding shared with the output": micro(models.tied, (4,), ids),
-    "scalar weight": Kind(lambda: between(dense(), Step(lambda s, x, t: x * s.scale, SCALE))),
     "frozen model inside": Kind(models.frozen_inside, still=("fixed",)),
     "losses added by the model": micro(
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
@@ -85,9 +83,5 @@ KINDS = {
     "layer out of sight": refused(models.hidden_layer, words=("called", "kernel", "attributes")),
     "draws without a generator": refused(
         lambda: between(dense(), Step(models.unseeded)), words=("SeedGenerator",)
-    ),
-    "call fails in training": refused(
-        lambda: between(dense(), Step(lambda s, x, t: models.fail() if t is True else x)),
-        words=("no such",),
     ),
 }

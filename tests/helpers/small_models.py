@@ -177,9 +177,5 @@ def unseeded(layer, x, training):
     return x + keras.random.normal((4,), dtype=x.dtype) if training else x
 
 
-def fail(*args):
-    raise RuntimeError("no such thing as this layer")
-
-
 def between(*parts, shape=(6,)):
     return functional(*parts, layers.Dense(2), shape=shape)

@@ -10,7 +10,6 @@ from refusals import refused
 from shared_checks import gathered, rng
 from small_models import Block, Called, Cell, Net, functional
 
-from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
 from hvdkit.train import batch_norm, gradients
@@ -25,22 +24,6 @@ def uneven(world, shape=(4, 4, 3), *, seed=0, dtype=np.float32):
     whole = rng(seed).normal(2.0, 3.0, size=(sum(sizes), *shape)).astype(dtype)
     start = sum(sizes[: world.rank])
     return whole, slice(start, start + sizes[world.rank])
-
-
-def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
-    layer = batch_norm.SyncBatchNormalization(name="b")
-    layer.build((None, 4, 4, 3))
-
-    @tf.function
-    def run(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = tf.reduce_sum(tf.sin(layer(x, training=True)))
-        return tape.gradient(value, [x, raw(layer.gamma), raw(layer.beta)])
-
-    graph = run.get_concrete_function(tf.TensorSpec([2, 4, 4, 3])).graph
-    collectives = list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
-    assert len(collectives) == (2 if world.size > 1 else 0), collectives
 
 
 def check_sync_batch_norm_keeps_float32_digits(world):

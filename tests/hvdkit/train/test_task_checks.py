@@ -49,6 +49,10 @@ def squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
     return losses, tf.ones_like(losses)
 
 
+def terms(made):
+    return {"loss": lambda task, outputs, targets: made(*Small.loss(task, outputs, targets))}
+
+
 def sums(name, made):
     more = lambda task, out, y: Small.sums(task, out, y) | {name: made(out)}  # noqa: E731
     return {"sums": more}
@@ -96,11 +100,6 @@ class Steps(Net):
         raise NotImplementedError
 
 
-class Losses(Net):
-    def compute_loss(self, *args, **kwargs):
-        raise NotImplementedError
-
-
 def frozen():
     made = classifier()
     made.trainable = False
@@ -138,7 +137,6 @@ MISTAKES = [
         model(lambda: Steps(keras.layers.Dense(CLASSES))),
         *("defines its own train_step", "the task's loss"),
     ),
-    (model(lambda: Losses(keras.layers.Dense(CLASSES))), "defines its own compute_loss"),
     (
         model(lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(3)])),
         *("the model", str(FEATURES)),
@@ -148,6 +146,10 @@ MISTAKES = [
     (model(with_names), "no dict", "['image']"),
     ({"loss": lambda *of: (mean(*of), tf.constant(1.0))}, "a loss for each example"),
     ({"loss": column}, "losses", "weights", "the same shape"),
+    (terms(lambda losses, weights: {}), "at least one"),
+    (terms(lambda *pair: {"a/b": pair}), "['a/b']", "letters"),
+    (terms(lambda losses, weights: {"box": losses}), "loss 'box'", "must return two tensors"),
+    (terms(lambda *pair: {"box": (*pair, pair[0])}), "'box'", "a factor"),
     ({"loss": squares} | model(lambda: classifier(units=1)), "one example more", "[n, 1]"),
     (
         {"loss": lambda task, outputs, targets: (outputs["logits"], targets)},
