@@ -127,7 +127,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 
 
-def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
+def slow_check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     root = pictures(world)
     assert not trained(world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2).model
 
@@ -146,7 +146,7 @@ def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
 
 
-def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
+def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
     root = pictures(world)
     for split in ("train", "val"):
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
@@ -174,7 +174,7 @@ def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world
         assert all((one == its).all() for one, its in zip(ended[0], other))
 
 
-def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
+def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
     root = pictures(world)
     file = root / "data" / "train" / "cat" / "2.png"
 

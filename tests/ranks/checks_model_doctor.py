@@ -88,7 +88,7 @@ def check_a_dry_run_learns_one_batch_by_heart(world):
         assert said not in good and said in slow and "the median layer" not in good
 
 
-def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
+def slow_check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
     class Weak(Small):
         """Layers that hardly count: one of three, or three of four."""
 

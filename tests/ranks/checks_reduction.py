@@ -77,9 +77,13 @@ def through_all(model, ids, training):
 
 
 def repeated(world):
-    """A model of names that repeat, its loss here, the gradients' sums over ranks by plain towers."""
+    """A model of names that repeat and weights of two types, of which Horovod groups one only.
+
+    Its loss here, the gradients' sums over ranks by plain towers.
+    """
     keras.utils.set_random_seed(7)
-    blocks = [keras.Sequential([keras.layers.Dense(4, name="sub")]) for _ in range(3)]
+    kinds = ("float32", "float64", "float32")
+    blocks = [keras.Sequential([keras.layers.Dense(4, name="sub", dtype=t)]) for t in kinds]
     unused, table = keras.layers.Dense(4, name="sub"), keras.layers.Embedding(9, 4, name="sub")
     model = Called(through_all, blocks=blocks, unused=unused, table=table)
     model(tf.zeros([1, 2], tf.int32))

@@ -211,7 +211,7 @@ class CalledTwice(ActivityLoss):
         return losses + 0 * tf.reduce_sum(again), weights
 
 
-def check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
+def slow_check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
     once, twice = (fit(world, t, precision="float64") for t in (ActivityLoss, CalledTwice))
     same(twice.weights(), once.weights(), 1e-12)
 

@@ -5,8 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
-from small_runs import CLASSES, FEATURES, Small, acting, fit, numbers, same
-from tensorflow.python.framework import config as tf_config
+from small_runs import CLASSES, FEATURES, Small, acting, fit, numbers
 
 from hvdkit.data.source import Arrays
 from hvdkit.run.health import Ending
@@ -156,19 +155,6 @@ def check_an_ending_of_one_ranks_action_ends_all(world):
     task = acts(lambda run, step, result: enough if world.is_chief else None)
     ended = fit(world, task, "the budget is used up: saved at step 2", code=PREEMPTED)
     assert ended.checkpoints == ["step-00000002"]
-
-
-def slow_check_what_an_action_changes_is_in_the_checkpoint(world):
-    def halve(run, step, result):
-        for variable in run.model.trainable_variables:
-            variable.assign(variable / 2)
-
-    usual = {"lr_policy": "constant", "checkpoint_every": 2, "deterministic": True}
-    whole = fit(world, acts(halve), num_steps=4, **usual)
-    first = fit(world, acts(halve), num_steps=2, **usual)
-    parts = fit(world, acts(halve), num_steps=4, run_dir=first.folder, **usual)
-    same(whole.weights(), parts.weights())
-    tf_config.disable_op_determinism()
 
 
 def slow_check_weights_that_depend_on_outputs_are_told(world):
