@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 from unittest import mock
 
@@ -355,6 +356,30 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
     if world.size > 1:
         means = loop_of(own_result(lambda loss, result: result, op=hvd.Average), usual)
         fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=means)
+
+
+def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is(world):
+    ended = fit(world)
+
+    def times() -> dict:
+        files = [path for path in ended.folder.parent.rglob("[!.]*") if path.is_file()]
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    before, printed = times(), fit(world, dry_run=True, run_dir=ended.folder).printed
+    if world.is_chief:  # it removes what was kept for a while
+        assert times() == before
+        shares = re.findall(r"rank \d: (\d+) samples a step; the first step's: ([\d, ]+)", printed)
+        shown = [number for _, ids in shares for number in re.findall(r"\d+", ids)]
+        assert [int(count) for count, _ in shares] == [12 // world.size] * world.size
+        assert len(shown) == len({*shown}) == min(12, 8 * world.size)
+        for words in (
+            "--global_batch_size=12",
+            "gradients: ",
+            "learning rate (",
+            "evaluated: loss",
+        ):
+            assert words in printed, words
+        assert "a run would resume from" in printed and "dry run: it works; nothing was" in printed
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):

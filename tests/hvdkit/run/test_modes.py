@@ -1,4 +1,4 @@
-"""--dry_run and --find_lr: what they show is so, and they leave nothing else."""
+"""--dry_run and --find_lr: what they show is so, and what they leave; more: checks_runs.py."""
 
 import fcntl
 import math
@@ -14,43 +14,22 @@ from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 from ranks import launch_well
 
-FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]
+
+def throwaway(run_dir):
+    settings = Settings(run_dir=str(run_dir), dry_run=True)
+    return dry_run.throwaway(settings, World(0, 1, 0, 1))
 
 
-def test_it_shows_and_tries_everything_and_leaves_nothing(tmp_path):
-    ended = launch_well(3, ["train.py", *FLAGS, f"--run_dir={tmp_path}/new/run"], "gloo")
-    shares = re.findall(
-        r"rank (\d): (\d+) samples a step; the first step's: ([\d, ]+)", ended.output
-    )
-    assert [int(count) for _, count, _ in shares] == [3, 3, 4]
-    shown = [n for _, _, ids in shares for n in re.findall(r"\d+", ids)]
-    assert len(shown) == len({*shown}) == 10
-    for words in ("--global_batch_size=10", "gradients: ", "learning rate (", "evaluated: loss"):
-        assert words in ended.output, words
-    assert "dry run: it works; nothing was kept" in ended.output
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_used_folder_stays_as_it_is(tmp_path):
-    run = tmp_path / "run"
-    launch_well(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+def test_what_killed_dry_runs_left_is_removed_and_a_live_one_stays(tmp_path):
     killed, goes_on = tmp_path / ".dry-run-1", tmp_path / ".dry-run-2"
     for folder in (killed, goes_on):
         (folder / "run").mkdir(parents=True)
         (folder / ".lock").touch()
     with (goes_on / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = launch_well(1, ["train.py", *FLAGS, f"--run_dir={run}"])
-    assert "a run would resume from" in ended.output
-    assert len(re.search(r"rank 0: 10 samples .*: ([\d, ]+), \.\.\.", ended.output)[1].split()) == 8
-    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    assert after == before and {*tmp_path.iterdir()} == {run, goes_on}
-
-
-def throwaway(run_dir):
-    settings = Settings(run_dir=str(run_dir), dry_run=True)
-    return dry_run.throwaway(settings, World(0, 1, 0, 1))
+        with throwaway(tmp_path / "run"):
+            pass
+    assert [*tmp_path.iterdir()] == [goes_on]
 
 
 @pytest.mark.parametrize("name", ["file", "file/run"])
@@ -68,7 +47,7 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
 
 
-FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]
+FIND = ["--flagfile=configs/blank.cfg", "--find_lr", "--warmup_steps=0", "--num_steps=100"]
 
 
 @pytest.fixture(scope="module")
