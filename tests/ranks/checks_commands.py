@@ -149,12 +149,7 @@ def bad_files(folder: Path) -> None:
     Image.fromarray(deep.astype(np.int32)).save(folder / "in" / "wide.tiff")
     (folder / "in" / "away.png").symlink_to("nowhere.png")
     os.mkfifo(folder / "pipe.png")
-    # At these Pillow raises what does not name the file: a ValueError, a NotImplementedError.
-    (folder / "in" / "head.ppm").write_bytes(b"P6")
-    Image.new("RGB", (8, 8)).save(folder / "in" / "kind.dds")
-    with (folder / "in" / "kind.dds").open("r+b") as file:
-        file.seek(80)
-        file.write(bytes(4))  # the flags that say how pixels are stored
+    (folder / "in" / "head.ppm").write_bytes(b"P6")  # Pillow's ValueError does not name the file
     odd = os.fsencode(folder / "in") + b"/odd\xff"
     shutil.copy(os.fsencode(folder / "in" / "001.png"), odd + b".png")
     shutil.copy(os.fsencode(folder / "in" / "text.png"), odd + b".txt")
@@ -169,10 +164,10 @@ def check_bad_files_are_named_and_the_others_predicted(world):
     pictures = [folder / "in", folder / "pipe.png"]
     said = call(predict, world, out=folder / "out", pictures=pictures, code=BUG)
     names = ["pipe.png", "text.png", "torn.png", "deep.png", "wide.tiff", "away.png"]
-    for name in (*names, r"odd\udcff.txt", "head.ppm", "kind.dds"):
+    for name in (*names, r"odd\udcff.txt", "head.ppm"):
         (line,) = [line for line in said.splitlines() if name in line]
         assert "skipped: " in line
-    assert "9 of 13 files were skipped" in said
+    assert "8 of 12 files were skipped" in said
     names = [row[0] for row in table(folder / "out" / "predictions.csv")[1]]
     assert names == ["000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
 

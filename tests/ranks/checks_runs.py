@@ -18,7 +18,7 @@ from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import loop
-from hvdkit.settings import Settings, fields, project
+from hvdkit.settings import project
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
 
 
@@ -413,15 +413,3 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
         fit(world, Own)
     else:
         fit(world, Own, *words, code=WRONG_USE)
-
-
-def slow_check_epochs_become_steps_once_the_data_are_counted(world):
-    """60 samples, 12 a step."""
-    known = fields.of(Settings)
-    given = {"num_steps": "0.6epochs", "eval_every": "0.2epochs"}
-    epochs = {name: fields.value(known[name], text) for name, text in given.items()}
-    ended = fit(world, **epochs)
-    if world.is_chief:
-        assert ended.summary["step"] == 3 and ended.evaluated == [1, 2, 3]
-        assert "--num_steps=3\n" in (ended.folder / "config.cfg").read_text()
-        assert "3 steps of 12 (0.6 epochs)" in ended.printed and "epoch 0.6" in ended.printed
