@@ -16,7 +16,6 @@ from PIL import Image
 from small_runs import fit_config
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import export
 from hvdkit.commands.predict import predict
@@ -208,10 +207,4 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     where = {"out": FOLDER / "out", "pictures": [FOLDER / "in-3"]}
     with mock.patch.object(load_run.tasks, "load", Broken):
         said = call(predict, world, **where, code=WRONG_USE)
-        config = settings_lib.parse(["browse", *WORDS[DIGITS]])
-        try:
-            browse.samples(config.for_ranks(1), 3)
-        except ValueError as error:
-            said += str(error)
-    assert said.count("failed: checks_commands.py, line ") == 2, said
-    assert said.count("KeyError: 'missing'") == 2, said
+    assert "failed: checks_commands.py, line " in said and "KeyError: 'missing'" in said, said

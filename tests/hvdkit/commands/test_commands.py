@@ -110,6 +110,7 @@ def test_a_checkpoint_that_is_not_there_is_named(folder, digits, run, which, wor
         load_run.chosen(folder / run / "checkpoints", which)
 
 
+@pytest.mark.slow  # of a run: checks_errors.py
 def test_ranks_with_different_flags_are_refused_before_they_wait(digits, tmp_path):
     script = (
         "import os, sys; from hvdkit.commands import evaluate\n"

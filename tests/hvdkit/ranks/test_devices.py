@@ -61,22 +61,6 @@ def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(ended.output)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "nccl", "end"),
-    [
-        (["gpu"], True, "one GPU each, NCCL, set up over Gloo"),
-        (["gpu"], False, "one GPU each, Gloo"),
-        ([], True, "CPU thread(s) each, Gloo"),
-    ],
-)
-def test_a_run_reports_what_carries_gradients(monkeypatch, gpus, nccl, end):
-    """NCCL where this Horovod has it and there is a GPU to send from."""
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
-    monkeypatch.setattr(world_lib.hvd, "nccl_built", lambda: nccl)
-    monkeypatch.setattr(world_lib.hvd, "mpi_enabled", lambda: False)
-    assert world_lib.describe(ALONE).endswith(end)
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "why_no_gpu", lambda device: f"{device}: none")
     for name in ("inter", "intra"):

@@ -1,6 +1,5 @@
 """Tasks are complete, or say what they lack."""
 
-import ast
 import dataclasses
 import importlib.util
 import sys
@@ -108,19 +107,6 @@ def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value,
     task = load(f"{text}(config or self.config).{read}\n", **{name: value})
     base.optional(task, by)(*[base.settings_of(task, config)] * bool(function))
     base.check_read(task, config)
-
-
-def test_the_engine_names_no_task():
-    """But as the default of --task, where `hvdkit start` chooses one, and inside messages."""
-    may = [project.ENGINE / "settings/data.py", *project.ENGINE.glob("commands/start*.py")]
-    files = [p for p in project.ENGINE.rglob("*.py") if p not in may]
-    names = set(base.available())
-    assert files and names
-    for path in files:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-        words |= {n.id for n in nodes if isinstance(n, ast.Name)}
-        assert words.isdisjoint(names), (path, words & names)
 
 
 def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():
