@@ -1,9 +1,6 @@
-"""Benchmarks: the file of `make bench`, the table of gpu.py, the short form of scale.py."""
+"""Benchmarks: the table of gpu.py, the short form of scale.py."""
 
 import importlib.util
-import re
-import subprocess
-import sys
 
 import pytest
 from hosts import ROOT
@@ -20,16 +17,6 @@ def benchmark(name: str):
 
 
 gpu, scale = benchmark("gpu"), benchmark("scale")
-
-
-@pytest.mark.slow
-def test_benchmarks_have_the_flags_that_make_bench_gives():
-    for part in benchmark("results").PARTS.values():
-        file, *words = part.command.partition(" -- ")[0].split() + ["--torch"] * part.torch
-        flags = [word for word in words if word.startswith("--")]
-        command = [sys.executable, FOLDER / file, "--help"]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert not {flag.partition("=")[0] for flag in flags} - {*re.findall(r"--\w+", shown)}, file
 
 
 def record(rate, **more):
