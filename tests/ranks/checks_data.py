@@ -194,7 +194,7 @@ def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(worl
     trained(world, root, num_steps=6, accept_changed_data=True)
 
 
-def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
+def slow_check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
     """And says in its card that it mixes."""
     root = pictures(world)
     how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}
