@@ -149,7 +149,6 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["--", "python", f"{PROJECT}/train.py", "--resume=never"], "begin anew at each start"),
         (["--hostfile", "x", "--hosts-from", "y", "--", "true"], "choose one"),
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
-        (["--hostfile", "{tmp}/hosts", "--", "true"], "is no host: a host is letters"),
         (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),
     ],
 )
