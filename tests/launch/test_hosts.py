@@ -309,6 +309,7 @@ def test_what_ssh_would_take_for_something_else_is_no_host(tmp_path: Path, name:
     [
         (["-H", "node1"], "'node1' is not HOST:RANKS"),
         (["-H", "node1:99999999999999999999"], "is not HOST:RANKS"),
+        (["-np", "99999999999999999999"], "how many ranks? Give -H, --hostfile or -np"),
         (["-H", "node1:2", "-np", "3"], "-np 3 is more than the 2 slots"),
         (["--hostfile", "/nowhere"], "cannot read the hostfile /nowhere"),
         (["--hostfile", "/dev/null", "-np", "2"], "no host in the hostfile /dev/null"),

@@ -50,7 +50,6 @@ def check_a_save_that_fails_ends_nothing(world):
 
 
 def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(world):
-    clean = fit(world, num_steps=9)
     words = ("saves in a row were not written", " is in the way")
     ended = trained(world, blocked(2, 4, 5, 6, 7, 8, 9), *words, code=BUG, num_steps=9)
     # The third is known when the fourth begins at the latest, which may fail too before the end.
@@ -59,7 +58,6 @@ def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(worl
         assert ended.summary["step"] in (7, 8) and ended.summary["exit_reason"] == "saves failed"
     again = trained(world, Small, num_steps=9, run_dir=ended.folder)
     assert "at step 3" in again.printed or not world.is_chief, again.printed
-    same(clean.weights(), again.weights())
 
 
 def check_a_last_save_that_fails_is_no_success(world):
