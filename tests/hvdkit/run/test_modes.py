@@ -1,8 +1,7 @@
-"""--dry_run and --find_lr: what they show is so, and what they leave; more: checks_runs.py."""
+"""--dry_run and --find_lr; on ranks: checks_runs.py, checks_warm_start.py."""
 
 import fcntl
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from hvdkit.ranks.world import World
 from hvdkit.run import dry_run, find_lr
 from hvdkit.settings import Settings
 from hvdkit.stop import Stop
-from ranks import launch_well
 
 
 def throwaway(run_dir):
@@ -45,30 +43,6 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     with throwaway(tmp_path / "run" / "..") as tried:
         assert Path(tried.run_dir).name == tmp_path.name
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
-
-
-FIND = ["--flagfile=configs/blank.cfg", "--find_lr", "--warmup_steps=0", "--num_steps=100"]
-
-
-@pytest.fixture(scope="module")
-def suggested(tmp_path_factory):
-    found = {}
-    for ranks, how in ((1, "alone"), (2, "gloo")):
-        folder = tmp_path_factory.mktemp("find_lr")
-        ended = launch_well(ranks, ["train.py", *FIND, f"--run_dir={folder}/run"], how)
-        assert [path.name for path in folder.iterdir()] == ["run-find_lr.html"]
-        page = (folder / "run-find_lr.html").read_text()
-        found[ranks] = float(re.search(r"try --base_lr=(\S+):", ended.output)[1])
-        assert f"suggested: {found[ranks]:.1e}" in page
-        found[f"{ranks} output"] = ended.output
-    return found
-
-
-def test_any_number_of_ranks_suggests_the_same_of_rates_that_rise_by_one_factor(suggested):
-    assert suggested[1] == suggested[2] and 1e-5 < suggested[1] < 5
-    rows = re.findall(r"^\s*(\d\.\d\de[-+]\d\d)  ", suggested["1 output"], re.M)
-    rates = [float(row) for row in rows]
-    assert rates[0] == 1e-7 and rates == sorted(rates) and len(rates) > 8
 
 
 def test_a_noisy_loss_gives_a_rate_near_the_best_or_none():
